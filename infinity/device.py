@@ -45,7 +45,8 @@ _MPOL_INTERLEAVE = 3
 ALONE_ELEMENTS = 32768
 
 
-def _cudart() -> Any:
+def cudart() -> Any:
+    """CUDA's runtime, to pin memory for all of its devices."""
     return torch.cuda.cudart()
 
 
@@ -188,18 +189,18 @@ class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no
     page fault comes later.
 
-    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `pin=True`
-    registers it with CUDA. Then no forked child has it, for Linux would copy pinned pages to each
+    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `cudart`,
+    CUDA's runtime, pins it. Then no forked child has it, for Linux would copy pinned pages to each
     at once: all of cpu_memory for every worker of a DataLoader.
     """
 
-    def __init__(self, nbytes: int, pin: bool = False) -> None:
-        self.tensor = huge_pages(nbytes, inherited=not pin).zero_()
-        self._pinned = pin and nbytes > 0
-        if self._pinned:
-            code = _cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
+    def __init__(self, nbytes: int, cudart: Any = None) -> None:
+        self.tensor = huge_pages(nbytes, inherited=cudart is None).zero_()
+        self._cudart = cudart if nbytes > 0 else None
+        if self._cudart is not None:
+            code = self._cudart.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
             if int(code) != 0:
-                self._pinned = False
+                self._cudart = None
                 _forget_error()
                 raise ConfigError(
                     f"CUDA could not pin {nbytes} bytes of host memory (error "
@@ -208,9 +209,9 @@ class HostMemory:
 
     def close(self) -> None:
         """Unpin; the pages go back to the system when the last tensor on them is gone."""
-        if self._pinned:
-            self._pinned = False
-            _cudart().cudaHostUnregister(self.tensor.data_ptr())
+        if self._cudart is not None:
+            self._cudart.cudaHostUnregister(self.tensor.data_ptr())
+            self._cudart = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
@@ -226,16 +227,16 @@ class Copy:
     """A copy, or an update, that was queued, and ends with `event`; None: it has ended."""
 
     def __init__(self, event: Any = None) -> None:
-        self._event = event
+        self.event = event
 
     def done(self) -> bool:
         """Whether `wait` would not wait."""
-        return self._event is None or bool(self._event.query())
+        return self.event is None or bool(self.event.query())
 
     def wait(self) -> None:
         """Block until it has ended."""
-        if self._event is not None:
-            self._event.synchronize()  # sleeps: a thread that spins would keep a CPU from Adam
+        if self.event is not None:
+            self.event.synchronize()  # sleeps: a thread that spins would keep a CPU from Adam
 
 
 def find_kernels(device: int) -> bool:
@@ -257,47 +258,57 @@ class ComputeDevice:
     """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it
     without a further copy.
 
-    Copies run on a stream of their own for each direction. What they must not overtake is told them
-    as a `Mark`; they wait for nothing else, least of all for what the model has queued since. Who
-    asks for one sleeps until it has ended.
+    Copies run on a stream of their own for each direction, in the order in which they were asked
+    for. What they must not overtake is told them as a `Mark` or a `Copy`; they wait for nothing
+    else, least of all for what the model has queued since. What needs one comes after it on its own
+    stream (`follow_copy`), while the host goes on; or who asks for one sleeps until it has ended.
     """
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"]) -> None:
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'"
-            )
-        use_cuda = kind != "cpu" and torch.cuda.is_available()
-        self.torch = (
-            torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-        )
-        self.unified_memory = not use_cuda
+        self.torch = self._choose(kind)
+        self._runtime: Any = torch.get_device_module(self.torch)  # torch.cuda, if it is a GPU
+        self.unified_memory = self.torch.type == "cpu"
         self._host: list[HostMemory] = []
-        streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(4)]
-        self._up, self._down, self._side, self._updates = streams
-        self.has_kernels = use_cuda and find_kernels(self.torch.index)
+        self._up, self._down, self._side, self._updates = (
+            # Copies and collectives before the model: it waits for them, and they leave it room.
+            None if self.unified_memory else self._runtime.Stream(self.torch, priority=priority)
+            for priority in (-1, -1, -1, 0)
+        )
+        self.has_kernels = self.torch.type == "cuda" and find_kernels(self.torch.index)
         """Whether the kernels of `native/cuda` can work on its memory."""
         self._marks = itertools.count()
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
+    @staticmethod
+    def _choose(kind: Literal["auto", "cpu", "cuda"]) -> torch.device:
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'"
+            )
+        if kind == "cpu" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
     def is_capturing(self) -> bool:
         """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at
         every replay."""
-        return self.torch.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.torch.type != "cpu" and self._runtime.is_current_stream_capturing()
 
     @property
     def name(self) -> str:
         """What people call it."""
-        return "CPU" if self.torch.type == "cpu" else torch.cuda.get_device_name(self.torch)
+        return "CPU" if self.torch.type == "cpu" else self._runtime.get_device_name(self.torch)
 
     def memory(self) -> Memory | None:
         """What it has and what is free now, that which torch keeps for later included; None where
         that is host memory."""
         if self.torch.type == "cpu":
             return None
-        free, total = torch.cuda.mem_get_info(self.torch)
-        kept = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+        free, total = self._runtime.mem_get_info(self.torch)
+        kept = self._runtime.memory_reserved(self.torch) - self._runtime.memory_allocated(
+            self.torch
+        )
         return Memory(total, min(free + kept, total), "the GPU")
 
     def peak_bytes(self, reset: bool = False) -> int | None:
@@ -305,15 +316,15 @@ class ComputeDevice:
         memory."""
         if self.torch.type == "cpu":
             return None
-        peak = int(torch.cuda.max_memory_allocated(self.torch))
+        peak = int(self._runtime.max_memory_allocated(self.torch))
         if reset:
-            torch.cuda.reset_peak_memory_stats(self.torch)
+            self._runtime.reset_peak_memory_stats(self.torch)
         return peak
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by
         `close`."""
-        memory = HostMemory(nbytes, pin=not self.unified_memory)
+        memory = HostMemory(nbytes, None if self.unified_memory else self._runtime.cudart())
         self._host.append(memory)
         return memory.tensor
 
@@ -328,8 +339,8 @@ class ComputeDevice:
     def await_stream(self) -> None:
         """Return when all that the caller's stream was given has ended: nothing of it comes later
         than copies to the same memory, which wait for marks alone."""
-        if self.torch.type == "cuda":
-            torch.cuda.current_stream(self.torch).synchronize()
+        if self.torch.type != "cpu":
+            self._runtime.current_stream(self.torch).synchronize()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of its memory for a moment, for the stream that the caller queues on;
@@ -344,13 +355,13 @@ class ComputeDevice:
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""
         states = [torch.get_rng_state()]
-        return states if self.unified_memory else [*states, torch.cuda.get_rng_state(self.torch)]
+        return states if self.unified_memory else [*states, self._runtime.get_rng_state(self.torch)]
 
     def set_random_state(self, states: list[torch.Tensor]) -> None:
         """Go on drawing from what `random_state` gave."""
         torch.set_rng_state(states[0])
         if not self.unified_memory:
-            torch.cuda.set_rng_state(states[1], self.torch)
+            self._runtime.set_rng_state(states[1], self.torch)
 
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
         """`count` states: the one that there is, which stays, and others that depend on it and on
@@ -363,8 +374,8 @@ class ComputeDevice:
             seed = int.from_bytes(digest.digest(), "little")
             torch.default_generator.manual_seed(seed)
             if not self.unified_memory:
-                with torch.cuda.device(self.torch):
-                    torch.cuda.manual_seed(seed)
+                with self._runtime.device(self.torch):
+                    self._runtime.manual_seed(seed)
             states.append(self.random_state())
         self.set_random_state(states[0])
         return states
@@ -373,16 +384,16 @@ class ComputeDevice:
         """What makes another thread queue its work on the stream that is the caller's now."""
         if self.unified_memory:
             return lambda: None
-        stream = torch.cuda.current_stream(self.torch)
-        return lambda: torch.cuda.set_stream(stream)
+        stream = self._runtime.current_stream(self.torch)
+        return lambda: self._runtime.set_stream(stream)
 
     def mark(self) -> Mark | None:
         """The end of what is queued on the caller's stream now; None where nothing is ever
         queued."""
         if self.unified_memory:
             return None
-        event = torch.cuda.Event(blocking=True)  # `reach` sleeps
-        return Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event(event))
+        event = self._runtime.Event(blocking=True)  # `reach` sleeps
+        return Mark(next(self._marks), self._runtime.current_stream(self.torch).record_event(event))
 
     def reach(self, mark: Mark | None) -> None:
         """Block until what was queued before `mark` has ended, for who writes to memory of the
@@ -409,13 +420,15 @@ class ComputeDevice:
         with self._queued_on(self._updates, after) as end:
             yield Copy(end)
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
+    def upload(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | Copy | None = None
+    ) -> None:
         """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`;
         return when it is there."""
         self.begin_upload(target, source, after).wait()
 
     def begin_upload(
-        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | Copy | None = None
     ) -> Copy:
         """Like `upload`, but return at once: `source` must stay as it is until the copy has
         ended."""
@@ -423,34 +436,43 @@ class ComputeDevice:
         return self._copy(target, source, self._up, after)
 
     def download(
-        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | Copy | None = None
     ) -> None:
         """Copy compute `source` to host `target`, after the mark `after`; return when it is
         there."""
         self.begin_download(target, source, after).wait()
 
     def begin_download(
-        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | Copy | None = None
     ) -> Copy:
         """Like `download`, but return at once: `source` must stay as it is until the copy has
         ended."""
         self.copied.add(read=source.nbytes)
         return self._copy(target, source, self._down, after)
 
+    def await_uploads(self) -> None:
+        """Block until the uploads that were begun have ended."""
+        if self._up is not None:
+            self._up.synchronize()
+
+    def follow_copy(self, copy: Copy) -> None:
+        """Let what the caller queues from now on come after `copy`; never waits."""
+        if copy.event is not None:
+            copy.event.wait(self._runtime.current_stream(self.torch))
+
     def join(self, copy: Copy, memory: torch.Tensor) -> None:
-        """Let what the caller queues from now on come after `copy`, which reads or fills `memory`,
-        of this device; never waits.
+        """Like `follow_copy`, of a copy that reads or fills `memory`, of this device.
 
         So the caller may use `memory`, or let go of it: it is freed in the order of the caller's
         stream.
         """
-        if not self.unified_memory and copy._event is not None:
-            copy._event.wait(torch.cuda.current_stream(self.torch))
+        self.follow_copy(copy)
+        if copy.event is not None:
             # Nothing to do where it was allocated on this one.
-            memory.record_stream(torch.cuda.current_stream(self.torch))
+            memory.record_stream(self._runtime.current_stream(self.torch))
 
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None
+        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | Copy | None
     ) -> Copy:
         if self.unified_memory:
             copy_alone(target, source)
@@ -460,12 +482,12 @@ class ComputeDevice:
             return Copy(end)
 
     @contextmanager
-    def _queued_on(self, stream: Any, after: Mark | None) -> Iterator[Any]:
+    def _queued_on(self, stream: Any, after: Mark | Copy | None) -> Iterator[Any]:
         """Queue what is inside on `stream`, after the mark `after`; gives the event that is
         recorded at its end."""
-        end = torch.cuda.Event(blocking=True)
-        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
-            if after is not None:
+        end = self._runtime.Event(blocking=True)
+        with self._runtime.device(self.torch), self._runtime.stream(stream):
+            if after is not None and after.event is not None:
                 stream.wait_event(after.event)
             try:
                 yield end
@@ -473,7 +495,10 @@ class ComputeDevice:
                 end.record(stream)
 
     def close(self) -> None:
-        """Give back the host memory."""
+        """Give back the host memory, when no copy uses it any more."""
+        for stream in (self._up, self._down, self._updates):
+            if stream is not None:
+                stream.synchronize()
         for memory in self._host:
             memory.close()
         self._host.clear()

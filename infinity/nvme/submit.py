@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.device import HostMemory
+from infinity.device import HostMemory, cudart
 from infinity.errors import NvmeError
 from infinity.nvme.open_files import Files
 from infinity.nvme.requests import IoRequest
@@ -262,5 +262,5 @@ class Submitter:
     def _slots(self, pinned: bool) -> torch.Tensor:
         """The staging memory, for the one who holds the lock."""
         if pinned not in self._memory:
-            self._memory[pinned] = HostMemory(SLOTS * SLOT_BYTES, pin=pinned)
+            self._memory[pinned] = HostMemory(SLOTS * SLOT_BYTES, cudart() if pinned else None)
         return self._memory[pinned].tensor

@@ -15,7 +15,7 @@ from infinity.optim.job import Job, JobState, UnitUpdate
 from infinity.optim.kernels import Kernels, Segment, StateTensors
 from infinity.placement.spec import Kind
 from infinity.sharding import codec
-from infinity.tiers.access import Checkout, Placing
+from infinity.tiers.access import Checkout, PlaceCopy
 
 
 class Phase(enum.Enum):
@@ -55,7 +55,7 @@ class Chunk:
     outs: dict[Kind, Checkout]
     phase: Phase = Phase.HELD
     running: Copy | None = None
-    placing: Placing | None = None
+    placing: PlaceCopy | None = None
 
     def may_go_on(self) -> bool:
         """Whether the update may be made, or never will be."""
@@ -76,7 +76,7 @@ class Chunk:
 
     def device_is_done(self) -> bool:
         """Whether `await_device` would not wait."""
-        return self.ran() and (self.placing is None or self.placing.ended())
+        return self.ran() and (self.placing is None or self.placing.done())
 
     def await_device(self) -> None:
         """Block until what is under way on the compute device and to it has ended."""
@@ -85,7 +85,7 @@ class Chunk:
                 self.running.wait()
         finally:
             if self.placing is not None:
-                self.placing.finish()
+                self.placing.wait()
 
     def committed(self) -> bool:
         """Whether all of it has ended, so that its slots may go back."""

@@ -304,12 +304,12 @@ class Exchange:
                     self._give_up(collective, error)
 
     def _join(self, collective: Collective) -> None:
-        collective.arrive()
-        collective.arrived = start = time.perf_counter()
         with (
             self._recorder.range("collective", collective.name),
             self.device.side_stream(collective.after),
         ):
+            collective.arrive()
+            collective.arrived = start = time.perf_counter()
             if not all(collectives.same(collective.order, group) for group in collective.groups):
                 raise InfinityError("the ranks have posted different collectives")
             result = collective.join()

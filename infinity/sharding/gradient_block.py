@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.device import add_alone, copy_alone
+from infinity.device import Copy, add_alone, copy_alone
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
@@ -105,10 +105,27 @@ class GradientBlock:
                     chunk.release()
             unit.store.resident.end_update([block])
 
+    def begin_home(self, full: torch.Tensor) -> Copy | None:
+        """Start copying `full` (numel,), the first gradients of a unit that no other rank has a
+        part of, to the block, if nothing on the host has a part in it; `came` ends it."""
+        if self._unit.ranks.number > 1:
+            return None
+        staging = self._unit.store.staging
+        return staging.begin_home(self._unit.blocks[Kind.GRAD], full.view(torch.uint8))
+
+    def came(self) -> None:
+        """The copy of `begin_home` has ended."""
+        self._unit.store.resident.end_update([self._unit.blocks[Kind.GRAD]])
+
     def post(
-        self, join: Callable[[], object], scatters: bool = True, averages: bool = True
+        self,
+        join: Callable[[], object],
+        arrive: Callable[[], object] = lambda: None,
+        scatters: bool = True,
+        averages: bool = True,
     ) -> Collective:
-        """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both."""
+        """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both,
+        when `arrive` has returned."""
         unit = self._unit
         nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
         replicas = collectives.size(unit.ranks.replicas)
@@ -116,7 +133,7 @@ class GradientBlock:
             scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas
         )
         operation = "reduce" if scatters else "average"
-        return self._partners().post(operation, unit.name, join, sent, everywhere=averages)
+        return self._partners().post(operation, unit.name, join, sent, arrive, everywhere=averages)
 
     def reduced(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On

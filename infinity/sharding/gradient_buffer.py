@@ -4,14 +4,23 @@ home."""
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from infinity.device import Copy
 from infinity.sharding.exchange import Collective
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
+
+
+class Reduction(NamedTuple):
+    """The reduction of what a unit collected, posted as `collective`; `leaving` is the copy that
+    alone reads it, if one does."""
+
+    collective: Collective
+    leaving: Copy | None = None
 
 
 class GradientBuffer:
@@ -32,8 +41,10 @@ class GradientBuffer:
         self._memory = memory
         # The first one is collected into, and is not free while there is a holder.
         self._free = deque(memory.chunk(parts))
+        # Those that reductions took, in their order.
+        self._taken: deque[tuple[Reduction, torch.Tensor]] = deque()
         # Reductions under way, with what each had collected.
-        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()
+        self._posted: deque[tuple[Collective, Unit, int]] = deque()
         self._holder: Unit | None = None
         self._collected: set[int] = set()
 
@@ -49,8 +60,10 @@ class GradientBuffer:
             again and (unit.ranks.number > 1 or unit.gradients.at_home(index))
         ):
             self.flush()
-            while self._posted and (not self._free or self._posted[0][0].ended()):
+            while self._posted and self._posted[0][0].ended():
                 self._end_first()
+            if not self._free:
+                self._take_back(unit)
             self._holder, self._collected, again = unit, set(), False
         self._collected.add(index)
         place = unit.layout.places[index]
@@ -78,7 +91,19 @@ class GradientBuffer:
         self._zero_rest(holder)
         posted = holder.gradients.reduce(self._flat(holder), self._collected)
         if posted is not None:
-            self._posted.append((posted, self._free.popleft(), holder, holder.gradients.collected))
+            self._taken.append((posted, self._free.popleft()))
+            self._posted.append((posted.collective, holder, holder.gradients.collected))
+
+    def _take_back(self, unit: Unit) -> None:
+        """Free the part that was taken first, for `unit`: what only a copy reads is written when
+        that has ended, which the device waits for, and not the host."""
+        reduction, part = self._taken.popleft()
+        if reduction.leaving is not None and unit.exchange is not None:
+            unit.exchange.device.follow_copy(reduction.leaving)
+        else:
+            while not reduction.collective.ended():
+                self._end_first()
+        self._free.append(part)
 
     def _zero_rest(self, holder: Unit) -> None:
         """What the holder has not collected: mostly padding at the end alone, so that the buffer is
@@ -96,8 +121,7 @@ class GradientBuffer:
             self._end_first()
 
     def _end_first(self) -> None:
-        posted, part, unit, collected = self._posted.popleft()
-        self._free.append(part)
+        posted, unit, collected = self._posted.popleft()
         posted.wait()
         unit.gradients.end_reduction(collected)
 
@@ -121,4 +145,5 @@ class GradientBuffer:
         """Give the memory back."""
         self._memory, self._holder = self._memory[:0].clone(), None
         self._free.clear()
+        self._taken.clear()
         self._posted.clear()

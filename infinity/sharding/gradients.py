@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from infinity.sharding.exchange import Collective
 from infinity.sharding.gradient_block import GradientBlock
-from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.gradient_buffer import GradientBuffer, Reduction
 from infinity.sharding.tensor_parallel import local_gradient
 
 if TYPE_CHECKING:
@@ -325,12 +324,12 @@ class Gradients:
 
     # On their way
 
-    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None:
         """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over
         the ranks; add this rank's part to the block.
 
-        With several ranks returns at once what has to end before either is used again, and then
-        `end_reduction` called.
+        With an exchange returns at once. When the reduction has ended `end_reduction` is to be
+        called; until then the block is not used.
         """
         unit, block = self._unit, self._block
         self._drop_forgotten()
@@ -340,13 +339,17 @@ class Gradients:
             block.add_up(full, first)
             self._announce()
             return None
+        leaving = block.begin_home(full) if first else None
+        if leaving is not None:
+            came = functools.partial(self._came, self._collected)
+            return Reduction(block.post(came, leaving.wait), leaving)
         if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
-            return block.post(functools.partial(self._bring_home, full, first, self._collected))
+            bring = functools.partial(self._bring_home, full, first, self._collected)
+            return Reduction(block.post(bring))
         averages = unit.exchange.averages
         self._is_apart = not averages
-        return block.post(
-            lambda: block.add_up(block.scattered(full), first, averages), averages=averages
-        )
+        add = functools.partial(self._scatter, full, first, averages)
+        return Reduction(block.post(add, averages=averages))
 
     def end_reduction(self, collected: int) -> None:
         """For the buffer: the reduction that was posted when the step had brought as many gradients
@@ -360,9 +363,19 @@ class Gradients:
             self._buffer.await_added()
 
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
-        """Reduce and add up; if these were the last gradients of the step, say what their norm
-        needs, while the model goes on."""
         self._block.add_up(self._block.reduced(full), first)
+        self._measure(collected)
+
+    def _scatter(self, full: torch.Tensor, first: bool, averages: bool) -> None:
+        self._block.add_up(self._block.scattered(full), first, averages)
+
+    def _came(self, collected: int) -> None:
+        self._block.came()
+        self._measure(collected)
+
+    def _measure(self, collected: int) -> None:
+        """If these were the last gradients of the step, say what their norm needs, while the model
+        goes on."""
         if collected == self._expected:
             self._measured = collected, self._unit.listeners.updates.square_ahead(self._unit)
 

@@ -63,22 +63,23 @@ class Fetch:
             log.debug("a prefetch failed: %s", error)
 
 
-class Placing:
-    """What an update made, on its way to its place on the compute device. Used by one thread, which
-    calls `finish` in the end."""
+class PlaceCopy(Copy):
+    """A copy to or from the place of a block on the compute device, whose `end` is told when it has
+    ended. Used by one thread, which calls `wait` in the end."""
 
     def __init__(self, copy: Copy, end: Callable[[], None]) -> None:
+        super().__init__(copy.event)
         self._copy, self._end = copy, end
         self._finished = False
 
-    def ended(self) -> bool:
-        """Whether it is there; whoever waits for that is told."""
+    def done(self) -> bool:
+        """Whether it has ended; then `end` is told."""
         if not self._finished and self._copy.done():
-            self.finish()
+            self.wait()
         return self._finished
 
-    def finish(self) -> None:
-        """Block until it is there. May be called often."""
+    def wait(self) -> None:
+        """Block until it has ended. May be called often."""
         if not self._finished:
             self._finished = True
             try:
@@ -148,6 +149,14 @@ class Checkout:
     def arrived(self) -> bool:
         """Whether `wait` would not wait for I/O."""
         return not isinstance(self._arrive, Ticket | Copy) or self._arrive.done()
+
+    def expect(self, copy: Copy) -> None:
+        """The content comes with `copy`."""
+        self._arrive = copy
+
+    def hold(self, copy: Copy) -> None:
+        """`copy` reads the content: it stays until that has ended."""
+        self._writing = copy
 
     def fill(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Let `copy(target, source)` take to `tensor` what only `source` has."""

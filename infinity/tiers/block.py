@@ -10,7 +10,7 @@ from infinity.placement.spec import BlockSpec, Format, Kind, Placed
 from infinity.tiers.home import Home
 
 if TYPE_CHECKING:
-    from infinity.device import Mark
+    from infinity.device import Copy, Mark
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
     from infinity.tiers.originals import FileExtent
@@ -63,8 +63,13 @@ class DeviceCopy:
         self.used: Mark | None = None
         """After what the lease may be filled: the model's last use of it, or of what had its place
         before. None: at once."""
+        self.arriving: Copy | None = None
+        """The last copy into the lease that was queued. What reads the lease comes after it, on its
+        own stream, and what it reads stays as it is until it has ended."""
         self.copying = 0
         """Copies from or to the lease that are under way. It may not end meanwhile."""
+        self.posting = 0
+        """How many of them are `renewed` already, and not queued yet."""
         self.holds_old = False
         """Whether the lease of an UPDATING block holds its old content, where not `renewed`."""
         self.renewed: set[int] = set()
@@ -104,8 +109,8 @@ class DeviceCopy:
         self.fetch = fetch
 
     def to_ready(self) -> None:
-        """LOADING or UPDATING -> READY."""
-        self._expect(CopyState.LOADING, CopyState.UPDATING)
+        """LOADING or UPDATING -> READY; RESERVED, too, where all that was lacking is queued."""
+        self._expect(CopyState.RESERVED, CopyState.LOADING, CopyState.UPDATING)
         self._move_to(CopyState.READY)
 
     def to_failed(self) -> None:

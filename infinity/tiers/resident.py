@@ -32,6 +32,14 @@ each `release` marks where the model's stream is (`DeviceCopy.used`). A copy int
 this block or for the next one there, comes after that mark. It waits for nothing that is queued
 later. A copy is queued behind the mark. A drive that writes to the device itself
 (`Tuning.gpu_direct`) is asked to when the mark has been reached.
+
+[Note: who waits for a copy]
+The stream that reads the place, and no thread of the host. A block whose home is host memory is
+READY as soon as its copies are queued, and `wait` lets the caller's stream come after the last one
+(`DeviceCopy.arriving`). All copies to the device share a stream, so the last one is the last to
+end, and a place that changes hands needs no wait either. The host waits in three cases: for a read
+of a drive; before a home is rewritten that a copy still reads (`await_idle`); and before a drive
+writes to the device past all streams.
 """
 
 from __future__ import annotations
@@ -39,9 +47,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import NamedTuple
 
 import torch
@@ -49,17 +56,13 @@ import torch
 from infinity.device import ComputeDevice, Copy, Mark
 from infinity.observe import Meter
 from infinity.placement.decide import Layout
-from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
-from infinity.tiers.arena import Arena
-from infinity.tiers.block import Block, CopyState
+from infinity.tiers.access import Fetch, Mover, Pending, PlaceCopy
+from infinity.tiers.arena import Arena, Lease
+from infinity.tiers.block import Block, CopyState, DeviceCopy
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.latch import Latch
 from infinity.tiers.staging import ChunkRequest, Staging
-
-FILLING = 4
-"""Chunks on their way to a compute device that the drive cannot reach: one is copied, the others
-are read."""
 
 
 class Loader:
@@ -83,24 +86,32 @@ class Loader:
         """Runs of elements [begin, end) that the place of `block` lacks."""
         return self._chunks.runs(block.placed, without=block.copy.renewed)
 
-    def begin(self, block: Block) -> Callable[[], None]:
-        """Start filling what the place of `block` lacks; the result blocks until it is there.
+    def begin(self, block: Block) -> Callable[[], None] | None:
+        """Start filling what the place of `block` lacks; the result blocks until it is there. None
+        where all of it is queued.
 
-        NVMe reads are submitted here and now.
+        NVMe reads are submitted, and copies from host memory queued, here and now.
         """
         if block.copy.lease is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
         target = block.copy.lease.tensor[block.spec.at : block.spec.at + block.nbytes]
-        fills = [self._fill(block, target, begin, end) for begin, end in self.missing(block)]
-        return functools.partial(_finish, fills)
+        begun = [self._fill(block, target, begin, end) for begin, end in self.missing(block)]
+        fills = [fill for fill in begun if fill is not None]
+        return functools.partial(_finish, fills) if fills else None
 
-    def _fill(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
+    def _fill(
+        self, block: Block, target: torch.Tensor, begin: int, end: int
+    ) -> Callable[[], None] | None:
         """Start bringing elements [begin, end) of `block`, which are in host memory or on NVMe as a
-        whole; the result blocks until they are in `target`."""
+        whole; the result blocks until they are in `target`. None where that is queued."""
         at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
         part, memory, used = target[at : at + nbytes], block.home.memory_of(begin), block.copy.used
         if memory is not None:
-            return functools.partial(self._device.upload, part, memory[at : at + nbytes], used)
+            source = memory[at : at + nbytes]
+            if self._device.unified_memory:
+                return functools.partial(self._device.upload, part, source)
+            block.copy.arriving = self._device.begin_upload(part, source, used)
+            return None
         # cuFile moves whole pages, and tensors lie anywhere in files of the user.
         direct = bool(self._drives.direct) and block.home.original is None
         if not self._device.unified_memory and not (direct and block.written):
@@ -113,38 +124,22 @@ class Loader:
 
     def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
         """The drive knows no streams: who finishes the fetch first waits until the model has left
-        the place."""
+        the place, and what was copied there has ended."""
         self._device.reach(used)
+        self._device.await_uploads()
         where = (at, part.numel(), part.data_ptr(), block.name, self._meter)
         self._drives.read(block.home.extent, *where, direct=True).wait()
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
-        """While one chunk is copied the next ones are read, as far as there are slots that nobody
-        else holds."""
-        coming = deque(first for first in self._staging.chunks(block) if begin <= first < end)
-        reading: deque[Checkout] = deque()
+        """While chunks are copied the next ones are read."""
+        chunks = [first for first in self._staging.chunks(block) if begin <= first < end]
+        requests = [ChunkRequest([block], first, load=[block]) for first in chunks]
         at = 0
-        try:
-            while coming or reading:
-                while coming and len(reading) < FILLING:
-                    request = ChunkRequest([block], coming[0], load=[block])
-                    staging = self._staging
-                    chunks = (
-                        staging.try_check_out(request) if reading else staging.check_out(request)
-                    )
-                    if chunks is None:
-                        break
-                    coming.popleft()
-                    reading += chunks
-                reading[0].wait()
-                content = reading[0].tensor
-                self._device.upload(part[at : at + content.numel()], content, block.copy.used)
-                at += content.numel()
-                reading.popleft().release()
-        finally:
-            with ExitStack() as stack:
-                for chunk in reading:
-                    stack.callback(chunk.release)
+        with closing(self._staging.in_turn(requests)) as turns:
+            for (chunk,) in turns:
+                target = part[at : at + chunk.tensor.numel()]
+                chunk.hold(self._device.begin_upload(target, chunk.tensor, block.copy.used))
+                at += target.numel()
 
 
 class CopyListeners(NamedTuple):
@@ -257,12 +252,12 @@ class Residency:
         while True:
             with self._changed:
                 if copy.state is CopyState.READY and copy.lease is not None:
-                    return copy.lease.tensor
+                    return self._follow(copy.lease, copy)
                 fetch = copy.fetch
                 self._latch.check()
                 if fetch is None and copy.state is CopyState.UPDATING and copy.lease is not None:
-                    if not self._loader.missing(block) and not copy.copying:
-                        return copy.lease.tensor  # the update is there, and being written
+                    if not self._loader.missing(block) and not copy.posting:
+                        return self._follow(copy.lease, copy)  # the update is there, or queued
                     self._changed.wait()
                     continue
             if fetch is not None:
@@ -277,6 +272,12 @@ class Residency:
                     raise
             else:
                 self.place(block)
+
+    def _follow(self, lease: Lease, copy: DeviceCopy) -> torch.Tensor:
+        """What the lease holds, for what the caller's stream is given from now on."""
+        if copy.arriving is not None:
+            self._device.follow_copy(copy.arriving)
+        return lease.tensor
 
     def place(self, block: Block) -> None:
         """Give a pinned `block` its place, for who waits for it elsewhere.
@@ -352,9 +353,10 @@ class Residency:
                             raise RuntimeError(f"the window for {block.name} is not free")
                         copy.reserve(lease, self._left)
                 # 6. Start filling. An UPDATING block is filled by its update.
+                queued = False
                 if pending is None and copy.state is CopyState.RESERVED:
-                    self._load(block)
-                placed = pending is None and copy.state is CopyState.UPDATING
+                    queued = self._load(block)
+                placed = queued or (pending is None and copy.state is CopyState.UPDATING)
             # 7. An update may wait for this place.
             if placed:
                 self._listeners.placed()
@@ -377,12 +379,18 @@ class Residency:
             first = self._left is None
             self._left = used if first else max(self._left, used, key=lambda mark: mark.number)
 
-    def _load(self, block: Block) -> None:
-        """Begin filling what the place of `block` lacks (under the lock)."""
+    def _load(self, block: Block) -> bool:
+        """Begin filling what the place of `block` lacks (under the lock); True where all of it is
+        queued, and nothing is to be waited for."""
         work = self._loader.begin(block)
+        if work is None:
+            block.copy.to_ready()
+            self._changed.notify_all()
+            return True
         fetch = Fetch(work, lambda fetch, arrived: self._land(block, fetch, arrived))
         block.copy.to_loading(fetch)
         self._mover.post(fetch)
+        return False
 
     def _land(self, block: Block, fetch: Fetch, arrived: bool) -> None:
         try:
@@ -418,11 +426,13 @@ class Residency:
                     return
 
     def await_idle(self, block: Block) -> None:
-        """Block until nothing is on its way to the place of `block`."""
+        """Block until nothing is on its way to the place of `block`, nor reads its home."""
         while True:
             with self._changed:
-                pending = block.copy.pending
+                pending, arriving = block.copy.pending, block.copy.arriving
             if pending is None:
+                if arriving is not None:
+                    arriving.wait()
                 return
             pending.await_end()
             self._latch.check()
@@ -436,7 +446,7 @@ class Residency:
         """
         return self._device.updating(block.copy.used)
 
-    def renew(self, block: Block, begin: int, content: torch.Tensor) -> Placing | None:
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> PlaceCopy | None:
         """`content` is what an update made of a chunk of `block`: start putting it where the block
         has a place already. None where it has none; else `content` must stay as it is until the
         result has ended.
@@ -451,14 +461,21 @@ class Residency:
             if not free or copy.lease is None or block.permanent:
                 return None
             copy.copying += 1
+            copy.posting += 1
             copy.renewed.add(begin)
             target = copy.lease.tensor[at : at + content.numel()]
+        upload = None
         try:
             upload = self._device.begin_upload(target, content, copy.used)
-        except BaseException:
-            self._copied(block)
-            raise
-        return Placing(upload, functools.partial(self._copied, block))
+            return PlaceCopy(upload, functools.partial(self._copied, block))
+        finally:
+            with self._changed:
+                copy.posting -= 1
+                if upload is None:
+                    copy.copying -= 1
+                else:
+                    copy.arriving = upload
+                self._changed.notify_all()
 
     def _copied(self, block: Block) -> None:
         with self._changed:
@@ -480,6 +497,7 @@ class Residency:
     def end_update(self, blocks: Sequence[Block]) -> None:
         """All chunks of `blocks` are committed and released: from now on they read as what was
         written."""
+        queued = False
         with self._changed:
             for block in blocks:
                 block.home.flip()
@@ -491,10 +509,12 @@ class Residency:
                 elif copy.lease is None:
                     copy.to_absent()
                 elif self._loader.missing(block):
-                    self._load(block)
+                    queued |= self._load(block)
                 else:
                     copy.to_ready()
             self._changed.notify_all()
+        if queued:
+            self._listeners.placed()
 
     def close(self) -> None:
         """End the thread that finishes fetches."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,15 @@ import torch
 from infinity.device import ComputeDevice, Copy, Mark, zero_alone
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter
-from infinity.tiers.access import Checkout
+from infinity.tiers.access import Checkout, PlaceCopy
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.latch import Latch
+
+IN_TURN = 4
+"""Requests that `Staging.in_turn` has under way: half of them end, the others begin."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,63 @@ class Staging:
         """Like `check_out`, but None when there are not enough free slots for all of it."""
         return self._stage(request, wait=False)
 
+    def in_turn(
+        self,
+        requests: Iterable[ChunkRequest],
+        begin: Callable[[ChunkRequest, list[Checkout]], None] = lambda request, chunks: None,
+    ) -> Generator[list[Checkout], None, None]:
+        """The chunks of one request after the other, each when its content is there; released when
+        what the caller started with them has ended. `begin(request, chunks)` may start more that
+        the content needs.
+
+        The next chunks are on their way meanwhile, and the last ones, as far as there are slots
+        that nobody else holds. To be iterated to its end, or closed. For threads that hold no
+        check-out.
+        """
+        coming = deque(requests)
+        arriving: deque[list[Checkout]] = deque()
+        leaving: deque[list[Checkout]] = deque()
+
+        def end_first() -> None:
+            with ExitStack() as stack:
+                for chunk in leaving.popleft():
+                    stack.callback(chunk.release)
+
+        try:
+            while coming or arriving:
+                while coming and len(arriving) + len(leaving) < IN_TURN:
+                    holds = arriving or leaving
+                    chunks = self.try_check_out(coming[0]) if holds else self.check_out(coming[0])
+                    if chunks is None:
+                        break
+                    arriving.append(chunks)
+                    begin(coming.popleft(), chunks)
+                if arriving:
+                    for chunk in arriving[0]:
+                        chunk.wait()
+                    yield arriving[0]
+                    leaving.append(arriving.popleft())
+                while leaving and (
+                    not arriving
+                    or len(leaving) > IN_TURN // 2
+                    or all(chunk.committed() for chunk in leaving[0])
+                ):
+                    end_first()
+        finally:
+            leaving += arriving
+            with ExitStack() as stack:
+                for _ in range(len(leaving)):
+                    stack.callback(end_first)
+
+    def begin_home(self, block: Block, content: torch.Tensor) -> Copy | None:
+        """Start copying `content` (uint8, of the size of `block`, on a compute device that the host
+        cannot address) to the home of `block`, where that is host memory as a whole; else None. It
+        comes after what the caller has queued."""
+        memory = block.home.memory
+        if memory is None or block.tier == "gpu" or self._device.unified_memory:
+            return None
+        return self._device.begin_download(memory, content, self._device.mark())
+
     def bring_home(
         self, block: Block, content: torch.Tensor, add: bool
     ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
@@ -129,25 +190,28 @@ class Staging:
         that hold `content` already are left out. To be iterated to its end, or closed.
         """
         discrete = not self._device.unified_memory and block.tier != "gpu"
-        memory = block.home.memory
-        if memory is not None and not (discrete and add):
-            if discrete:
-                self._device.download(memory, content, self._device.mark())
-            else:
-                yield memory, content
+        whole = None if add else self.begin_home(block, content)
+        if whole is not None:
+            whole.wait()
             return
-        for begin in self.chunks(block):
-            at, nbytes = self._chunks.bytes_of(block.placed, begin)
-            part, spare = content[at : at + nbytes], nbytes if discrete and add else 0
-            chunks = self.check_out(
-                ChunkRequest([block], begin, [block] if add else (), spare=spare)
-            )
-            with ExitStack() as stack:
-                for chunk in chunks:
-                    stack.callback(chunk.release)
-                chunks[0].wait()
-                if discrete:
-                    self._device.download(chunks[-1].tensor, part, self._device.mark())
+        if block.home.memory is not None and not discrete:
+            yield block.home.memory, content
+            return
+        places = {at: self._chunks.bytes_of(block.placed, at) for at in self.chunks(block)}
+        parts = {at: content[first:][:nbytes] for at, (first, nbytes) in places.items()}
+
+        def send(request: ChunkRequest, chunks: list[Checkout]) -> None:
+            if discrete:
+                target, source = chunks[-1].tensor, parts[request.begin]
+                chunks[-1].expect(self._device.begin_download(target, source, self._device.mark()))
+
+        load = [block] if add else ()
+        requests = [
+            ChunkRequest([block], at, load, spare=nbytes if discrete and add else 0)
+            for at, (_, nbytes) in places.items()
+        ]
+        with closing(self.in_turn(requests, send)) as turns:
+            for chunks, part in zip(turns, parts.values(), strict=True):
                 if add or not discrete:
                     yield chunks[0].tensor, chunks[-1].tensor if discrete else part
                 chunks[0].commit()
@@ -226,32 +290,39 @@ class Staging:
         else:
             meter = request.meter or self._meter
             where = (place, nbytes, tensor.data_ptr(), block.name, meter)
-            if load and request.updates and self._copy_back(block, request.begin, tensor):
-                arrive = None
-            elif load and home.written:
+            if load and request.updates:
+                arrive = self._copy_back(block, request.begin, tensor)
+            if not load or arrive is not None:
+                pass
+            elif home.written:
                 arrive = self._drives.read(home.extent, *where)
-            elif load:
+            else:
                 arrive = functools.partial(zero_alone, tensor)
             write = functools.partial(self._drives.write, home.extents[home.target], *where)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
-    def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> bool:
-        """Fill `tensor` with the current bytes of the chunk of `block` from `begin` on, if they are
-        on the compute device."""
+    def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> Copy | None:
+        """Start filling `tensor` with the current bytes of the chunk of `block` from `begin` on, if
+        they are on the compute device; None where they are not."""
         copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
         with self._changed:
             there = copy.holds_old or copy.state is CopyState.READY
             if copy.lease is None or not there or begin in copy.renewed:
-                return False
+                return None
             copy.copying += 1
             source = copy.lease.tensor[at : at + tensor.numel()]
+            after = copy.arriving
+        copied = functools.partial(self._copied, block)
         try:
-            self._device.download(tensor, source)
-        finally:
-            with self._changed:
-                copy.copying -= 1
-                self._changed.notify_all()
-        return True
+            return PlaceCopy(self._device.begin_download(tensor, source, after), copied)
+        except BaseException:
+            copied()
+            raise
+
+    def _copied(self, block: Block) -> None:
+        with self._changed:
+            block.copy.copying -= 1
+            self._changed.notify_all()
 
     def _write_home(
         self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, _background: bool

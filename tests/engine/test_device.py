@@ -113,10 +113,9 @@ def inherited(memory: torch.Tensor) -> bool:
     return "dc" not in flags.split()
 
 
-def test_pinned_memory_is_not_copied_to_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_not_copied_to_children() -> None:
     cudart = Cudart(0)
-    monkeypatch.setattr(device, "_cudart", lambda: cudart)
-    plain, pinned = HostMemory(HUGE_PAGE + 5), HostMemory(HUGE_PAGE + 5, pin=True)
+    plain, pinned = HostMemory(HUGE_PAGE + 5), HostMemory(HUGE_PAGE + 5, cudart)
     assert cudart.pinned == [(pinned.tensor.data_ptr(), HUGE_PAGE + 5)]
     assert (inherited(plain.tensor), inherited(pinned.tensor)) == (True, False)
     pinned.close()
@@ -126,11 +125,10 @@ def test_pinned_memory_is_not_copied_to_children(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[bool] = []
-    monkeypatch.setattr(device, "_cudart", lambda: Cudart(2))
     monkeypatch.setattr(device, "_forget_error", lambda: forgotten.append(True))
     with pytest.raises(
         ConfigError,
         match=r"CUDA could not pin 4096 bytes of host memory \(error 2\); lower cpu_memory",
     ):
-        HostMemory(4096, pin=True)
+        HostMemory(4096, Cudart(2))
     assert forgotten == [True], "the next kernel would be blamed"

@@ -117,19 +117,6 @@ def test_no_copy_overtakes_what_clears_the_memory(
     assert seen.index("memory") < seen.index("synchronized") < seen.index("copy")
 
 
-def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
-    engine = wrap(**PLACEMENTS["states in host memory"])
-    threads: list[str] = []
-    Probe(engine).device.on_download = lambda: threads.append(threading.current_thread().name)
-    optimizer = infinity.AdamW(engine.model.parameters())
-    for step in range(2):
-        engine.model(**text_batch(step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.drain()
-    assert set(threads) == {"infinity-exchange"}
-
-
 def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +169,13 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
             store.resident.renew(block, begin, new[begin:][: store.chunk_elements])
             for begin in store.staging.chunks(block)
         ]
-        assert going and not any(placing is None or placing.ended() for placing in going)
+        assert going and not any(placing is None or placing.done() for placing in going)
         store.resident.start(block)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(store.resident.wait, block)
             for placing in going:
                 assert placing is not None
-                placing.finish()
+                placing.wait()
             assert torch.equal(waiting.result(60), new)
         store.resident.release(block)
         store.resident.end_update([block])

@@ -31,7 +31,7 @@ from infinity.optim.job import JobQueue
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
-from infinity.tiers.access import Checkout, Fetch, Placing
+from infinity.tiers.access import Checkout, Fetch, PlaceCopy
 from infinity.tiers.block import DeviceCopy
 from infinity.tiers.resident import Residency
 from infinity.tiers.saved_storage import SavedStorage
@@ -116,7 +116,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.side_stream": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
-    "device.py ComputeDevice.join": NEVER,  # queues the wait on a stream
+    "device.py ComputeDevice.await_uploads": DEVICE,
+    "device.py ComputeDevice.close": DEVICE,
+    "device.py ComputeDevice.follow_copy": NEVER,  # queues the wait on a stream
     "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
     "directories/lock.py _Held.__init__": NEVER,
     "integrations/lightning.py InfinityStrategy": RANKS,
@@ -167,6 +169,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/gradient_block.py GradientBlock.rewrite": DRIVE,
     "sharding/gradients.py Gradients._drop_forgotten": COLLECTIVE,
     "sharding/gradients.py Gradients.settle": COLLECTIVE,
+    "sharding/gradients.py Gradients.reduce": DEVICE,
     "sharding/unit.py Unit.gather_ahead": STORE,
     "sharding/unit.py Unit.wait": STORE,
     "sharding/states.py States.read_chunk": COLLECTIVE,
@@ -178,7 +181,8 @@ WAITS: dict[str, tuple[str, str]] = {
         "its timeout",
         "test_rank_faults.py::test_one_rank_has_it_and_all_are_told",
     ),
-    "tiers/access.py Placing.finish": DEVICE,
+    "tiers/access.py PlaceCopy.done": NEVER,  # it has ended
+    "tiers/access.py PlaceCopy.wait": DEVICE,
     "tiers/access.py Mover.close": CLOSING,
     "tiers/access.py Mover._run": ("`close` posts None", CLOSING[1]),
     "tiers/access.py Checkout.wait": DRIVE,
@@ -196,9 +200,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
     "tiers/speed.py _move": DRIVE,
+    "tiers/resident.py Residency.await_idle": DEVICE,
+    "tiers/staging.py Staging.in_turn": DRIVE,
     "tiers/resident.py Loader._fill": DRIVE,
     "tiers/resident.py Loader._fill_directly": DRIVE,
-    "tiers/resident.py Loader._fill_through_staging": DRIVE,
     "tiers/resident.py Residency.wait": STORE,
     "tiers/resident.py Residency._acquire": STORE,
     "tiers/resident.py Residency.rollback": STORE,
@@ -694,7 +699,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
         ("waiting for a chunk", Checkout, "wait"),
         ("an update", Chunk, "apply"),
         ("placing", Residency, "renew"),
-        ("ending a copy", Placing, "finish"),
+        ("ending a copy", PlaceCopy, "wait"),
         ("a commit", Checkout, "commit"),
         ("a release", Checkout, "release"),
         ("ending an update", Residency, "end_update"),
@@ -705,7 +710,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
         {},
         broken(AN_UPDATE, raising(Checkout, "release", UPDATER)),
     ),
-    "an update, and copies after it": ({}, broken(AN_UPDATE, raising(Placing, "finish", UPDATER))),
+    "an update, and copies after it": (
+        {},
+        broken(AN_UPDATE, raising(Chunk, "await_device", UPDATER)),
+    ),
     "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(JobQueue, "refuse", UPDATER))),
     "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
     "asking for another place on the mover": ({}, raising(DeviceCopy, "_move_to", MOVER)),

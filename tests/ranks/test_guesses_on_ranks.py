@@ -30,7 +30,7 @@ def work(task: Any, where: Path, rank: int) -> None:
             guess = torch.full((block.spec.nbytes,), 1, dtype=torch.uint8)
             placing = resident.renew(block, 0, guess)
             assert placing is not None
-            placing.finish()
+            placing.wait()
             unit.gather_ahead()
         for unit in engine.units:
             unit.start()

@@ -1,5 +1,5 @@
-"""Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, or =discrete
-for the one that `discrete` plays.
+"""Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, =discrete for
+the one that `discrete` plays, or =queued for the one of `queued`.
 
 Without the variable nothing changes. With it, every `Config` that says "cpu" or nothing means that
 device, and a wrapped model takes its inputs there, so tests need not know. Only files that compare
@@ -43,16 +43,30 @@ REASON = (
 
 def move() -> None:
     """Do what the variable says; called once, before any test is imported."""
-    if KIND not in ("", "cuda", "discrete"):
-        raise ValueError(f"INFINITY_TEST_DEVICE={KIND!r} is neither 'cuda' nor 'discrete'")
+    if KIND not in ("", "cuda", "discrete", "queued"):
+        raise ValueError(
+            f"INFINITY_TEST_DEVICE={KIND!r} is neither 'cuda', 'discrete' nor 'queued'"
+        )
     if KIND == "discrete":
         from support.discrete import DiscreteDevice
 
         vars(sys.modules["infinity.build"])["ComputeDevice"] = DiscreteDevice
         _configure()
+    elif KIND == "queued":
+        from support import queued
+
+        queued.load().set_pace(random=True, compute_us=20, copy_us=20)
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = queued.QueuedDevice
+        _configure()
+        _bring_inputs()
+        wrap = infinity.wrap
+        vars(infinity)["wrap"] = lambda model, *rest, **named: wrap(
+            queued.move(model), *rest, **named
+        )
     elif KIND == "cuda":
         _be_deterministic()
-        _to_cuda()
+        _configure(device="cuda")
+        _bring_inputs()
 
 
 def _be_deterministic() -> None:
@@ -77,8 +91,8 @@ def _configure(**always: Any) -> None:
     Config.__init__ = config  # type: ignore[method-assign]
 
 
-def _to_cuda() -> None:
-    _configure(device="cuda")
+def _bring_inputs() -> None:
+    """Let wrapped models take their inputs to their device."""
     make_engine = infinity.Engine.__init__
 
     def engine(

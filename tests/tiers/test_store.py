@@ -757,7 +757,7 @@ def renew_chunk(store: Store, block: Block, begin: int, data: torch.Tensor) -> b
     part = data[block.format.bytes_of(begin) : block.format.bytes_of(end)]
     placing = store.resident.renew(block, begin, part)
     if placing is not None:
-        placing.finish()
+        placing.wait()
     return placing is not None
 
 

@@ -1,0 +1,254 @@
+"""The whole engine on a device that computes beside the host (`queued`): the same numbers in every
+order of events, no wait of the model's threads, and a wrong number for every order that is lost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.device import ComputeDevice, Copy
+from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.tiers.resident import Residency
+from support import queued
+from support.configs import config_of
+from support.models import text_batch, transformer
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="needs torch for CPUs"),
+]
+
+HOST = {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {"update": "speculative"},
+    "exact": {"update": "exact"},
+    "cached": {"cpu_memory": "16MiB", "cache": "auto"},
+    "gradients on nvme": {"gradients": "nvme"},
+    "only gradients on nvme": {
+        "parameters": "cpu",
+        "gradients": "nvme",
+        "optimizer": "cpu",
+        "cpu_memory": 0,
+    },
+    "states in host memory": HOST,
+    "states in host memory, twice": HOST | {"update": "speculative"},
+    "states offloaded": HOST | {"parameters": "gpu"},
+    "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+}
+LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "gpu_direct": "off"}
+SLOW_COPIES = {"copy_us": 3000}
+SLOW_OPERATORS = {"compute_us": 1000}
+
+Wrap = Callable[..., infinity.Engine]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    runtime = queued.load()
+    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", queued.QueuedDevice)
+    yield runtime
+    runtime.set_pace()
+
+
+@pytest.fixture
+def wrap(machine: Any, tmp_path: Path) -> Iterator[Wrap]:
+    """`wrap(**config)`: the engine of a transformer within the least memory that works."""
+    engines: list[tuple[infinity.Engine, torch.nn.Module]] = []
+
+    def make(**options: Any) -> infinity.Engine:
+        folder = tmp_path / str(len(engines))
+        folder.mkdir()
+        config = LEAST | {"nvme": folder, "gpu_cache": 0} | options
+        model = queued.move(transformer(tied=False))
+        while True:
+            try:
+                infinity.wrap(model, config_of(**config))
+                break
+            except infinity.BudgetError as error:
+                ((key, least),) = re.findall(r"smallest (\w+) that works is (\d+)", str(error))
+                config[key] = int(least)
+        engines.append((infinity.engine(model), model))
+        return infinity.engine(model)
+
+    yield make
+    for engine, _ in engines:
+        engine.close()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(queued.NAME) for name, tensor in text_batch(step).items()}
+
+
+def train(engine: infinity.Engine, accumulation: int = 1) -> dict[str, Any]:
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    losses, norms = [], []
+    batches = [batch(number) for number in range(3 * accumulation)]
+    for step in range(3):
+        for micro_batch in range(accumulation):
+            loss = engine.model(**batches[accumulation * step + micro_batch]).loss
+            if micro_batch == 0:
+                optimizer.zero_grad()  # not before: the forward meets updates
+            (loss / accumulation).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return {
+        "losses": torch.stack(losses).cpu(),
+        "norms": torch.tensor(norms),
+        **engine.state_dict(),
+    }
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+# The engine
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_numbers_are_the_same_in_every_order_of_events(
+    placement: str, accumulation: int, wrap: Wrap, machine: Any
+) -> None:
+    precision = "bf16" if accumulation == 1 else "fp32"
+    expected = train(wrap(precision=precision, **HOST), accumulation)
+    for seed in range(1, 3):
+        machine.set_pace(seed, random=True, compute_us=30, copy_us=300)
+        found = train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation)
+        assert differences(found, expected) == [], seed
+
+
+def test_the_model_queues_a_whole_step_while_the_device_stands_still(
+    wrap: Wrap, machine: Any
+) -> None:
+    """With states in host memory no thread of the model waits for the device: neither for copies of
+    parameters, nor until gradients have left. What a copy needs is there when its turn comes."""
+    engine = wrap(**HOST)
+    train(engine)
+    engine.model.zero_grad()
+    engine.drain()
+    inputs = batch(7)
+    machine.synchronize()
+    machine.native.reset_counts()
+    with machine.held():
+        engine.model(**inputs).loss.backward()
+        counts = machine.native.counts()
+        waits = machine.host_waits()
+    assert not waits.keys() & {"MainThread", "a thread of autograd"}
+    assert counts["uploads"] >= 2
+    assert counts["downloads"] >= len(engine.units) - 1
+
+
+# What it must not do
+
+
+def forget_the_copy(device: ComputeDevice, copy: Copy) -> None:
+    pass
+
+
+def copy_at_once(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.begin_upload
+) -> Copy:
+    target, source, *_ = values
+    return real(device, target, source)
+
+
+def end_at_once(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.begin_download
+) -> Copy:
+    real(device, *values)
+    return Copy()
+
+
+def collect_at_once(
+    buffer: GradientBuffer, unit: Any, *values: Any, real: Any = GradientBuffer.add
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit.exchange.device, "follow_copy", lambda copy: None)
+        real(buffer, unit, *values)
+
+
+def renew_and_forget(
+    resident: Residency, block: Any, *values: Any, real: Any = Residency.renew
+) -> Any:
+    placing = real(resident, block, *values)
+    block.copy.arriving = None
+    return placing
+
+
+PLANTED: dict[str, tuple[type, str, Any, dict[str, Any], dict[str, Any]]] = {
+    "compute before its copy": (
+        *(ComputeDevice, "follow_copy", forget_the_copy, SLOW_COPIES, HOST),
+    ),
+    "copy before compute has left": (
+        ComputeDevice,
+        "begin_upload",
+        copy_at_once,
+        SLOW_OPERATORS,
+        HOST,
+    ),
+    "update before the gradients are there": (
+        *(ComputeDevice, "begin_download", end_at_once, SLOW_COPIES, HOST),
+    ),
+    "reuse before the gradients have left": (
+        *(GradientBuffer, "add", collect_at_once, SLOW_COPIES, HOST),
+    ),
+    "next step before the update is there": (
+        # All stay, so that no later copy brings the order back.
+        *(Residency, "renew", renew_and_forget, SLOW_COPIES, HOST | {"gpu_memory": "1MiB"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("edge", PLANTED)
+def test_an_order_that_is_lost_shows(
+    edge: str, wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower the device, the surer: a loaded host may be late itself."""
+    owner, name, bug, pace, config = PLANTED[edge]
+    expected = train(wrap(**config))
+    machine.set_pace(**pace)
+    assert differences(train(wrap(**config)), expected) == []
+    monkeypatch.setattr(owner, name, bug)
+    for slower in (1, 4, 16):
+        machine.set_pace(**{key: slower * value for key, value in pace.items()})
+        if differences(train(wrap(**config)), expected):
+            return
+    pytest.fail("the order was lost, and no number was wrong")
+
+
+# The device itself
+
+
+def test_the_host_cannot_touch_the_memory() -> None:
+    program = (
+        "import ctypes, torch; from support import queued; queued.load();"
+        "there = torch.ones(4, device='queued'); assert there.cpu().sum() == 4;"
+        "print(flush=True); ctypes.string_at(there.data_ptr(), 4)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-11, b"\n")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_memory_is_gone_for_streams_that_nobody_named(told: bool, machine: Any) -> None:
+    there = torch.ones(1000, device=queued.NAME)
+    here = machine.current_stream()
+    with machine.stream(machine.Stream(queued.NAME)), machine.held():
+        late = there + 1
+        if told:
+            there.record_stream(machine.current_stream())
+        del there
+        if not told:
+            here.synchronize()
+    machine.synchronize()
+    assert bool((late == 2).all()) is told

@@ -1,0 +1,214 @@
+"""The device "queued": one that computes beside the host, as a GPU does, played by threads.
+
+Streams are threads, operators and copies wait in their queues, the memory faults when the host
+touches it, and what is freed is overwritten as early as a real allocator may reuse it. So what
+comes too early, or is let go of too early, gives a wrong number or ends the process.
+
+`torch.queued` has what `infinity.device` uses of `torch.cuda`. The C++ side is built once for each
+version of torch and of the sources.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device import ComputeDevice
+
+NAME = "queued"
+_HERE = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+
+
+class _Runtime(ModuleType):
+    """`torch.queued`."""
+
+    def __init__(self, native: Any) -> None:
+        super().__init__(f"torch.{NAME}")
+        self.native = native
+        pin = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: native.pin(address, nbytes) or 0,
+            cudaHostUnregister=lambda address: native.unpin(address) or 0,
+        )
+        self.cudart = lambda: pin
+        self.manual_seed = self.manual_seed_all = torch.default_generator.manual_seed
+
+    def Stream(self, device: object, priority: int = 0) -> torch.Stream:
+        return torch.Stream(NAME, priority=priority)
+
+    def Event(self, blocking: bool = False) -> torch.Event:
+        return torch.Event(NAME)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: object = None) -> str:
+        return "a simulated device"
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device: object = None) -> torch.Stream:
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        number = self.native.current_stream()
+        return torch.Stream(stream_id=number, device_index=0, device_type=kind)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        self.native.set_stream(stream.stream_id)
+
+    @contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        before = self.native.current_stream()
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.native.set_stream(before)
+
+    def synchronize(self, device: object = None) -> None:
+        self.native.synchronize()
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return 8 << 30, 8 << 30
+
+    def memory_reserved(self, device: object = None) -> int:
+        return 0
+
+    memory_allocated = max_memory_allocated = memory_reserved
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        pass
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def set_pace(
+        self,
+        seed: int = 0,
+        random: bool = False,
+        compute_us: float = 0,
+        copy_us: float = 0,
+        copy_bytes_per_us: float = 0,
+    ) -> None:
+        """How long an operator and a copy take at least, in microseconds; if `random`, from nothing
+        to twice of that, by `seed`."""
+        self.native.set_pace(seed, random, compute_us, copy_us, copy_bytes_per_us)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing happens that is queued on the caller's stream now, nor what comes after
+        it."""
+        self.native.hold()
+        try:
+            yield
+        finally:
+            self.native.let_go()
+
+    def host_waits(self) -> dict[str, int]:
+        """How often each thread had to wait for the device since the last `reset_counts`."""
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        waits = self.native.counts()["host_waits"]
+        return {names.get(number, "a thread of autograd"): count for number, count in waits.items()}
+
+
+class QueuedDevice(ComputeDevice):
+    """The compute device of an engine."""
+
+    @staticmethod
+    def _choose(kind: Any) -> torch.device:
+        return torch.device(NAME, 0)
+
+
+def move(model: nn.Module) -> nn.Module:
+    """`model`, whose parameters are on the device from now on, and still the same objects.
+
+    For torch does not let the data of a CPU's parameter be that of a device of this kind.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(NAME)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def load() -> _Runtime:
+    """`torch.queued`, built and registered where it is not yet."""
+    found = getattr(torch, NAME, None)
+    if found is None:
+        torch.utils.rename_privateuse1_backend(NAME)
+        found = _Runtime(_import(_build()))
+        torch._register_device_module(NAME, found)
+    return found
+
+
+def _import(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("_queued", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build() -> Path:
+    """The native module; one process builds it, and the others wait."""
+    sources = [_HERE / "machine.h", _HERE / "backend.cpp"]
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    folder = Path(tempfile.gettempdir(), f"infinity-queued-{digest.hexdigest()[:16]}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    built = folder / f"_queued{sysconfig.get_config_var('EXT_SUFFIX')}"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            draft = built.with_suffix(".draft")
+            done = subprocess.run(_command(sources[-1], draft), capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"the simulated device does not compile:\n{done.stderr}")
+            draft.rename(built)
+    return built
+
+
+def _command(source: Path, target: Path) -> list[str]:
+    include = _TORCH / "include"
+    folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_path("include")))
+    return [
+        *("c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(part for folder in folders for part in ("-isystem", str(folder))),
+        *(str(source), "-o", str(target), f"-L{_TORCH / 'lib'}"),
+        *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
+    ]
