@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
-from infinity.device import device_of, stream_of
+from infinity.device import add_alone, device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import Format, Kind
@@ -133,8 +133,21 @@ class Kernels:
         """`target.copy_(source)` for uint8 tensors (n,) on the host, by all threads."""
         self._module.copy(target.data_ptr(), source.data_ptr(), target.numel(), self._pool)
 
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.add_(source)` for contiguous tensors (n,) of one dtype: fp32, bf16 and fp16 on
+        the host by all threads, with the same bits, but that every NaN is the same one. Others, and
+        all after `close` (gradients may be on their way then), by `add_alone`.
+
+        Any thread may call it; one call is served at a time.
+        """
+        name, pool = _NAMES.get(target.dtype), self._pool
+        if name is None or pool is None or target.device.type != "cpu":
+            add_alone(target, source)
+            return
+        self._module.add(target.data_ptr(), source.data_ptr(), name, target.numel(), self.isa, pool)
+
     def close(self) -> None:
-        """End the threads; the kernels cannot be used any more."""
+        """End the threads; of the kernels nothing but `add` can be used any more."""
         self._pool = None
 
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+import torch
+
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
 from infinity.optim.kernels import Kernels
@@ -66,6 +68,7 @@ class Updater(Updates):
         self._runtime = runtime
         self._listeners = listeners
         self._recorder = recorder
+        self._kernels = kernels
         self._jobs = jobs
         self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
         self.speculation = Speculation(store, self._jobs, policy)
@@ -129,6 +132,11 @@ class Updater(Updates):
         """The sum of squares of the gradients of `unit`, if that is worth having before the step;
         for who brings them."""
         return self.norm.square_ahead(unit)
+
+    def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.add_(source)` for contiguous tensors (n,) of one dtype, by the threads of the
+        kernels; for who brings gradients home."""
+        self._kernels.add(target, source)
 
     def await_readers(self, unit: Unit) -> None:
         """Return when no update reads the gradients of `unit` any more. It waits for no place on

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.device import Copy, add_alone, copy_alone
+from infinity.device import Copy, copy_alone
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
@@ -90,7 +90,7 @@ class GradientBlock:
                 unit.store.staging.bring_home(block, shard.view(torch.uint8), add=not first)
             ) as parts:
                 for home, part in parts:
-                    (copy_alone if first else add_alone)(
+                    (copy_alone if first else unit.listeners.updates.add_gradients)(
                         home.view(unit.gradient_dtype), part.view(unit.gradient_dtype)
                     )
             unit.store.resident.end_update([block])

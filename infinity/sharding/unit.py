@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.device import add_alone
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format, Kind
 from infinity.sharding import collectives
@@ -44,8 +45,8 @@ class Border:
 
 
 class Updates:
-    """Whoever updates units, as far as a unit tells or asks it something. This base class does
-    nothing."""
+    """Whoever updates units, as far as a unit tells or asks it something. This base class adds
+    alone, and does nothing else."""
 
     def gradients_came(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
@@ -54,6 +55,11 @@ class Updates:
         """The sum of squares of the gradients of `unit`, if that is worth having before the
         step."""
         return None
+
+    def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.add_(source)` for contiguous tensors (n,) of one dtype, with any number of
+        threads."""
+        add_alone(target, source)
 
     def rollback(self, unit: Unit) -> None:
         """Return when no speculative update of `unit` is in flight, because what it began with

@@ -103,6 +103,11 @@ void split(const float* values, std::uint16_t* param, std::int16_t* low, std::si
 constexpr std::size_t kNormBlock = 16384;
 double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry, Isa isa, Pool& pool);
 
+// target[i] = target[i] + source[i], added in fp32 and rounded to nearest with ties to EVEN, in bf16 too: it is what torch's add does, and
+// not how a parameter is rounded (update.h, [Note: split]). NaN is the one of convert.h. Either address may be any multiple of the element
+// size. The two do not overlap, or are one.
+void add(void* target, const void* source, Dtype dtype, std::size_t n, Isa isa, Pool& pool);
+
 // Copies n bytes that do not overlap.
 void copy(void* target, const void* source, std::size_t n, Pool& pool);
 

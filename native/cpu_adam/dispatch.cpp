@@ -227,6 +227,22 @@ double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry
   return carry == carry ? carry : std::numeric_limits<double>::quiet_NaN();  // one NaN, as in convert.h [Note: NaN]
 }
 
+void add(void* target, const void* source, Dtype dtype, std::size_t n, Isa isa, Pool& pool) {
+  AddKernel* const kernel = kernels(isa).add[static_cast<int>(dtype)];
+  const std::size_t width = bytes_of(dtype);
+  pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) {
+    const std::size_t rest = (end - begin) % kGroup, whole = end - rest;
+    kernel(offset(target, begin * width), offset(source, begin * width), whole - begin);
+    if (rest == 0) return;
+    // Copied beside zeros, as a part of a chunk is.
+    alignas(64) unsigned char to[kGroup * sizeof(float)] = {}, from[kGroup * sizeof(float)] = {};
+    std::memcpy(to, offset(target, whole * width), rest * width);
+    std::memcpy(from, offset(source, whole * width), rest * width);
+    kernel(to, from, kGroup);
+    std::memcpy(offset(target, whole * width), to, rest * width);
+  });
+}
+
 void copy(void* target, const void* source, std::size_t n, Pool& pool) {
   pool.run(n, 4096, [&](std::size_t begin, std::size_t end) {
     std::memcpy(static_cast<char*>(target) + begin, static_cast<const char*>(source) + begin, end - begin);

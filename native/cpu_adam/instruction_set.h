@@ -2,6 +2,8 @@
 // given in convert.h.
 #pragma once
 
+#include <type_traits>
+
 #include "update.h"
 
 namespace infinity::cpu_adam {
@@ -61,6 +63,43 @@ inline double sum_of(const double (&lanes)[8]) {
   return sum;
 }
 
+// The sum of two bf16, each the upper half of 32 bits; the lower half of what it gives means nothing. The canonical NaN, the only one there
+// is, keeps its upper half.
+template <class V>
+INFINITY_INLINE typename V::Bits bf16_sum(typename V::Bits a, typename V::Bits b) {
+  const auto sum = bits_of<V>(canonical<V>(bit_cast<typename V::Reg>(a) + bit_cast<typename V::Reg>(b)));
+  return sum + 0x7fffu + (sum >> 16 & 1u);
+}
+
+template <class V, Dtype dtype>
+void add_run(void* target, const void* source, std::size_t n) {
+  using Bits = typename V::Bits;
+  using Value = std::conditional_t<dtype == Dtype::fp32, float, std::uint16_t>;
+  auto* const to = static_cast<Value*>(target);
+  const auto* const from = static_cast<const Value*>(source);
+  for (std::size_t i = 0; i < n; i += kGroup) {
+    if constexpr (dtype == Dtype::fp32) {
+      INFINITY_UNROLL for (std::size_t k = i; k < i + kGroup; k += V::width) {
+        V::store(to + k, canonical<V>(V::load(to + k) + V::load(from + k)));
+      }
+    } else if constexpr (dtype == Dtype::bf16) {
+      // Two neighbours lie in 32 bits and stay there. To widen and narrow registers took AVX2 longer than memory does.
+      INFINITY_UNROLL for (std::size_t k = i; k < i + kGroup; k += 2 * V::width) {
+        Bits a, b;
+        std::memcpy(&a, to + k, sizeof a);
+        std::memcpy(&b, from + k, sizeof b);
+        const Bits upper = bf16_sum<V>(a & 0xffff0000u, b & 0xffff0000u), lower = bf16_sum<V>(a << 16, b << 16);
+        a = (upper & 0xffff0000u) | lower >> 16;
+        std::memcpy(to + k, &a, sizeof a);
+      }
+    } else {
+      INFINITY_UNROLL for (std::size_t k = i; k < i + kGroup; k += V::width) {
+        V::store_halves(to + k, V::to_fp16(canonical<V>(V::load_fp16(to + k) + V::load_fp16(from + k))));
+      }
+    }
+  }
+}
+
 // The plain loop beside which an update is judged, as a compiler makes it for this instruction set.
 void in_place_run(float* __restrict a, const float* __restrict b, float* __restrict c, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -85,6 +124,7 @@ constexpr Kernels make_kernels(NormKernel* norm_blocks) {
            {encode_run<V, bf16, first>, encode_run<V, bf16, second>},
            {encode_run<V, int8, first>, encode_run<V, int8, second>}},
           norm_blocks,
+          {add_run<V, Dtype::fp32>, add_run<V, Dtype::bf16>, add_run<V, Dtype::fp16>},
           in_place_run};
 }
 

@@ -33,6 +33,8 @@ constexpr std::size_t kNormBlocksAtOnce = 4;
 // Whole groups to and from fp32.
 using DecodeKernel = void(const Moments& from, float* to, std::size_t n);
 using EncodeKernel = void(const Moments& to, const float* from, std::size_t n);
+// Adds whole groups.
+using AddKernel = void(void* target, const void* source, std::size_t n);
 using InPlaceKernel = void(float* a, const float* b, float* c, std::size_t n);
 
 struct Kernels {
@@ -40,6 +42,7 @@ struct Kernels {
   DecodeKernel* decode[kFormats][2];       // by Format and Moment
   EncodeKernel* encode[kFormats][2];
   NormKernel* norm_blocks;
+  AddKernel* add[3];  // by Dtype
   InPlaceKernel* in_place;
 };
 

@@ -31,6 +31,12 @@ double norm(std::uintptr_t address, std::string_view dtype, std::size_t n, doubl
   return squared_norm(pointer<const void>("address", address, alignment_of(type), unless_empty(n)), type, n, carry, parse_isa(isa), pool);
 }
 
+void py_add(std::uintptr_t target, std::uintptr_t source, std::string_view dtype, std::size_t n, std::string_view isa, Pool& pool) {
+  const Dtype type = parse("dtype", kDtypes, dtype);
+  add(pointer<void>("target", target, alignment_of(type), unless_empty(n)),
+      pointer<const void>("source", source, alignment_of(type), unless_empty(n)), type, n, parse_isa(isa), pool);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu_adam, m) {
@@ -83,6 +89,8 @@ PYBIND11_MODULE(_cpu_adam, m) {
   }, without_gil(), arg("values"), arg("param"), arg("low"), arg("n"), "The reverse of join; NaN becomes the canonical one.");
   m.def("squared_norm", &norm, without_gil(), arg("address"), arg("dtype"), arg("n"), arg("carry"), arg("isa"), arg("pool"),
         "carry plus the sum of squares, independent of how a buffer is cut at multiples of NORM_BLOCK; finite exactly when all are.");
+  m.def("add", &py_add, without_gil(), arg("target"), arg("source"), arg("dtype"), arg("n"), arg("isa"), arg("pool"),
+        "target += source for n elements, added in fp32 and rounded to nearest even as torch's add; every NaN is the same one.");
   m.def("copy", [](std::uintptr_t target, std::uintptr_t source, std::size_t n, Pool& pool) {
     copy(pointer<void>("target", target, 1, unless_empty(n)), pointer<const void>("source", source, 1, unless_empty(n)), n, pool);
   }, without_gil(), arg("target"), arg("source"), arg("n"), arg("pool"), "n bytes from `source` to `target`, which do not overlap.");

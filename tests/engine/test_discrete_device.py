@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import infinity
+from infinity import native
 from infinity.observe import Recorder
-from infinity.optim.kernels import squared_gradient_norm
+from infinity.optim.kernels import Kernels, squared_gradient_norm
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers.store import Store
@@ -115,6 +116,33 @@ def test_no_copy_overtakes_what_clears_the_memory(
     train(wrap(DiscreteDevice, **PLACEMENTS[placement]))
     assert "copy" in seen
     assert seen.index("memory") < seen.index("synchronized") < seen.index("copy")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("placement", ["states in host memory", "gradients on nvme"])
+def test_gradients_are_added_by_the_kernels_on_the_thread_that_brings_them(
+    placement: str, precision: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first of a step, each element once; the numbers are those of torch's `add_`."""
+    kernels, accumulation = native.cpu_adam(), 3
+    added: list[int] = []
+    threads: set[str] = set()
+
+    def spy(*values: Any, add: Any = kernels.add) -> None:
+        added.append(values[3])
+        threads.add(threading.current_thread().name)
+        add(*values)
+
+    config = PLACEMENTS[placement] | {"precision": precision}
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "add", spy)
+        engine = wrap(**config)
+        found = train(engine, accumulation)
+    numel = sum(unit.layout.numel for unit in engine.units)
+    assert sum(added) == STEPS * (accumulation - 1) * numel
+    assert threads == {"infinity-exchange"}
+    monkeypatch.setattr(Kernels, "add", lambda _, target, source: target.add_(source))
+    assert_equal(found, train(wrap(**config), accumulation))
 
 
 def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(

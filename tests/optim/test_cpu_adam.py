@@ -15,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.device import add_alone
+from infinity.optim.kernels import Kernels
 from support.adam_chunks import (
     DTYPES,
     GUARD,
@@ -776,6 +778,113 @@ def test_squared_norm_propagates_inf_and_nan(isa: str, dtype: str) -> None:
     assert squared_norm(values, math.inf, isa) == math.inf
 
 
+def add(
+    target: torch.Tensor, source: torch.Tensor, isa: str = "scalar", threads: int = 1
+) -> torch.Tensor:
+    kernels.add(
+        target.data_ptr(),
+        source.data_ptr(),
+        NAMES[target.dtype],
+        target.numel(),
+        isa,
+        POOLS[threads],
+    )
+    return target
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_of_all_16_bit_patterns_are_those_of_torch(isa: str, dtype: str) -> None:
+    """Each with others at random, and with those of a like size, where sums are ties and cancel."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.arange(2**16).to(torch.int16)
+    ties = 0
+    for spread, sign in [(2**16, 0), (2**12, 0), (2**12, 0x8000)] * 4:
+        moved = torch.randint(spread, (2**16,), generator=generator) + sign
+        target = patterns.clone().view(DTYPES[dtype])
+        source = (patterns + moved).to(torch.int16).view(DTYPES[dtype])
+        exact = target.double() + source.double()
+        expected = target + source
+        nearest = expected.double()
+        beyond = torch.where(exact > nearest, math.inf, -math.inf).to(expected.dtype)
+        other = torch.nextafter(expected, beyond).double()
+        ties += int(((exact - nearest).abs() == (exact - other).abs()).sum())
+        add(target, source, isa, threads=2)
+        assert torch.equal(one_nan(target), one_nan(expected))
+        assert bits(target)[target.isnan()].unique().tolist() == [
+            {"bf16": 0x7FC0, "fp16": 0x7E00}[dtype]
+        ]
+    assert ties > 10_000
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(0, 100_000),
+    dtype=st.sampled_from([*DTYPES]),
+    isa=st.sampled_from(ISAS),
+    threads=st.integers(1, 5),
+    places=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    seed=st.integers(0, 2**32),
+)
+def test_sums_are_those_of_torch(
+    n: int, dtype: str, isa: str, threads: int, places: tuple[int, int], seed: int
+) -> None:
+    """Any values, at any addresses; nothing around them changes."""
+    generator = torch.Generator().manual_seed(seed)
+    width = DTYPES[dtype].itemsize
+    memory, other = (
+        random_bits((n + 80) * width // 4 + 1, generator).view(DTYPES[dtype]) for _ in range(2)
+    )
+    here, there = (slice(place, place + n) for place in places)
+    other[there][::3] = memory[here][::3]  # of a like size
+    other[there][::6] *= -1
+    expected = memory.clone()
+    expected[here] += other[there]
+    source = other.clone()
+    add(memory[here], other[there], isa, threads)
+    assert torch.equal(one_nan(memory[here]), one_nan(expected[here]))
+    expected[here] = memory[here]
+    assert torch.equal(bits(memory), bits(expected)) and torch.equal(bits(other), bits(source))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_keep_what_a_caller_flushes(dtype: str, isa: str) -> None:
+    least = {"fp32": 2.0**-149, "bf16": 2.0**-133, "fp16": 2.0**-24}[dtype]
+    target, source = (torch.full((999,), size * least, dtype=DTYPES[dtype]) for size in (2, 3))
+    torch.set_flush_denormal(True)
+    try:
+        add(target, source, isa, 3)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (target.double() == 5 * least).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_kernels_add_any_tensors_also_when_they_are_closed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the native kernels cannot add, and what is on its way when the engine closes, torch
+    adds: the same bits."""
+    there = Kernels("auto", 2)
+    alone: list[int] = []
+
+    def spy(target: torch.Tensor, source: torch.Tensor) -> None:
+        alone.append(target.numel())
+        add_alone(target, source)
+
+    monkeypatch.setattr("infinity.optim.kernels.add_alone", spy)
+    generator = torch.Generator().manual_seed(1)
+    target, source = (torch.randn(70_001, generator=generator).to(dtype) for _ in range(2))
+    expected = target + source
+    there.add(target, source)
+    assert torch.equal(target, expected)
+    assert alone == ([70_001] if dtype == torch.float64 else [])
+    there.close()
+    there.add(target, source)
+    assert torch.equal(target, expected + source) and alone[-1:] == [70_001]
+
+
 def test_several_threads_share_a_pool() -> None:
     chunks = [
         random_chunk(Case(moments=moments), 30_011, seed)
@@ -857,3 +966,16 @@ def test_other_wrong_arguments_are_refused() -> None:
     assert kernels.has_isa(kernels.best_isa())
     assert POOLS[4].threads == 4
     assert kernels.squared_norm(0, "fp32", 0, 2.5, "scalar", POOLS[1]) == 2.5
+    here = chunk.address("param")
+    for wrong, message in (
+        ({"target": 0}, "target must not be null"),
+        ({"source": 0}, "source must not be null"),
+        ({"target": here + 1}, "target is not aligned to its element size"),
+        ({"source": here + 2}, "source is not aligned to its element size"),
+        ({"dtype": "fp8"}, "unknown dtype 'fp8'; expected fp32, bf16 or fp16"),
+        ({"isa": "sse"}, "unknown instruction set 'sse'"),
+    ):
+        good = {"target": here, "source": here, "dtype": "fp32", "n": 8, "isa": "scalar"}
+        with pytest.raises(ValueError, match=message):
+            kernels.add(**(good | wrong), pool=POOLS[1])
+    kernels.add(0, 0, "bf16", 0, "scalar", POOLS[1])
