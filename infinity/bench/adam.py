@@ -44,6 +44,8 @@ CASES = (
 )
 NORMS = {"gradient norm, fp32": "fp32", "gradient norm, bf16": "bf16"}
 """The sum of squares that clipping needs, of gradients in these dtypes."""
+SUMS = {f"gradient add, {dtype}": dtype for dtype in DTYPES}
+"""What accumulation adds to gradients in host memory, in these dtypes."""
 
 
 @dataclass
@@ -81,7 +83,8 @@ class Bench:
                 f"{available >> 20} MiB are free; measure fewer"
             )
         self._memory = HostMemory(self._most)
-        self.subjects = [self._loop(), *map(self._ours, CASES), *map(self._norm, NORMS)]
+        self.subjects = [self._loop(), *map(self._ours, CASES)]
+        self.subjects += [*map(self._norm, NORMS), *map(self._sum, SUMS)]
         if peers:
             self.subjects += [self._peer(name, make) for name, make in _peers()]
         self._threads_before = torch.get_num_threads()
@@ -165,6 +168,24 @@ class Bench:
 
         return Subject(name, dtype.itemsize, fill, step)
 
+    def _sum(self, name: str) -> Subject:
+        dtype = DTYPES[SUMS[name]]
+        sizes = dict.fromkeys(("grad", "more"), dtype.itemsize * self.parameters)
+        pieces = pieces_of(self._memory.tensor, sizes)
+        target, source = (pieces[key].view(dtype) for key in sizes)
+        isa = self._kernels.best_isa()
+
+        def fill() -> None:
+            target.fill_(0.01)
+            source.fill_(0.01)
+
+        def step() -> None:
+            self._kernels.add(
+                target.data_ptr(), source.data_ptr(), SUMS[name], self.parameters, isa, self._pool
+            )
+
+        return Subject(name, 3 * dtype.itemsize, fill, step)
+
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
         pieces = {
             key: piece.view(torch.float32)
@@ -230,7 +251,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
 def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
     """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the
     loop's, and for our fp32 update steps per second over each peer's, whose work it is."""
-    loop, ours = subjects[0], {*NORMS, *(case.name for case in CASES)}
+    loop, ours = subjects[0], {*NORMS, *SUMS, *(case.name for case in CASES)}
     result = []
     for subject in subjects:
         bytes_moved = subject.bytes_per_parameter * parameters

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.bench.adam import CASES, NORMS, Bench, Subject, rows
+from infinity.bench.adam import CASES, NORMS, SUMS, Bench, Subject, rows
 from infinity.cli.main import app
 from infinity.errors import ConfigError
 from infinity.rates import Formats
@@ -66,8 +66,9 @@ def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
         assert all(len(subject.seconds) == 3 for subject in bench.subjects)
     finally:
         bench.close()
-    assert names[:9] == ["in-place loop", *(case.name for case in CASES), *NORMS]
-    assert "torch fused AdamW" in names[9:]
+    ours = ["in-place loop", *(case.name for case in CASES), *NORMS, *SUMS]
+    assert names[: len(ours)] == ours
+    assert "torch fused AdamW" in names[len(ours) :]
     turns = [names[number:] + names[:number] for number in range(3)]
     assert order == [text for turn in turns for name in turn for text in (name, "step", "step")]
 
@@ -95,7 +96,9 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -
     page = (tmp_path / "r.html").read_text()
     HTMLParser().feed(page)
     assert page.count("<svg") == 2
-    assert all(case.name in page and case.name in result.stdout for case in CASES)
+    names = [*(case.name for case in CASES), *NORMS, *SUMS]
+    assert all(name in page and name in result.stdout for name in names)
+    assert written[0]["rows"][1]["over_peers"].keys().isdisjoint(names)
 
 
 def test_without_peers_and_as_json_only() -> None:
@@ -105,7 +108,10 @@ def test_without_peers_and_as_json_only() -> None:
         "in-place loop",
         *(case.name for case in CASES),
         *NORMS,
+        *SUMS,
     ]
+    widths = {row["name"]: row["bytes_per_parameter"] for row in size["rows"]}
+    assert [widths[name] for name in (*NORMS, *SUMS)] == [4, 2, 12, 6, 6]
 
 
 @pytest.mark.parametrize(
