@@ -144,15 +144,10 @@ class Arrays:
         )
         return Work("torch AdamW(fused=True), fp32", 28.0 * self.n, optimizer.step)
 
-    def sums_and_norms(self) -> list[Work]:
+    def norms(self) -> list[Work]:
         work = []
         for name, tensor in self.values.items():
             address, width = tensor.data_ptr(), WIDTHS[name]
-
-            def add(address: int = address, name: str = name) -> None:
-                native.cuda().accumulate(
-                    self.param.data_ptr(), address, name, self.n, first=False, stream=self.stream
-                )
 
             def norm(address: int = address, name: str = name) -> None:
                 native.cuda().squared_norm(
@@ -164,10 +159,7 @@ class Arrays:
                     stream=self.stream,
                 )
 
-            work += [
-                Work(f"accumulate: {name}", 3 * width * self.n, add),
-                Work(f"squared_norm: {name}", width * self.n, norm),
-            ]
+            work.append(Work(f"squared_norm: {name}", width * self.n, norm))
         return work
 
 
@@ -201,7 +193,7 @@ def seconds(work: Work, launches: int) -> float:
 def measure(n: int, rounds: int) -> list[Row]:
     """A row for each kernel."""
     arrays = Arrays(n)
-    works = [*arrays.yardsticks(), *arrays.sums_and_norms(), *family(arrays)]
+    works = [*arrays.yardsticks(), *arrays.norms(), *family(arrays)]
     launches = max(3, min(100, int(2e9 / (16 * n))))
     speeds: dict[str, list[float]] = {work.name: [] for work in works}
     for turn in range(-2, rounds):  # the first two warm up

@@ -23,32 +23,6 @@ __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// A sum, rounded as torch's: unlike a parameter from its master, bf16 rounds ties to even. NaN is the one of convert.h.
-__device__ void put(float& to, float x) { to = canonical(x); }
-__device__ void put(__half& to, float x) { to = x == x ? __float2half_rn(x) : __ushort_as_half(0x7e00); }
-__device__ void put(__nv_bfloat16& to, float x) { to = x == x ? __float2bfloat16_rn(x) : __ushort_as_bfloat16(0x7fc0); }
-
-// As many elements as one thread reads at once.
-template <typename T, unsigned bytes>
-struct alignas(bytes) Pack {
-  T values[bytes / sizeof(T)];
-};
-
-template <typename T, unsigned bytes>
-__global__ void add_kernel(T* dst, const T* src, std::size_t n) {
-  using P = Pack<T, bytes>;
-  constexpr std::size_t width = bytes / sizeof(T);
-  const std::size_t thread = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x, threads = std::size_t{gridDim.x} * blockDim.x;
-  for (std::size_t i = thread; i < n / width; i += threads) {
-    P sum = reinterpret_cast<const P*>(dst)[i];
-    const P more = reinterpret_cast<const P*>(src)[i];
-#pragma unroll
-    for (std::size_t k = 0; k < width; ++k) put(sum.values[k], to_float(sum.values[k]) + to_float(more.values[k]));
-    reinterpret_cast<P*>(dst)[i] = sum;
-  }
-  if (const std::size_t i = n / width * width + thread; i < n) put(dst[i], to_float(dst[i]) + to_float(src[i]));
-}
-
 // Eight neighbouring threads own one norm block, one lane each; their sums are added in lane order.
 // The bounds leave registers for all the values that a lane loads ahead.
 template <typename T>
@@ -144,22 +118,6 @@ std::string unavailable_reason(int device) {
   cudaGetLastError();  // the answer is the return value; the next launch must not find it again
   const bool no_code = error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
   return std::string(cudaGetErrorString(error)) + (no_code ? "; build the package with CUDAARCHS=native" : "");
-}
-
-void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool first, std::uintptr_t stream) {
-  if (n == 0) return;
-  if (first) {
-    cudaMemcpyAsync(dst, src, n * bytes_of(dtype), cudaMemcpyDefault, as_stream(stream));
-    return check_launch("accumulate");
-  }
-  const bool wide = (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) % 16 == 0;
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const auto kernel = wide ? add_kernel<T, 16> : add_kernel<T, sizeof(T)>;
-    const std::size_t at_once = wide ? 16 / sizeof(T) : 1;
-    kernel<<<grid(n, kThreads * at_once), kThreads, 0, as_stream(stream)>>>(static_cast<T*>(dst), static_cast<const T*>(src), n);
-  });
-  check_launch("accumulate");
 }
 
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream) {

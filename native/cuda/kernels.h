@@ -1,6 +1,5 @@
-// The CUDA twins of native/cpu_adam plus gradient accumulation. The updates are the same source (rules.h, moments.h, noise.h, update.h),
-// compiled for one more kind of register (octet.h), and nothing is contracted to a fused multiply-add, so that a number does not depend on
-// the device that computed it.
+// The CUDA twins of native/cpu_adam. The updates are the same source (rules.h, moments.h, noise.h, update.h), compiled for one more kind of
+// register (octet.h), and nothing is contracted to a fused multiply-add, so that a number does not depend on the device that computed it.
 //
 // The six questions a caller has:
 //   Which thread?        Any. The caller's current CUDA device is the one that owns the stream and the memory.
@@ -13,9 +12,10 @@
 //   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here; there is no state.
 //
 // What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
-// from hooks one at a time and torch's copy takes each to its place at once, with the cast, so nothing is left to pack; a scaled gradient
-// is unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so there is no other pass
-// over it; and what moves over links and to drives, which check it themselves, is not checked again by a CRC: checkpoints are, on the host.
+// from hooks one at a time and torch's copy takes each to its place at once, with the cast, so nothing is left to pack; torch adds up those
+// that stay in device memory; a scaled gradient is unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all
+// of it is finite, so there is no other pass over it; and what moves over links and to drives, which check it themselves, is not checked
+// again by a CRC: checkpoints are, on the host.
 #pragma once
 
 #include <cstddef>
@@ -34,9 +34,6 @@ using cpu_adam::Rule;
 // Why kernels cannot run on this device (no driver, driver older than the toolkit, no such device, no code for it); empty when they can.
 // Loads the code for it.
 std::string unavailable_reason(int device);
-
-// dst[i] = first ? src[i] : dst[i] + src[i], added in fp32 and rounded to nearest even, which is what torch's add does.
-void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool first, std::uintptr_t stream);
 
 // Doubles of device memory that squared_norm() needs as `block_sums` for `n` values.
 constexpr std::size_t norm_blocks(std::size_t n) { return (n + cpu_adam::kNormBlock - 1) / cpu_adam::kNormBlock; }

@@ -9,12 +9,6 @@ using namespace infinity::cpu_adam;
 
 namespace {
 
-void py_accumulate(std::uintptr_t dst, std::uintptr_t src, std::string_view dtype, std::size_t n, bool first, std::uintptr_t stream) {
-  const Dtype type = parse("dtype", kDtypes, dtype);
-  accumulate(pointer<void>("dst", dst, alignment_of(type), unless_empty(n)),
-             pointer<const void>("src", src, alignment_of(type), unless_empty(n)), type, n, first, stream);
-}
-
 void py_squared_norm(std::uintptr_t address, std::string_view dtype, std::size_t n, std::uintptr_t block_sums, std::uintptr_t total,
                      std::uintptr_t stream) {
   const Dtype type = parse("dtype", kDtypes, dtype);
@@ -30,8 +24,6 @@ PYBIND11_MODULE(_cuda, m) {
 
   m.def("unavailable_reason", &unavailable_reason, without_gil(), arg("device") = 0,
         "Why kernels cannot run on this device (no driver, no such device, no code for it); an empty string when they can.");
-  m.def("accumulate", &py_accumulate, without_gil(), arg("dst"), arg("src"), arg("dtype"), arg("n"), py::kw_only(), arg("first"),
-        arg("stream"), "dst = src when first, else dst + src rounded as torch's add; n elements at these addresses.");
   m.def("norm_blocks", &norm_blocks, arg("n"), "Doubles of device memory that squared_norm needs as block_sums.");
   m.def("squared_norm", &py_squared_norm, without_gil(), arg("address"), arg("dtype"), arg("n"), py::kw_only(), arg("block_sums"),
         arg("total"), arg("stream"),

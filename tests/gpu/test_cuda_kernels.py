@@ -1,4 +1,4 @@
-"""The CUDA kernels agree bit for bit with the CPU kernels and with torch (invariant I8).
+"""The CUDA kernels agree bit for bit with the CPU kernels (invariant I8).
 
 Without a device, what is left is what a caller meets there: the module loads, says why it cannot
 run, and refuses what is wrong. The same source, run by threads of the CPU, is compared in
@@ -30,7 +30,6 @@ from support.adam_chunks import (
     Chunk,
     Hyper,
     random_chunk,
-    random_values,
 )
 
 cuda = native.cuda()
@@ -42,17 +41,12 @@ needs_device = pytest.mark.skipif(
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INF, NAN = float("inf"), float("nan")
 BLOCK = cpu.NORM_BLOCK
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(needs_device(test))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().view(BITS[tensor.element_size()])
 
 
 def values(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -108,7 +102,7 @@ def test_without_a_device_an_update_says_why_and_changes_nothing() -> None:
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown dtype 'fp8'; expected fp32, bf16 or fp16"):
-        cuda.accumulate(0, 0, "fp8", 0, first=True, stream=0)
+        cuda.squared_norm(0, "fp8", 0, block_sums=0, total=0, stream=0)
 
 
 @pytest.mark.parametrize(("wrong", "message"), [case for case in WRONG if "isa" not in case[0]])
@@ -150,7 +144,7 @@ def test_nothing_to_do_needs_no_device() -> None:
         lr=0.1,
         stream=0,
     )
-    cuda.accumulate(0, 0, "bf16", 0, first=False, stream=0)
+    cuda.squared_norm(0, "bf16", 0, block_sums=0, total=0, stream=0)
 
 
 # Updates
@@ -273,7 +267,7 @@ def test_cuts_do_not_change_bits() -> None:
         assert moved(whole, "cpu").bits() == moved(parts, "cpu").bits()
 
 
-# Norms and sums
+# Norms
 
 
 def norm_on_gpu(tensor: torch.Tensor, dtype: str, carry: float) -> float:
@@ -323,40 +317,6 @@ def test_squared_norm_shows_what_is_not_finite(bad: float, dtype: str) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("n", [0, 1, 7, 257, 3_000_001, 17_000_003])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulate_rounds_as_torch_does(dtype: str, n: int) -> None:
-    for shift in (0, 1):
-        total = torch.full((n + shift + 1,), 7.0, dtype=DTYPES[dtype], device="cuda")
-        inner = total[shift : shift + n]
-        expected = None
-        for seed in range(3):
-            part = values(n, seed, DTYPES[dtype])
-            there = part.to("cuda")
-            cuda.accumulate(
-                inner.data_ptr(), there.data_ptr(), dtype, n, first=seed == 0, stream=stream()
-            )
-            expected = part if expected is None else expected + part
-            assert torch.equal(bits(inner), bits(expected))
-        assert (total[:shift] == 7).all() and total[-1] == 7
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_special_values(dtype: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, b = (random_values(100_000, generator).to(DTYPES[dtype]) for _ in range(2))
-    there, more = a.to("cuda"), b.to("cuda")
-    cuda.accumulate(there.data_ptr(), more.data_ptr(), dtype, len(a), first=False, stream=stream())
-    expected = a + b
-    assert torch.equal(there.cpu().isnan(), expected.isnan())
-    assert torch.equal(
-        bits(there.cpu().nan_to_num(1.0, INF, -INF)), bits(expected.nan_to_num(1.0, INF, -INF))
-    )
-    assert len(bits(there)[there.cpu().isnan()].unique()) == 1
-
-
-@on_gpu
 def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
     n = 1 << 24
     side = torch.cuda.Stream()
@@ -366,8 +326,15 @@ def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
         # Enough queued work that a kernel on another stream would run too early.
         for _ in range(20):
             source = source * 1.0
-        cuda.accumulate(
-            total.data_ptr(), source.data_ptr(), "fp32", n, first=False, stream=side.cuda_stream
+        norm = torch.zeros(1, dtype=torch.float64, device="cuda")
+        sums = norm.new_empty(cuda.norm_blocks(n))
+        cuda.squared_norm(
+            source.data_ptr(),
+            "fp32",
+            n,
+            block_sums=sums.data_ptr(),
+            total=norm.data_ptr(),
+            stream=side.cuda_stream,
         )
         cuda.update(
             "sgd",
@@ -387,4 +354,5 @@ def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
             lr=0.5,
             stream=side.cuda_stream,
         )
-        assert torch.equal(total, torch.full_like(total, 2.0))
+        assert norm.item() == 4.0 * n
+        assert torch.equal(total, torch.zeros_like(total))
