@@ -153,6 +153,20 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
 
 
+def read_values(tensor: torch.Tensor) -> list[Any]:
+    """The values of a small tensor (n,). This thread sleeps until they are there: `tolist` of one
+    on a GPU spins, and takes a CPU from the optimizer, until the stream has come that far."""
+    if tensor.device.type == "cpu":
+        return tensor.tolist()
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here.copy_(tensor, non_blocking=True)
+    runtime: Any = torch.get_device_module(tensor.device)
+    end = runtime.Event(blocking=True)
+    end.record(runtime.current_stream(tensor.device))
+    end.synchronize()
+    return here.tolist()
+
+
 def profiler_ranges() -> Ranges | None:
     """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows
     them (Nsight Systems)."""

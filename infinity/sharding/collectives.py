@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from infinity.device import ComputeDevice, add_alone, divide_alone
+from infinity.device import ComputeDevice, add_alone, divide_alone, read_values
 
 Group = dist.ProcessGroup | None
 
@@ -242,7 +242,7 @@ def same(value: int, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with the same `value`, of less than 64 bits."""
     both = torch.tensor([value, -value], device=_kind_for(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    most, minus_least = both.tolist()
+    most, minus_least = read_values(both)
     return bool(most == -minus_least)
 
 
@@ -253,5 +253,5 @@ def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup])
     for group in groups:
         total = torch.tensor(result, dtype=torch.float64, device=_kind_for(group))
         dist.all_reduce(total, group=group)
-        result = [float(value) for value in total]
+        result = read_values(total)
     return result

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.device import ComputeDevice, Copy
+from infinity.device import ComputeDevice, Copy, read_values
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
 from support import queued
@@ -146,6 +146,16 @@ def test_the_model_queues_a_whole_step_while_the_device_stands_still(
     assert not waits.keys() & {"MainThread", "a thread of autograd"}
     assert counts["uploads"] >= 2
     assert counts["downloads"] >= len(engine.units) - 1
+
+
+def test_a_few_values_are_read_by_one_copy_that_the_host_sleeps_for(machine: Any) -> None:
+    values = torch.arange(5, dtype=torch.float64).to(queued.NAME) * 2
+    machine.set_pace(copy_us=1000)
+    machine.native.reset_counts()
+    assert read_values(values) == [0, 2, 4, 6, 8]
+    assert len(machine.native.counts()["download_depths"]) == 1
+    assert sum(machine.host_waits().values()) == 1
+    assert read_values(torch.tensor([1, 2])) == [1, 2]
 
 
 # What it must not do

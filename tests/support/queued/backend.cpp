@@ -110,6 +110,28 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kQueued, &allocator);
 
+// Host memory that torch pins.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    void* address = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+    const std::lock_guard lock(machine().mutex);
+    machine().pinned[reinterpret_cast<std::uintptr_t>(address)] = nbytes;
+    return {address, address, &unpin, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* target, const void* source, std::size_t nbytes) const override { std::memcpy(target, source, nbytes); }
+
+  static void unpin(void* address) {
+    {
+      const std::lock_guard lock(machine().mutex);
+      machine().pinned.erase(reinterpret_cast<std::uintptr_t>(address));
+    }
+    std::free(address);
+  }
+};
+
+PinnedAllocator pinned_allocator;
+
 void record_on(const void* address, std::int64_t stream) {
   const std::lock_guard lock(allocations().mutex);
   const auto found = allocations().all.find(const_cast<void*>(address));
@@ -168,6 +190,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   bool isPinnedPtr(const void* address) const override { return machine().is_pinned(address); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   c10::Device getDeviceFromPtr(void*) const override { return {kQueued, 0}; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     static const at::Generator generator = at::globalContext().defaultGenerator(c10::kCPU);
@@ -477,6 +500,9 @@ PYBIND11_MODULE(_queued, m) {
     py::dict found;
     found["host_waits"] = counts.host_waits;
     found["stream_waits"] = counts.stream_waits;
+    found["operators"] = counts.tasks[0];
+    found["upload_bytes"] = counts.nbytes[1];
+    found["download_bytes"] = counts.nbytes[2];
     found["uploads"] = counts.under_way[1];
     found["downloads"] = counts.under_way[2];
     found["upload_depths"] = counts.depths[1];

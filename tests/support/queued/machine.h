@@ -131,6 +131,7 @@ struct Counts {
   std::map<std::int64_t, std::int64_t> host_waits;  // by thread, of those that had to wait
   std::int64_t stream_waits = 0;
   std::array<std::int64_t, 4> tasks{};
+  std::array<std::int64_t, 4> nbytes{};
   std::array<std::int64_t, 4> under_way{};
   std::array<std::vector<std::int64_t>, 4> depths;  // how many of its kind were under way when each one ended
 };
@@ -185,6 +186,7 @@ class Stream {
     if (kind != Kind::order) {
       const std::lock_guard lock(machine().mutex);
       ++machine().counts.tasks[static_cast<int>(kind)];
+      machine().counts.nbytes[static_cast<int>(kind)] += static_cast<std::int64_t>(nbytes);
       ++machine().counts.under_way[static_cast<int>(kind)];
     }
     const std::lock_guard lock(mutex_);
