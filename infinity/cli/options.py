@@ -132,10 +132,10 @@ MaxGradNorm = Annotated[
     ),
 ]
 Clip = Annotated[
-    Literal["global", "previous"],
+    Literal["global", "previous", "unit"],
     typer.Option(
-        help="Whose norm clips a step: its own, or that of the step before. With previous, updates "
-        "of clipped steps begin in backward.",
+        help="What clips: the norm of the step, of the step before, or of each unit alone, which "
+        "is another operation. With previous and unit, updates of clipped steps begin in backward.",
         rich_help_panel=_TRAINING,
     ),
 ]

@@ -11,7 +11,6 @@ whole unit, so a rule may look at a parameter as a whole.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import tempfile
@@ -212,12 +211,13 @@ class Adapted(Optimizer):
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Nothing: whatever the torch optimizer does is supported."""
 
-    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
+    def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
         """None: the kernels have nothing to do."""
         return ()
 
     def _post(self, step: Step) -> None:
-        self.updater.run(step, functools.partial(self._update, factor=step.factor))
+        factors = {share.unit: factor for share, factor in step.factors.items()}
+        self.updater.run(step, lambda unit: self._update(unit, factors[unit]))
 
     def _bench(self, unit: Unit) -> Workbench:
         if unit not in self._benches:

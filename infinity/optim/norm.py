@@ -30,6 +30,9 @@ class GradientNorm:
         self.asked = 0
         """How often the gradients were read for their norm in the last step."""
         self._asked_now = 0
+        self._by_unit: set[Unit] = set()
+        # What `each` will say of a unit that several ranks share, if no more gradients come.
+        self._ahead: dict[Unit, float] = {}
 
     def end_step(self) -> None:
         """What is asked from now on is for the next step."""
@@ -44,6 +47,27 @@ class GradientNorm:
         self._asked_now += 1
         total = sum(self._squared_norm(share.unit, share.present()) for share in shares)
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
+
+    def each(self, shares: Sequence[UnitShare]) -> list[float]:
+        """The squared norms, as `of` computes them, of each of `shares` alone; on all ranks the
+        same bits."""
+        self._asked_now += 1
+        mine = [self._squared_norm(share.unit, share.present()) for share in shares]
+        exchange = self._units[0].exchange
+        return mine if exchange is None else exchange.sum_by_rank(mine, "of squared gradients")
+
+    def want_by_unit(self, unit: Unit, wanted: bool) -> None:
+        """Whether `ahead` will be asked of `unit`, from now on."""
+        (self._by_unit.add if wanted else self._by_unit.discard)(unit)
+
+    def ahead(self, share: UnitShare) -> float | None:
+        """What `each` will say of `share` if its gradients are all there; for who has not settled
+        them. None where the other ranks have not told of theirs."""
+        unit, present = share.unit, share.present()
+        if unit.ranks.shards is None and unit.ranks.tensor is None:
+            return self._squared_norm(unit, present)
+        whole = present == unit.gradients.present() and unit.gradients.measured() is not None
+        return self._ahead.get(unit) if whole else None
 
     def _squared_norm(self, unit: Unit, positions: Sequence[int]) -> float:
         alike: dict[float, list[int]] = {}  # parameters whose gradients have one factor
@@ -60,15 +84,35 @@ class GradientNorm:
                 gradients.note_squares(found)
         return found
 
-    def square_ahead(self, unit: Unit) -> float | None:
+    def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
         """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
         memory of its own. Otherwise the step would wait until all of host memory was read. None
-        where the last step asked nothing, or that would move bytes."""
+        where the last step asked nothing, or that would move bytes, or where not `all_came` that
+        this rank waits for.
+
+        With `want_by_unit` it is read in any case, and the ranks sum it up for `ahead`: all of
+        them call this, each for its own part.
+        """
+        wanted = unit in self._by_unit
+        squares = self._squares_now(unit) if all_came and (wanted or self._is_cheap(unit)) else None
+        if wanted and unit.exchange is not None:
+            factors = {unit.gradients.factor(index) for index in unit.gradients.present()}
+            known = squares is not None and len(factors) == 1
+            mine = factors.pop() ** 2 * squares if squares is not None and known else 0.0
+            total, knowing, ranks = unit.exchange.add_by_rank([mine, float(known), 1.0])
+            self._ahead.pop(unit, None)
+            if knowing == ranks:
+                self._ahead[unit] = total
+        return squares
+
+    def _is_cheap(self, unit: Unit) -> bool:
         gradient = unit.blocks[Kind.GRAD]
-        if not self.asked or self._store.unified_memory:
-            return None
-        if self._store.staging.staged_from(gradient, on_device=True) < gradient.elements:
-            return None
+        staged_from = self._store.staging.staged_from(gradient, on_device=True)
+        return (
+            bool(self.asked) and not self._store.unified_memory and staged_from >= gradient.elements
+        )
+
+    def _squares_now(self, unit: Unit) -> float | None:
         try:
             return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())
         except EngineClosedError:

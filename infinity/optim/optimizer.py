@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -46,8 +46,18 @@ WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 """Options by which torch chooses how to compute the same numbers."""
 UNSUPPORTED = ("amsgrad", "maximize")
 """Options by which torch computes other numbers."""
-CLIPS = ("global", "previous")
-"""Whose norm clips a step: its own, or that of the step before."""
+CLIPS = ("global", "previous", "unit")
+"""Whose norm clips the gradients of a unit: that of the step, that of the step before, or its
+own."""
+
+
+class Norms(NamedTuple):
+    """Of the gradients of a step, unscaled; None where nothing depends on it."""
+
+    norm: float | None
+    """That of all."""
+    squares: list[float] | None = None
+    """With `clip="unit"`, the squared norm of each share."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -68,6 +78,13 @@ class Optimizer(torch.optim.Optimizer):
     the same bits in every placement, but other numbers than torch's: a step whose norm jumps is
     clipped too late. `grad_norm` stays the step's own.
 
+    With `clip="unit"` every unit (see `units` of `wrap`) is clipped by the norm of its own
+    gradients. That is another operation than the global clip, like layer-wise clipping: it also
+    turns the gradient of the whole model. A factor needs no other unit, so no update that begins in
+    backward is redone because of it. Deterministic, and the same bits in every placement; with
+    other units there are other numbers. `grad_norm` stays the global norm. Where a unit has
+    parameters of several optimizers, each clips what is its own, and their updates begin in `step`.
+
     The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
     backward adds to them. Several optimizers may have parameters of one model, also of one unit:
     norm, clipping and `zero_grad` concern an optimizer's own.
@@ -77,8 +94,9 @@ class Optimizer(torch.optim.Optimizer):
     state, parameter or count changes by a bit. With `skip_nonfinite` that is so for every
     precision, without scaling. By default such a step is taken, as in torch, and logged if a norm
     was needed: with `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite
-    ones zeros. With `error_if_nonfinite` `step` raises `NonFiniteError` before anything is changed,
-    unless the loss is scaled, which skips. `skipped_steps` counts what was left out.
+    ones zeros (with `clip="unit"` those of its unit). With `error_if_nonfinite` `step` raises
+    `NonFiniteError` before anything is changed, unless the loss is scaled, which skips.
+    `skipped_steps` counts what was left out.
 
     Raises `ConfigError` when a value is out of range. Raises it, too, when a parameter has another
     optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
@@ -319,8 +337,9 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shares = list(self._shares.values())
-        norm = self._measure(shares)
-        step = self._fix(shares, norm)
+        norms = self._measure(shares)
+        norm = norms.norm
+        step = self._fix(shares, norms)
         self.overflow = step is None
         if step is not None:
             self._post(step)
@@ -331,20 +350,24 @@ class Optimizer(torch.optim.Optimizer):
                 self.loss_scaler.update(finite=True)
         return loss
 
-    def _measure(self, shares: Sequence[UnitShare]) -> float | None:
-        """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on
-        it."""
+    def _measure(self, shares: Sequence[UnitShare]) -> Norms:
+        """Phase 1."""
         self.updater.settle([share.unit for share in shares])
         if self.loss_scaler is not None:
             self._remind(shares, self.loss_scaler)
-        norm = None
+        norm = squares = None
         if self._skips or self.error_if_nonfinite or self.max_grad_norm is not None:
-            norm = self.updater.norm.of(shares)
+            if self.clips_by_unit:
+                squares = self.updater.norm.each(shares)
+                norm = math.sqrt(sum(squares))
+            else:
+                norm = self.updater.norm.of(shares)
         self.grad_norm = self.clipped_grad_norm = norm
-        return norm
+        return Norms(norm, squares)
 
-    def _fix(self, shares: Sequence[UnitShare], norm: float | None) -> Step | None:
+    def _fix(self, shares: Sequence[UnitShare], norms: Norms) -> Step | None:
         """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
+        norm, squares = norms
         if norm is not None and not math.isfinite(norm):
             if self._skips:
                 self._skip(shares)
@@ -352,26 +375,43 @@ class Optimizer(torch.optim.Optimizer):
             self.updater.norm.take_nonfinite(
                 norm, shares, self.updater.next_number, self.error_if_nonfinite
             )
-        factor = self._factor(norm)
-        if norm is not None:
-            self.clipped_grad_norm = norm * factor
-        apply_clips(shares, factor)
-        segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
+        own = [norm] * len(shares) if squares is None else map(math.sqrt, squares)
+        factors = dict(zip(shares, map(self._factor, own), strict=True))
+        if squares is not None:
+            clipped = zip(squares, factors.values(), strict=True)
+            self.clipped_grad_norm = math.sqrt(
+                sum(square * factor**2 for square, factor in clipped)
+            )
+        elif norm is not None:
+            self.clipped_grad_norm = norm * self._factor(norm)
+        for share, factor in factors.items():
+            apply_clips([share], factor)
+        segments = {
+            share: self.segments(share.unit, factor)
+            for share, factor in factors.items()
+            if share.present()
+        }
         updated = [
             id(share.unit.parameters[index]) for share in segments for index in share.present()
         ]
         return Step(
             number=self.updater.next_number,
-            factor=factor,
+            factors=factors,
             loss_scale=self.loss_scale,
             segments=segments,
             counts={key: self._steps[key] + 1 for key in updated},
-            foreseen=self.clip == "previous" and self._last_norm is not None,
+            foreseen=self.clips_by_unit
+            or (self.clip == "previous" and self._last_norm is not None),
         )
 
+    @property
+    def clips_by_unit(self) -> bool:
+        """Whether the norm of a unit alone clips it."""
+        return self.clip == "unit"
+
     def _factor(self, norm: float | None) -> float:
-        """What clips a step with the gradient norm `norm`; while that is not known (None), what
-        will clip it if anything is known of that, else 1."""
+        """What clips gradients of the norm `norm`; while that is not known (None), what will clip
+        them if anything is known of that, else 1."""
         if self.clip == "previous" and self._last_norm is not None:
             norm = self._last_norm
         limit = self.max_grad_norm
@@ -425,11 +465,20 @@ class Optimizer(torch.optim.Optimizer):
                 "loss_scaler=infinity.LossScaler(1.0, window=None)"
             )
 
-    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
+    def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
+        """What the next step does to this rank's shard of `unit` as far as is known before it; None
+        where it is not worth a guess."""
+        norm = None
+        if self.clips_by_unit and self.max_grad_norm is not None:
+            square = self.updater.norm.ahead(self._shares[unit.index])
+            if square is None or not math.isfinite(square):
+                return None
+            norm = math.sqrt(square)
+        return self.segments(unit, self._factor(norm))
+
+    def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and
-        hyper-parameters of now, and gradients clipped by `factor`, by default as far as is known
-        before the step."""
-        factor = self._factor(None) if factor is None else factor
+        hyper-parameters of now, and gradients clipped by `factor`."""
         hypers = [
             None if group is None else self.hyper(group, self._steps[id(p)] + 1)
             for p, group in self._updated(unit)

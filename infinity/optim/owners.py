@@ -20,9 +20,13 @@ class Owner(Protocol):
     by_kernels: ClassVar[bool]
     """Whether `segments` says all that is done, so that it may begin at any time."""
 
-    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
+    @property
+    def clips_by_unit(self) -> bool:
+        """Whether the norm of a unit alone clips it."""
+
+    def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
         """What the next step does to this rank's shard of `unit`, with the gradients that it has
-        now, clipped by `factor`; None: as far as is known before the step."""
+        now, as far as is known before the step; None where it is not worth a guess."""
 
 
 class Owners:

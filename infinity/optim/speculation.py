@@ -4,7 +4,8 @@ read ahead for them.
 [Note: exact although speculative]
 As soon as a unit has as many gradients as in the last step, its update may begin. It guesses that
 these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. (With
-`clip="previous"` an optimizer knows the factor by then, and need not guess it.) The step
+`clip="previous"` and `clip="unit"` an optimizer knows the factor by then, and need not guess it.)
+The step
 keeps the update if it asks for the same one, term for term. If not, the update is rolled back and
 redone. So updates hide behind the backward, too, and the numbers are those of an update that
 waited.
@@ -95,9 +96,11 @@ class Speculation:
         units that come next."""
         if unit in self.jobs and self.jobs[unit].is_rolled_back:
             self.rollback(unit)
-        if self.policy.speculates and unit.states.has_shadow:
+        may_begin = self.policy.speculates and unit.states.has_shadow
+        segments = owner.ahead(unit) if may_begin else None
+        if segments is not None:
             job = self.jobs.setdefault(unit, Job(unit, places[unit]))
-            self._queue.speculate(job, UnitUpdate(unit, owner.segments(unit)))
+            self._queue.speculate(job, UnitUpdate(unit, segments))
         self._final[unit] = None
         turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
         for following in self._order[turn : turn + UNITS_AHEAD]:

@@ -34,8 +34,8 @@ class Step:
 
     number: int
     """Of all steps of the engine, those included that were left out; from 1."""
-    factor: float
-    """What clips the gradients. The segments have it already."""
+    factors: Mapping[UnitShare, float]
+    """What clips the gradients of every unit. The segments have it already."""
     loss_scale: float
     """What this optimizer multiplied the loss by; 1 where nothing does. The segments have it
     already."""
@@ -44,7 +44,7 @@ class Step:
     counts: Mapping[int, int]
     """How many updates each parameter with a gradient has had after this step, by its id."""
     foreseen: bool
-    """Whether `factor` was known before the gradients were."""
+    """Whether `factors` were known before the step."""
 
     @property
     def shares(self) -> tuple[UnitShare, ...]:
@@ -66,9 +66,9 @@ class Step:
         )
 
     def spend(self) -> None:
-        """The gradients were given to this step's updates, clipped by `factor`."""
+        """The gradients were given to this step's updates, clipped by `factors`."""
         for share in self.shares:
-            share.unit.gradients.spend(share.positions, self.factor)
+            share.unit.gradients.spend(share.positions, self.factors[share])
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,6 +101,7 @@ class Updater(Updates):
             self.drain()
             self.owners.forget_states(share, MOMENTS[share.unit.algorithm])
         self.owners.assign(share, optimizer)
+        self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
 
     # What units tell before a step, and what may have to be undone then
 
@@ -128,10 +129,10 @@ class Updater(Updates):
         flight."""
         self.speculation.rollback(unit)
 
-    def square_ahead(self, unit: Unit) -> float | None:
+    def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
         """The sum of squares of the gradients of `unit`, if that is worth having before the step;
         for who brings them."""
-        return self.norm.square_ahead(unit)
+        return self.norm.square_ahead(unit, all_came)
 
     def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.add_(source)` for contiguous tensors (n,) of one dtype, by the threads of the

@@ -189,6 +189,17 @@ class Exchange:
         found: list[float] = self.post("sum", what, join, everywhere=everywhere, tensor=True).wait()
         return found
 
+    def sum_by_rank(self, values: Sequence[float], what: str) -> list[float]:
+        """As `sum` without replicas, with the bits of `add_by_rank`."""
+        join = functools.partial(self.add_by_rank, values)
+        found: list[float] = self.post("sum", what, join, everywhere=False, tensor=True).wait()
+        return found
+
+    def add_by_rank(self, values: Sequence[float]) -> list[float]:
+        """The sums of `values` over all ranks but replicas, for who joins a collective: on the
+        thread of the exchange."""
+        return collectives.sum_by_rank(values, self._groups(everywhere=False, tensor=True))
+
     def _groups(self, everywhere: bool, tensor: bool) -> list[ProcessGroup]:
         shards, replicas, parts = self.ranks
         return Ranks(shards, replicas if everywhere else None, parts if tensor else None).groups()

@@ -376,8 +376,10 @@ class Gradients:
     def _measure(self, collected: int) -> None:
         """If these were the last gradients of the step, say what their norm needs, while the model
         goes on."""
-        if collected == self._expected:
-            self._measured = collected, self._unit.listeners.updates.square_ahead(self._unit)
+        all_came = collected == self._expected
+        squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
+        if all_came:
+            self._measured = collected, squares
 
     def _announce(self) -> None:
         """Tell the updater where these may be all that the step brings."""
@@ -432,5 +434,7 @@ class Gradients:
             self._loss_scale = scales / having
         if there and self._state is GradientState.EMPTY:
             self._state = GradientState.COLLECTING
-        self._set((index for index in there if not self.has(index)), Where.HOME)
+        if elsewhere := [index for index in there if not self.has(index)]:
+            self._set(elsewhere, Where.HOME)
+            self._measured = 0, None  # without them
         self._is_apart = apart > 0

@@ -51,9 +51,9 @@ class Updates:
     def gradients_came(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
 
-    def square_ahead(self, unit: Unit) -> float | None:
-        """The sum of squares of the gradients of `unit`, if that is worth having before the
-        step."""
+    def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
+        """The sum of squares of the gradients of `unit`, if that is worth having before the step;
+        `all_came` where there are as many as in the last step."""
         return None
 
     def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -147,5 +147,7 @@ def test_a_norm_that_is_not_finite_clips_nothing_later(start: Start) -> None:
 
 
 def test_another_word_is_refused(start: Start) -> None:
-    with pytest.raises(infinity.ConfigError, match=r"clip='unit'; give one of global, previous$"):
-        start("unit")
+    with pytest.raises(
+        infinity.ConfigError, match=r"clip='layer'; give one of global, previous, unit$"
+    ):
+        start("layer")

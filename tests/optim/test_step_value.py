@@ -78,12 +78,13 @@ def test_a_step_says_all_that_is_done(start: Start) -> None:
         assert set(step.counts) == {id(p) for p in engine.model.parameters()}
         assert set(step.counts.values()) == {count}
         assert step.loss_scale == 1.0
-        assert 0 < step.factor < 1
+        (factor,) = set(step.factors.values())
+        assert 0 < factor < 1 and set(step.factors) == set(step.shares)
         for update in step.updates:
-            assert {segment.factor for segment in update.segments} == {step.factor}
+            assert {segment.factor for segment in update.segments} == {factor}
             assert {segment.hyper.values["lr"] for segment in update.segments} == {LR}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        steps[0].factor = 1.0  # type: ignore[misc]
+        steps[0].number = 2  # type: ignore[misc]
 
 
 def test_a_step_that_is_left_out_has_a_number_and_no_value(start: Start) -> None:
