@@ -63,7 +63,7 @@ def difference(recipe: Recipe) -> Difference | None:
     """That of the first placement that differs; None when none does."""
     torch.set_num_threads(1)
     scaled = recipe.training.loss_scale is not None
-    expected = run(lambda: Plain(recipe)) if recipe.training.moments == "fp32" else None
+    expected = run(lambda: Plain(recipe)) if recipe.training.is_plain else None
     for placement in recipe.placements:
         with tempfile.TemporaryDirectory(prefix="random-programs-") as directory:
             where = Path(directory)

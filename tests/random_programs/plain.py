@@ -43,10 +43,18 @@ class Rule(torch.optim.Optimizer):
     or added to: see `apply`."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], rule: str, max_grad_norm: float | None, watches: bool
+        self,
+        groups: list[dict[str, Any]],
+        rule: str,
+        max_grad_norm: float | None,
+        watches: bool,
+        previous: bool,
     ) -> None:
+        """With `previous` the norm of the step before clips a step."""
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._rule, self._max_grad_norm, self._watches = rule, max_grad_norm, watches
+        self._previous = previous
+        self._last_norm: float | None = None
         self._clips: dict[torch.Tensor, float] = {}
         self.grad_norm: float | None = None
 
@@ -74,10 +82,10 @@ class Rule(torch.optim.Optimizer):
         p.grad = None
         self._clips.pop(p, None)
 
-    def clip(self, most: float) -> float:
-        """As `Engine.clip_grad_norm_`."""
+    def clip(self, most: float, by: float | None = None) -> float:
+        """As `Engine.clip_grad_norm_`, or `by` another norm."""
         norm = self._norm()
-        factor = most / (norm + 1e-6)
+        factor = most / ((norm if by is None else by) + 1e-6)
         if not factor > 1.0:
             self.apply()
             self._clips = {p: factor for p in self._all() if p.grad is not None}
@@ -93,7 +101,9 @@ class Rule(torch.optim.Optimizer):
         if self._watches and not math.isfinite(self.grad_norm):
             return  # a step with a loss scale is left out
         if self._max_grad_norm is not None:
-            self.clip(self._max_grad_norm)
+            self.clip(self._max_grad_norm, self._last_norm if self._previous else None)
+        if self.grad_norm is not None and math.isfinite(self.grad_norm):
+            self._last_norm = self.grad_norm
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -181,13 +191,12 @@ class Rule(torch.optim.Optimizer):
 
     def saved(self) -> Any:
         """What `take` takes."""
-        return copy.deepcopy([(dict(self.state.get(p, {}))) for p in self._all()]), [
-            g["lr"] for g in self.param_groups
-        ]
+        states = copy.deepcopy([dict(self.state.get(p, {})) for p in self._all()])
+        return states, [g["lr"] for g in self.param_groups], self._last_norm
 
     def take(self, saved: Any) -> None:
         """Go on where `saved` was called."""
-        states, rates = copy.deepcopy(saved)
+        states, rates, self._last_norm = copy.deepcopy(saved)
         for p, state in zip(self._all(), states, strict=True):
             self.state[p] = state
         for group, lr in zip(self.param_groups, rates, strict=True):

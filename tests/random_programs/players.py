@@ -358,7 +358,8 @@ class Plain(Player):
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Rule:
         training = self.recipe.training
-        return Rule(groups, training.rule, training.max_grad_norm, training.loss_scale is not None)
+        watches, previous = training.loss_scale is not None, training.clip == "previous"
+        return Rule(groups, training.rule, training.max_grad_norm, watches, previous)
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self.parameters:
@@ -461,7 +462,11 @@ class Wrapped(Player):
             else infinity.LossScaler(training.loss_scale, window=2)
         )
         return RULES[training.rule](
-            groups, max_grad_norm=training.max_grad_norm, loss_scaler=scaler, **options
+            groups,
+            max_grad_norm=training.max_grad_norm,
+            loss_scaler=scaler,
+            clip=training.clip,
+            **options,
         )
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:

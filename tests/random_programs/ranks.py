@@ -78,7 +78,7 @@ class TwoRanks:
         """That of the first stage that differs, on one of the ranks; None when none does."""
         torch.set_num_threads(1)
         recipe = dataclasses.replace(recipe, placements=tuple(RANKED))
-        expected = run(lambda: Plain(recipe)) if recipe.training.moments == "fp32" else None
+        expected = run(lambda: Plain(recipe)) if recipe.training.is_plain else None
         for placement in recipe.placements:
             first, second = self._play(recipe, placement)
             expected = first if expected is None else expected

@@ -96,6 +96,13 @@ class Training:
     loss_scale: float | None = None
     moments: str = "fp32"
     """Moments in another format are compared over placements alone."""
+    clip: str = "global"
+    """Plain PyTorch has no units: "unit" is compared over placements alone, too."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether plain PyTorch computes the same."""
+        return self.moments == "fp32" and self.clip != "unit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +136,9 @@ def programs(draw: DrawFn) -> Recipe:
     placements = draw(
         st.lists(st.sampled_from(PLACEMENTS), min_size=EACH, max_size=EACH, unique=True)
     )
+    # Last: what is drawn before stays what it was.
+    clip = draw(st.sampled_from(("global", "global", "previous", "unit")))
+    training = dataclasses.replace(training, clip=clip)
     return Recipe(model, tuple(program), training, tuple(sorted(placements)))
 
 
