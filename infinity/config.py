@@ -220,8 +220,9 @@ class Tuning(_Knobs):
     "plain" before the step returns. The numbers are the same. With "delayed" each forward uses the
     parameters of before the last step.
 
-    "exact" starts once the clip factor is known. "speculative" assumes that nothing is clipped, and
-    runs again where something was. It needs `copy_on_write`, and parameters that are not on the
+    "exact" starts once the clip factor is known. "speculative" assumes that nothing is clipped, or
+    takes the factor that an optimizer with `clip="previous"` or "unit" knows, and runs again where
+    that was wrong. It needs `copy_on_write`, and parameters that are not on the
     gpu, where they are rewritten in place. "auto" chooses one of these two where there is I/O or a
     GPU to run beside. Else it chooses "plain", because update and forward on the same CPUs only
     disturb each other.
