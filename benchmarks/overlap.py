@@ -13,7 +13,8 @@ the next forward and not with the backward: around share 1 the whole step cannot
 bound of this order is printed beside each figure:
 max(forward, update traffic and forward's fetches) + max(backward, backward's fetches). Updates that
 begin in backward, on the guess that nothing is clipped (the norm is computed and compared, and
-stays under the limit here), go below it.
+stays under the limit here), go below it. With `--clip` every step is clipped, by the norm that it
+names.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from infinity.quantities import parse_bytes
 
 QUESTION = "How much of a step's NVMe traffic hides behind compute?"
 LIMIT = "the longer of compute and I/O, in the same round"
+UNREACHED, EXCEEDED = 1e6, 1e-9  # gradient norms: no step is clipped, or every one
 
 
 class Block(nn.Module):
@@ -54,7 +56,6 @@ class Run:
         options: argparse.Namespace,
         folder: Path,
         cache: float = 0.0,
-        max_grad_norm: float = 1e6,
         **placement: str,
     ) -> None:
         folder.mkdir()
@@ -76,7 +77,10 @@ class Run:
         self.model = infinity.wrap(model, config)
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(
-            self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm
+            self.model.parameters(),
+            lr=1e-4,
+            max_grad_norm=EXCEEDED if options.clip else UNREACHED,
+            clip=options.clip or "global",
         )
         self.batch = torch.randn(options.batch, options.width)
 
@@ -157,6 +161,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--update", default="auto", choices=["auto", "speculative", "exact", "plain"]
+    )
+    parser.add_argument(
+        "--clip",
+        default=None,
+        choices=["global", "previous", "unit"],
+        help="clip every step by this norm (default: clip none)",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
