@@ -316,6 +316,28 @@ class Rank:
                 "inside": inside,
             }
 
+    def clips_by_unit(self) -> dict[str, Any]:
+        """Every unit by its own norm, in updates that wait and in others that begin in backward."""
+        found: dict[str, Any] = {}
+        for update in ("plain", "speculative"):
+            model = self.wrap(update=update)
+            with infinity.engine(model) as engine:
+                optimizer = infinity.AdamW(
+                    model.parameters(), **settings(clip="unit", max_grad_norm=0.02)
+                )
+                found["norms"] = []
+                for step in range(SHORT):
+                    model(batch(step).chunk(2)[self.mesh["shard"].get_local_rank()]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found["norms"].append(optimizer.grad_norm)
+                report, units = engine.report(), engine.units
+                found["units"] = [unit.names for unit in units]
+                found["not kept"] = (SHORT - 1) * len(units) - report.updates_kept
+                found["rolled back"] = report.updates_rolled_back
+                found[update] = engine.state_dict()
+        return found
+
     def llama(self) -> dict[str, Any]:
         """An unmodified model of transformers."""
         model, mesh = FAMILIES["llama"].build(), self.mesh["tp"]
@@ -677,6 +699,7 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
         name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()
     }
     results["bits"] = this.replicated_bits()
+    results["clips by unit"] = this.clips_by_unit()
     results["sizes"] = this.sizes()
     results["savers"] = this.savers()
     results["solid"] = this.solid()
@@ -825,6 +848,29 @@ def test_what_all_hold_stays_the_same_when_it_is_rounded_with_noise(
             assert differing(result["bits"][kind], results[0]["bits"][kind]) == []
         assert result["bits"]["dtypes"] == {(torch.bfloat16, True)}
         assert result["bits"]["inside"] == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_the_norm_of_a_unit_is_that_of_all_its_parts(results: list[dict[str, Any]]) -> None:
+    first, model = results[0]["clips by unit"], build()
+    options, limit = settings(), 0.02
+    del options["max_grad_norm"]
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    parameters, norms = dict(model.named_parameters()), []
+    for step in range(SHORT):
+        model(batch(step)).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in parameters.values()]).item())
+        for names in first["units"]:
+            clipped = [parameters[name] for name in names]
+            assert nn.utils.clip_grad_norm_(clipped, limit) > limit
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first["norms"] == pytest.approx(norms, rel=1e-4)
+    for result in results:
+        found = result["clips by unit"]
+        assert found["norms"] == first["norms"]
+        assert found["not kept"] == found["rolled back"] == 0
+        for update in ("plain", "speculative"):
+            assert differing(found[update], first["plain"]) == []
 
 
 def test_a_model_of_transformers_is_trained_as_it_is(results: list[dict[str, Any]]) -> None:
