@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.device import ComputeDevice
 from infinity.sharding.unit import Unit
 from support.configs import config_of
 from support.discrete import DiscreteDevice
@@ -298,13 +300,22 @@ def test_it_goes_on_from_a_checkpoint_and_a_state_dict(start: Start, tmp_path: P
 def work(task: Any, where: Path, rank: int) -> None:
     """One rank of two: see `support/rank_group`. Each mode of updates, with this rank's half of the
     batches."""
-    clip, stage, uneven = task
+    clip, stage, uneven, discrete = task
+    if discrete:
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = DiscreteDevice
+    try:
+        _train_both_ways(clip, stage, uneven, where, rank)
+    finally:
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = ComputeDevice
+
+
+def _train_both_ways(clip: str, stage: int, uneven: bool, where: Path, rank: int) -> None:
     for update in ("plain", "speculative"):
         folder = where / update
         folder.mkdir(exist_ok=True)
         config = config_of(
-            nvme=folder, update=update, stage=stage, precision="fp32", cache=0,
-            gpu_memory="4MiB", cpu_memory="8MiB",
+            nvme=folder, update=update, stage=stage, precision="fp32", cache=0, gpu_cache=0,
+            gpu_memory="4MiB", cpu_memory="8MiB", gpu_direct="off", device="cpu",
         )  # fmt: skip
         model = infinity.wrap(transformer(), config)
         with contextlib.closing(infinity.engine(model)) as engine:
@@ -344,7 +355,7 @@ def alone(clip: str, start: Start) -> tuple[list[float], dict[str, torch.Tensor]
 def test_two_ranks_compute_what_one_does_and_keep_what_began_in_backward(
     clip: str, stage: int, start: Start, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    assert on_ranks((clip, stage, False)) == ["done"] * RANKS
+    assert on_ranks((clip, stage, False, False)) == ["done"] * RANKS
     norms, weights = alone(clip, start)
     for update in ("plain", "speculative"):
         first, second = (torch.load(tmp_path / update / f"{rank}.pt") for rank in range(RANKS))
@@ -360,11 +371,13 @@ def test_two_ranks_compute_what_one_does_and_keep_what_began_in_backward(
                 assert kept == 0
 
 
-def test_a_gradient_that_one_rank_alone_has_is_in_the_norm_of_its_unit(
-    on_ranks: OnRanks, tmp_path: Path
+@pytest.mark.parametrize(("clip", "discrete"), [("unit", False), ("unit", True), ("global", True)])
+def test_a_gradient_that_one_rank_alone_has_is_in_the_norm(
+    clip: str, discrete: bool, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    """Updates that began with the norm of what this rank has are done again."""
-    assert on_ranks(("unit", 3, True)) == ["done"] * RANKS
+    """Also where the thread that brings gradients has squared those of this rank. Updates that
+    began with their norm are done again."""
+    assert on_ranks((clip, 3, True, discrete)) == ["done"] * RANKS
     (plainly, _, weights), *others = (
         torch.load(tmp_path / update / f"{rank}.pt")
         for update in ("plain", "speculative")
