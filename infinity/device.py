@@ -154,8 +154,9 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def read_values(tensor: torch.Tensor) -> list[Any]:
-    """The values of a small tensor (n,). This thread sleeps until they are there: `tolist` of one
-    on a GPU spins, and takes a CPU from the optimizer, until the stream has come that far."""
+    """The values of a small tensor, as `tolist` gives them. This thread sleeps until they are
+    there: `tolist` of one on a GPU spins, and takes a CPU from the optimizer, until the stream has
+    come that far."""
     if tensor.device.type == "cpu":
         return tensor.tolist()
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

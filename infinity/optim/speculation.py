@@ -5,10 +5,9 @@ read ahead for them.
 As soon as a unit has as many gradients as in the last step, its update may begin. It guesses that
 these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. (With
 `clip="previous"` and `clip="unit"` an optimizer knows the factor by then, and need not guess it.)
-The step
-keeps the update if it asks for the same one, term for term. If not, the update is rolled back and
-redone. So updates hide behind the backward, too, and the numbers are those of an update that
-waited.
+The step keeps the update if it asks for the same one, term for term. If not, the update is rolled
+back and redone. So updates hide behind the backward, too, and the numbers are those of an update
+that waited.
 """
 
 from __future__ import annotations

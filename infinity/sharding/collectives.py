@@ -254,7 +254,7 @@ def sum_by_rank(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) ->
         rows = torch.zeros(size(group), len(result), dtype=torch.float64, device=_kind_for(group))
         rows[rank(group)] = torch.tensor(result, dtype=torch.float64)
         dist.all_reduce(rows, group=group)  # the others add zeros
-        result = [sum(column) for column in zip(*rows.tolist(), strict=True)]
+        result = [sum(column) for column in zip(*read_values(rows), strict=True)]
     return result
 
 
