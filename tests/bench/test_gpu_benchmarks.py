@@ -55,6 +55,37 @@ def test_the_rehearsal_runs_what_is_cheap_and_writes_what_became_of_each_part(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "results.json"]
 
 
+@pytest.mark.parametrize("carries_liburing", [True, False])
+def test_a_machine_without_an_index_builds_with_the_wheels_that_were_carried(
+    carries_liburing: bool, tmp_path: Path
+) -> None:
+    wheels, environment = tmp_path / "wheels", tmp_path / "environment"
+    wheels.mkdir()
+    (wheels / "pydantic-2.0-py3-none-any.whl").touch()
+    if carries_liburing:
+        (wheels / "liburing").mkdir()
+    site = environment / "lib" / "python3.12" / "site-packages"
+    commands: list[list[str]] = []
+
+    def run(*command: object) -> None:
+        commands.append([str(part) for part in command])
+        if "venv" in command:
+            site.mkdir(parents=True)
+
+    python = load("wheels").install(wheels, environment, run)
+    made, carried, built = commands
+    assert made == [sys.executable, "-m", "venv", str(environment)]
+    assert carried[-1] == str(wheels / "pydantic-2.0-py3-none-any.whl")
+    for command in (carried, built):
+        assert command[0] == str(python)
+        assert {"--no-index", "--no-deps"} <= set(command)
+    assert "--no-build-isolation" in built
+    assert any("INFINITY_LIBURING_LIBRARY" in part for part in built) is carries_liburing
+    # torch is that of the Python that runs this.
+    paths = (site / "parent.pth").read_text().split()
+    assert str(Path(pytest.__file__).parents[1]) in paths
+
+
 def test_without_a_gpu_it_says_so() -> None:
     if load("links").torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
