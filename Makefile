@@ -10,6 +10,7 @@ TOOK = $$(($$(date +%s) - $(START)))
 PYTHON ?= python3
 WERROR ?= OFF
 PYTEST_ARGS ?=
+QUEUED ?= engine/test_queued_device.py parity/test_placement.py
 TESTS ?= tests
 PROGRAMS ?= 5000
 FIRST ?= 1000
@@ -23,7 +24,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test random-programs native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -43,7 +44,7 @@ check: $(VENV)/checkers  ## Check style and types, and run the fast tests: under
 	echo "make check took $(TOOK) s"
 	exit $$status
 
-test: python-test native-test  ## Run every test (`make -k test`: the native ones too when a Python one fails)
+test: python-test queued-test native-test  ## Run every test (`make -k test`: the native ones too when a Python one fails)
 	@echo "make test took $$(($(TOOK) / 60)) min $$(($(TOOK) % 60)) s"
 
 # From an empty folder, so that Python finds the installed package and never the sources. A test waits a third of its time, for a
@@ -55,6 +56,13 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	cd build/empty
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
 	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
+
+# Autograd counts the devices when it runs first, so the simulated one needs processes of its own.
+queued-test: export OMP_WAIT_POLICY := passive
+queued-test: $(VENV)/installed  ## Run tests of the engine on a simulated device that computes beside the host
+	@mkdir -p build/empty
+	cd build/empty
+	INFINITY_TEST_DEVICE=queued "$(BIN)/pytest" -c ../../pyproject.toml -n $$(nproc) --dist load $(PYTEST_ARGS) $(addprefix ../../tests/,$(QUEUED))
 
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
 	@mkdir -p build/empty

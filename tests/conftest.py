@@ -42,10 +42,8 @@ settings.load_profile("any machine")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On another device than the CPU leave out what cannot run there."""
-    for item in items if elsewhere.KIND else ():
-        if item.path.relative_to(TESTS).as_posix() not in elsewhere.FILES or item.name.startswith(
-            elsewhere.UNIFIED_MEMORY_ONLY
-        ):
+    for item in items:
+        if not elsewhere.runs(item.path.relative_to(TESTS).as_posix(), item.name):
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
 
 

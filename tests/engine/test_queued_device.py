@@ -1,5 +1,9 @@
 """The whole engine on a device that computes beside the host (`queued`): the same numbers in every
-order of events, no wait of the model's threads, and a wrong number for every order that is lost."""
+order of events, no wait of the model's threads, and a wrong number for every order that is lost.
+
+They need a process of their own, because autograd counts the devices once: INFINITY_TEST_DEVICE is
+"queued" in it (`make queued-test`).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ import infinity
 from infinity.device import ComputeDevice, Copy, read_values
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
-from support import queued
+from support import elsewhere, queued
 from support.configs import config_of
 from support.models import text_batch, transformer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="needs torch for CPUs"),
+    pytest.mark.skipif(elsewhere.KIND != "queued", reason="`make queued-test` runs it"),
 ]
 
 HOST = {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"}
@@ -51,11 +55,11 @@ Wrap = Callable[..., infinity.Engine]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def machine() -> Iterator[Any]:
     runtime = queued.load()
-    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", queued.QueuedDevice)
-    yield runtime
     runtime.set_pace()
+    yield runtime
+    runtime.set_pace(**elsewhere.PACE)
 
 
 @pytest.fixture
