@@ -74,6 +74,7 @@ def set_state(
     if kind is Kind.GRAD:
         unit.listeners.grads.set(unit, index, _spread(unit, index, value) if local else value)
         return
+    unit.listeners.border.end_interrupted("infinity.set")
     if unit.blocks[Kind.PARAM].copy.pins:
         raise RuntimeError(
             f"infinity.set: {unit.names[index]} cannot be set inside of a forward, a backward or "

@@ -262,6 +262,7 @@ class Loading(LoadPlanner):
         """Wait for updates."""
         with in_words(f"{self._where} cannot be loaded"):
             self._state.await_updates()
+            self._state.units[0].listeners.border.end_interrupted("a load")
             used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins]
             if used:
                 raise CheckpointError(

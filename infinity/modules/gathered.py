@@ -125,7 +125,7 @@ class _Reading:
         """Gather the unit and show its parameters."""
         unit = self._unit
         updates = unit.listeners.updates
-        unit.listeners.border.check_thread("infinity.gathered")
+        unit.listeners.border.end_interrupted("infinity.gathered")
         if self._write:
             updates.drain()
         else:

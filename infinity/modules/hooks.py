@@ -158,6 +158,12 @@ class Hooks(Border):
         caller wants to do."""
         self._executions.check_thread(what)
 
+    def end_interrupted(self, what: str) -> None:
+        """End what an exception cut off, whose uses would be in the way; raises like
+        `check_thread`."""
+        self._executions.check_thread(what)
+        self._executions.end_interrupted()
+
     @property
     def _now(self) -> Execution:
         return self._executions.now

@@ -43,6 +43,10 @@ class Border:
         """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
         caller wants to do."""
 
+    def end_interrupted(self, what: str) -> None:
+        """End what an exception cut off, whose uses would be in the way; raises like
+        `check_thread`."""
+
 
 class Updates:
     """Whoever updates units, as far as a unit tells or asks it something. This base class adds

@@ -724,3 +724,49 @@ def test_garbage_that_keeps_views_is_collected_where_its_memory_is_needed(wrap: 
         gc.enable()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(infinity.engine(model).gradient(found), expected.grad), name
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+def write_gathered(engine: infinity.Engine, parameter: nn.Parameter, where: Path) -> None:
+    with infinity.gathered(parameter, write=True), torch.no_grad():
+        parameter.fill_(2)
+
+
+def set_value(engine: infinity.Engine, parameter: nn.Parameter, where: Path) -> None:
+    infinity.set(parameter, "value", torch.full(parameter.shape, 2.0))
+
+
+def load_checkpoint(engine: infinity.Engine, parameter: nn.Parameter, where: Path) -> None:
+    engine.load_checkpoint(where)
+
+
+@pytest.mark.parametrize("write", [write_gathered, set_value, load_checkpoint])
+@every_placement
+def test_a_backward_that_failed_is_not_in_the_way_of_a_write(
+    placement: dict[str, Any], write: Callable[..., None], wrap: Wrap, tmp_path: Path
+) -> None:
+    model = Model(nn.Identity(), lambda special, x: Failing.apply(x))
+    parameter = model.blocks[0].linear.weight
+    engine = infinity.engine(wrap(model, placement))
+    with infinity.gathered(parameter, write=True), torch.no_grad():
+        parameter.fill_(2)
+    engine.save_checkpoint(tmp_path / "twos")
+    if write is not load_checkpoint:
+        with infinity.gathered(parameter, write=True), torch.no_grad():
+            parameter.fill_(1)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    write(engine, parameter, tmp_path / "twos")
+    with infinity.gathered(parameter):
+        assert (parameter == 2).all()
