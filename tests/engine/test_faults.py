@@ -278,6 +278,7 @@ def test_closing_after_a_backward_that_failed(
     held = footprint()
     run = start(gradients=gradients)
     run.step(0)
+    run.engine.drain()  # else a write of this step may fail first
     loss = run.forward(1)
     run.engine.io.set_faults(fail_read_at=2, fail_write_at=0)
     with pytest.raises(infinity.NvmeError):

@@ -22,6 +22,7 @@ from infinity.device import ComputeDevice, Copy, read_values
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
 from support import elsewhere, queued
+from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
 
@@ -249,8 +250,8 @@ def test_the_host_cannot_touch_the_memory() -> None:
         "there = torch.ones(4, device='queued'); assert there.cpu().sum() == 4;"
         "print(flush=True); ctypes.string_at(there.data_ptr(), 4)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (-11, b"\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, **CHILD)
+    assert (done.returncode, done.stdout) == (-11, "\n"), done.stderr
 
 
 @pytest.mark.parametrize("told", [True, False])

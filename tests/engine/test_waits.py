@@ -162,6 +162,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/collectives.py _wait": RANKS,
     "sharding/exchange.py Collective.await_end": COLLECTIVE,
     "sharding/exchange.py Exchange.sum": COLLECTIVE,
+    "sharding/exchange.py Exchange.sum_by_rank": COLLECTIVE,
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),
     "sharding/exchange.py Exchange._run": ("`close` posts None", CLOSING[1]),
     "sharding/exchange.py Exchange._join": RANKS,
