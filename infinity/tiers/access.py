@@ -64,7 +64,7 @@ class Fetch:
 
 
 class PlaceCopy(Copy):
-    """A copy to or from the place of a block on the compute device, whose `end` is told when it has
+    """What an update made, on its way to its place on the compute device; `end` is told when it has
     ended. Used by one thread, which calls `wait` in the end."""
 
     def __init__(self, copy: Copy, end: Callable[[], None]) -> None:

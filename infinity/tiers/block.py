@@ -66,6 +66,8 @@ class DeviceCopy:
         self.arriving: Copy | None = None
         """The last copy into the lease that was queued. What reads the lease comes after it, on its
         own stream, and what it reads stays as it is until it has ended."""
+        self.leaving: Copy | None = None
+        """The last copy from the lease that was queued. The lease does not end before it has."""
         self.copying = 0
         """Copies from or to the lease that are under way. It may not end meanwhile."""
         self.posting = 0

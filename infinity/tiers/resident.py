@@ -339,8 +339,8 @@ class Residency:
                         self._latch.check()
                         self._changed.wait()
                         continue
-                    # 3. A victim is on its way, or being gathered: wait for that below.
-                    waits = (victim.copy.pending for victim in victims)
+                    # 3. A victim is on its way, being gathered, or read: wait for that below.
+                    waits = (_pending(victim.copy) for victim in victims)
                     pending = next((one for one in waits if one is not None), None)
                     if pending is None:
                         # 4. Evict the victims. They are clean, so nothing is written.
@@ -426,10 +426,11 @@ class Residency:
                     return
 
     def await_idle(self, block: Block) -> None:
-        """Block until nothing is on its way to the place of `block`, nor reads its home."""
+        """Block until nothing is on its way to the place of `block` or from it, nor reads its
+        home."""
         while True:
             with self._changed:
-                pending, arriving = block.copy.pending, block.copy.arriving
+                pending, arriving = _pending(block.copy), block.copy.arriving
             if pending is None:
                 if arriving is not None:
                     arriving.wait()
@@ -519,6 +520,23 @@ class Residency:
     def close(self) -> None:
         """End the thread that finishes fetches."""
         self._mover.close()
+
+
+class _Leaving(NamedTuple):
+    """A copy from a lease, as something that has to end before the lease may."""
+
+    copy: Copy
+
+    def await_end(self) -> None:
+        self.copy.wait()
+
+
+def _pending(copy: DeviceCopy) -> Pending | Fetch | _Leaving | None:
+    """What has to end before the lease of `copy` may."""
+    if copy.pending is not None:
+        return copy.pending
+    leaving = copy.leaving
+    return None if leaving is None or leaving.done() else _Leaving(leaving)
 
 
 def _finish(fills: Sequence[Callable[[], object]]) -> None:

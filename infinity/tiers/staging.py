@@ -25,7 +25,7 @@ import torch
 from infinity.device import ComputeDevice, Copy, Mark, zero_alone
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter
-from infinity.tiers.access import Checkout, PlaceCopy
+from infinity.tiers.access import Checkout
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState
 from infinity.tiers.chunks import Chunks
@@ -312,17 +312,15 @@ class Staging:
             copy.copying += 1
             source = copy.lease.tensor[at : at + tensor.numel()]
             after = copy.arriving
-        copied = functools.partial(self._copied, block)
+        leaving = None
         try:
-            return PlaceCopy(self._device.begin_download(tensor, source, after), copied)
-        except BaseException:
-            copied()
-            raise
-
-    def _copied(self, block: Block) -> None:
-        with self._changed:
-            block.copy.copying -= 1
-            self._changed.notify_all()
+            leaving = self._device.begin_download(tensor, source, after)
+        finally:
+            with self._changed:
+                copy.copying -= 1
+                copy.leaving = leaving or copy.leaving
+                self._changed.notify_all()
+        return leaving
 
     def _write_home(
         self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, _background: bool

@@ -203,6 +203,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/store.py Store.fill_from_files": DRIVE,
     "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Residency.await_idle": DEVICE,
+    "tiers/resident.py _Leaving.await_end": DEVICE,
     "tiers/staging.py Staging.in_turn": DRIVE,
     "tiers/resident.py Loader._fill": DRIVE,
     "tiers/resident.py Loader._fill_directly": DRIVE,

@@ -837,6 +837,24 @@ def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
         assert store.meter.read == read
 
 
+@pytest.mark.timeout(60)
+def test_a_chunk_that_was_copied_from_a_place_does_not_keep_the_place(tmp_path):
+    """An update may hold its chunk until the model has gone on, which may need the place."""
+    store = make_store(tmp_path)
+    first, second = (add_param(store, unit, slots=16) for unit in range(2))
+    with opened(store, concurrent=first.spec.span):
+        old, other = content(first.nbytes, 1), content(second.nbytes, 2)
+        put(store, first, old)
+        put(store, second, other)
+        assert torch.equal(fetched(store, first), old)
+        (chunk,) = store.staging.check_out(ChunkRequest([first], 0, [first], updates=True))
+        assert torch.equal(fetched(store, second), other)
+        assert not store.resident.has_copy(first)
+        chunk.wait()
+        assert torch.equal(chunk.tensor, old[: chunk.tensor.numel()])
+        chunk.release()
+
+
 def test_without_copy_on_write_a_block_takes_its_space_once(tmp_path):
     (tmp_path / "twice").mkdir()
     (tmp_path / "once").mkdir()
