@@ -465,10 +465,11 @@ class ComputeDevice:
         self.copied.add(read=source.nbytes)
         return self._copy(target, source, self._down, after)
 
-    def await_uploads(self) -> None:
-        """Block until the uploads that were begun have ended."""
-        if self._up is not None:
-            self._up.synchronize()
+    def await_copies(self) -> None:
+        """Block until the copies that were begun, in both directions, have ended."""
+        for stream in (self._up, self._down):
+            if stream is not None:
+                stream.synchronize()
 
     def follow_copy(self, copy: Copy) -> None:
         """Let what the caller queues from now on come after `copy`; never waits."""
@@ -511,9 +512,7 @@ class ComputeDevice:
 
     def close(self) -> None:
         """Give back the host memory, when no copy uses it any more."""
-        for stream in (self._up, self._down, self._updates):
-            if stream is not None:
-                stream.synchronize()
+        self.await_copies()
         for memory in self._host:
             memory.close()
         self._host.clear()

@@ -126,7 +126,7 @@ class Loader:
         """The drive knows no streams: who finishes the fetch first waits until the model has left
         the place, and what was copied there has ended."""
         self._device.reach(used)
-        self._device.await_uploads()
+        self._device.await_copies()
         where = (at, part.numel(), part.data_ptr(), block.name, self._meter)
         self._drives.read(block.home.extent, *where, direct=True).wait()
 
@@ -518,8 +518,9 @@ class Residency:
             self._listeners.placed()
 
     def close(self) -> None:
-        """End the thread that finishes fetches."""
+        """End the thread that finishes fetches, and return when no copy uses a place any more."""
         self._mover.close()
+        self._device.await_copies()
 
 
 class _Leaving(NamedTuple):

@@ -153,6 +153,22 @@ def test_the_model_queues_a_whole_step_while_the_device_stands_still(
     assert counts["downloads"] >= len(engine.units) - 1
 
 
+def test_closing_leaves_no_copy_behind(wrap: Wrap, machine: Any) -> None:
+    """Neither into memory of the device nor out of memory of the host, which both go."""
+    engine = wrap(**HOST)
+    train(engine)
+    inputs = batch(0)
+    machine.synchronize()
+    machine.native.reset_counts()
+    machine.set_pace(copy_us=10_000)
+    with machine.held():
+        engine.model(**inputs)
+        assert machine.native.counts()["uploads"] > 0
+    engine.close()
+    counts = machine.native.counts()
+    assert (counts["uploads"], counts["downloads"]) == (0, 0)
+
+
 def test_a_few_values_are_read_by_one_copy_that_the_host_sleeps_for(machine: Any) -> None:
     values = torch.arange(5, dtype=torch.float64).to(queued.NAME) * 2
     machine.set_pace(copy_us=1000)

@@ -117,8 +117,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.side_stream": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
-    "device.py ComputeDevice.await_uploads": DEVICE,
-    "device.py ComputeDevice.close": DEVICE,
+    "device.py ComputeDevice.await_copies": DEVICE,
     "device.py ComputeDevice.follow_copy": NEVER,  # queues the wait on a stream
     "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
     "directories/lock.py _Held.__init__": NEVER,

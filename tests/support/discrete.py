@@ -132,8 +132,10 @@ class DiscreteDevice(ComputeDevice):
         self.on_upload(target, after)
         return super().begin_upload(target, source, after)
 
-    def await_uploads(self) -> None:
-        self._up.until()
+    def await_copies(self) -> None:
+        for copies in (self._up, self._down):
+            if copies is not None:
+                copies.until()
 
     def follow_copy(self, copy: Copy) -> None:
         copy.wait()
