@@ -274,6 +274,7 @@ def test_the_host_cannot_touch_the_memory() -> None:
 def test_memory_is_gone_for_streams_that_nobody_named(told: bool, machine: Any) -> None:
     there = torch.ones(1000, device=queued.NAME)
     here = machine.current_stream()
+    here.synchronize()  # the other stream does not wait for this one
     with machine.stream(machine.Stream(queued.NAME)), machine.held():
         late = there + 1
         if told:
