@@ -62,6 +62,9 @@ class Report:
     gpu_direct: bool = False
     """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are
     not among the copied ones."""
+    read_by_updates: int = 0
+    """Bytes that the updates read from NVMe, of those of the last finished step."""
+    written_by_updates: int = 0
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
     updated_on_gpu: int = 0
@@ -108,6 +111,8 @@ class StepMeter:
         """Read from NVMe, and written to it."""
         self.copied = (0, 0)
         """Copied to the compute device, and from it."""
+        self.updates = (0, 0)
+        """Of `traffic`, what the updates read and wrote."""
 
     def stepped(self, before: StepRun) -> None:
         """A step has been fixed; the updates of the one `before` ran between that step and this
@@ -115,6 +120,7 @@ class StepMeter:
         meter = self._store.meter
         fetched, earlier = (meter.read, meter.written), self._fetched_before
         read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
+        self.updates = read, written
         self.traffic = fetched[0] - earlier[0] + read, fetched[1] - earlier[1] + written
         self._fetched_before = fetched
         copied, earlier = self._copied(), self._copied_before
@@ -203,6 +209,8 @@ class Reporter:
             copied_to_device=copied[0],
             copied_from_device=copied[1],
             gpu_direct=self._store.gpu_direct,
+            read_by_updates=self.meter.updates[0],
+            written_by_updates=self.meter.updates[1],
             updated=sum(map(_renewed, self._units)),
             updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
             activations_offloaded=moved.offloaded,

@@ -22,6 +22,22 @@ _IO_URING_PARAMS = 120  # sizeof(struct io_uring_params)
 _BLOCK = 4096
 
 
+BUSY = 0.25
+"""Of its CPUs, what a machine may be using before a benchmark."""
+
+
+def load_problem() -> str | None:
+    """None when this machine has its CPUs free for a benchmark, else a sentence that says how busy
+    it is."""
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= BUSY * cpus:
+        return None
+    return (
+        f"The load average was {load:.1f} on {cpus} CPUs before the benchmark began: other work "
+        "makes steps and bounds slower."
+    )
+
+
 def io_uring_problem() -> str | None:
     """None when this process can make an io_uring, else why not."""
     libc = ctypes.CDLL(None, use_errno=True)

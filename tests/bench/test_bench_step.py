@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 import infinity
-from infinity.bench.step import train
+from infinity.bench import machine
+from infinity.bench.step import limits, train
 from infinity.bench.step.flops import Shape, count
 from infinity.bench.step.limits import extrapolated
-from infinity.bench.step.measure import bounds, parts_updated
+from infinity.bench.step.measure import bounds, clipped, drift_problems, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config, Tuning
+from infinity.free_memory import Memory
 from infinity.rates import formats_of, updates
 from infinity.report import Report
 from support.configs import config_of
@@ -107,9 +110,122 @@ def test_what_a_step_needs_follows_from_bytes_and_rates() -> None:
     assert "nvme" not in bounds(7.0, nbytes, {"adam": 200}, links)
 
 
-def report_of(updated: int, on_gpu: int) -> Report:
+def report_of(updated: int = 0, on_gpu: int = 0, **given: Any) -> Report:
     nothing: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Report)}
-    return Report(**nothing | {"parameters": 100, "updated": updated, "updated_on_gpu": on_gpu})
+    states = {"parameters": 100, "updated": updated, "updated_on_gpu": on_gpu}
+    return Report(**nothing | states | given)
+
+
+def test_a_clipped_update_hides_behind_the_next_forward_alone() -> None:
+    rates = {"nvme_read": 10.0, "nvme_write": 20.0, "nvme_both": 25.0}
+    moved = report_of(read_by_updates=20, written_by_updates=60)  # 2.0, 3.0 and 3.2 s
+
+    def seconds(hiding: float, takes: dict[str, float]) -> float:
+        return clipped(7.0, hiding, moved, takes, rates)
+
+    assert seconds(2.0, {"nvme": 9.0}) == 5.0 + 3.2
+    assert seconds(4.0, {"nvme": 9.0}) == 7.0
+    assert seconds(2.0, {"nvme": 9.0, "adam": 3.5, "adam_on_gpu": 0.1}) == 5.0 + 3.5
+    assert clipped(7.0, 2.0, moved, {"adam": 1.0}, {}) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("options", "has"), [(("exact", "global"), True), (("speculative", "unit"), False)]
+)
+def test_the_bound_of_clipped_steps_is_named(
+    options: tuple[str, str], has: bool, tmp_path: Path, model: Path
+) -> None:
+    update, clip = options
+    asked = ("--model", model, *SMALL, "--nvme", tmp_path, "--cache", 0, "--update", update)
+    result = run(*asked, "--clip", clip, "--json", tmp_path / "r.json")
+    facts = json.loads((tmp_path / "r.json").read_text())
+    roofline, compute = facts["roofline"], facts["compute"]
+    assert ("clipped" in roofline["seconds"]) is has
+    assert ("No update began in backward" in result.stdout) is has
+    passes = compute["forward_seconds"], compute["backward_seconds"]
+    assert sum(passes) == pytest.approx(compute["seconds"])
+    if has:
+        update_alone = roofline["seconds"]["clipped"] - compute["backward_seconds"]
+        assert update_alone >= max(compute["forward_seconds"], roofline["seconds"]["adam"])
+
+
+def test_the_engine_rests_while_compute_is_measured_amid_the_steps(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the steps, after a half of them, and after all; the step that follows is not timed."""
+    drains: list[infinity.Engine] = []
+    at: list[int] = []
+    original, measure = infinity.Engine.drain, limits.Compute.measure
+
+    def drain(engine: infinity.Engine) -> None:
+        drains.append(engine)
+        original(engine)
+
+    def note(alone: limits.Compute, dtype: torch.dtype, rounds: int) -> None:
+        at.append(len(drains))
+        measure(alone, dtype, rounds)
+
+    monkeypatch.setattr(infinity.Engine, "drain", drain)
+    monkeypatch.setattr(limits.Compute, "measure", note)
+    asked = ("--model", model, *SMALL, *IN_MEMORY, "--discard", 1, "--json", "-")
+    facts = json.loads(run(*asked, "--steps", 5).stdout)
+    assert (facts["steps_count"], facts["discarded_steps_count"]) == (5, 2)
+    assert at == [1, 2, 2]
+    at.clear(), drains.clear()
+    monkeypatch.setattr(limits.Compute, "fits", lambda *_: False)
+    facts = json.loads(run(*asked, "--steps", 5).stdout)
+    assert at == [2]
+    at.clear(), drains.clear()
+    facts = json.loads(run(*asked, "--steps", 5, "--most-seconds", 0).stdout)
+    assert (facts["steps_count"], at) == (1, [1])
+
+
+def test_compute_fits_beside_the_engine_where_so_much_is_free(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = train.find_source(str(model), "bf16")
+    device = DiscreteDevice("cpu")
+    alone = limits.Compute(source, {}, device, recomputes=False)
+    parameters = 3 * BLOCK + 2 * (2 * 48 * 32 + 32)  # of the models of one and of two blocks
+    for free, fits in ((6 * parameters, True), (6 * parameters - 1, False)):
+        found = Memory(1 << 40, free, "the GPU")
+        monkeypatch.setattr(DiscreteDevice, "memory", lambda *_, found=found: found)
+        assert alone.fits(torch.bfloat16) is fits
+    device.close()
+
+
+def test_a_busy_machine_is_warned_of(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus = os.cpu_count() or 1
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (machine.BUSY * cpus, 9.0, 9.0))
+    assert machine.load_problem() is None
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.0 * cpus, 0.0, 0.0))
+    said = machine.load_problem()
+    assert said is not None and f"The load average was {3.0 * cpus:.1f} on {cpus} CPUs" in said
+    result = run("--model", model, *SMALL, *IN_MEMORY, "--json", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["warnings"][0] == said
+    assert " ".join(f"Warning: {said}".split()) in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("highest", "ratio", "words"),
+    [
+        (1.2, 1.0, []),
+        (1.3, 1.0, ["took from 1 to 1.3 s"]),
+        (1.3, 0.84, ["took from 1 to 1.3 s", "0.84 of its bound"]),
+    ],
+)
+def test_a_machine_that_changes_its_speed_is_warned_of(
+    highest: float, ratio: float, words: list[str]
+) -> None:
+    found = {
+        "compute": {"each_time_seconds": {"lowest": 1.0, "highest": highest}},
+        "roofline": {"step_over_bound_ratio": {"median": ratio}},
+    }
+    problems = drift_problems(found)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
 
 def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
@@ -233,7 +349,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     per_second = facts["model_tflop_per_second"]["median"] * 1e12
     assert per_second * facts["step_seconds"]["median"] == pytest.approx(operations.model)
     roofline = facts["roofline"]
-    assert set(roofline["seconds"]) == {
+    assert set(roofline["seconds"]) - {"clipped"} == {
         "compute",
         "nvme",
         "host_to_device",

@@ -9,6 +9,9 @@ A model that is trained from NVMe need not fit anywhere. So models of one and of
 otherwise of the same configuration, run forward and backward in turns. They run as plain PyTorch,
 resident on the device. The second block's time is that of each further one; what is left of the
 first model's is embedding, head and loss. Exact for blocks that are alike, as decoders have them.
+
+On a shared machine minutes differ. So this is measured before, amid and after the steps, while the
+engine rests; only after them where these models do not fit beside it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity import nvme
+from infinity.device import ComputeDevice
+from infinity.free_memory import read_host, reserve
 from infinity.models.source import ModelSource
 from infinity.rates import seconds_of
 
@@ -69,6 +74,13 @@ def shortened(source: ModelSource, layers: int) -> ModelSource:
     return dataclasses.replace(source, config=config, directory=None)
 
 
+class Passes(NamedTuple):
+    """Seconds of a forward, and of the backward after it."""
+
+    forward: float
+    backward: float
+
+
 class Resident:
     """The model with a few blocks, all in the device's memory: plain PyTorch, without an engine."""
 
@@ -85,16 +97,25 @@ class Resident:
         for parameter in self._model.parameters():  # not the buffers: the engine leaves them, too
             parameter.data = parameter.data.to(dtype)
 
+    def count(self) -> int:
+        """Its parameters."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def passes(self, batch: dict[str, Any]) -> Passes:
+        """How long one forward takes, and how long its backward."""
+        start = time.perf_counter()
+        loss: Any = self._model(**batch).loss
+        loss.item()  # waits for the device
+        middle = time.perf_counter()
+        loss.backward()
+        loss.item()
+        end = time.perf_counter()
+        self._model.zero_grad(set_to_none=True)
+        return Passes(middle - start, end - middle)
+
     def seconds(self, batch: dict[str, Any]) -> float:
         """How long one forward and backward takes."""
-
-        def work() -> None:
-            loss: Any = self._model(**batch).loss
-            loss.backward()
-            loss.item()
-
-        self._model.zero_grad(set_to_none=True)
-        return seconds_of(work)
+        return sum(self.passes(batch))
 
 
 def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> float:
@@ -110,6 +131,63 @@ def in_turns(models: Sequence[Resident], batch: dict[str, Any], rounds: int) -> 
         model.seconds(batch)
     turns = [[model.seconds(batch) for model in models] for _ in range(rounds)]
     return [list(times) for times in zip(*turns, strict=True)]
+
+
+class Compute:
+    """What a step computes, without the engine: rounds of models of one and of two blocks."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        batch: dict[str, Any],
+        device: ComputeDevice,
+        recomputes: bool,
+    ) -> None:
+        self._source, self._batch = source, batch
+        self._device, self._recomputes = device, recomputes
+        self._rounds: list[list[tuple[Passes, Passes]]] = []
+
+    def _models(self, device: torch.device, dtype: torch.dtype) -> list[Resident]:
+        return [
+            Resident(self._source, layers, device, dtype, self._recomputes) for layers in (1, 2)
+        ]
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether its models, their gradients and as much for activations fit beside what is in use
+        now."""
+        memory = self._device.memory()
+        if memory is None and (memory := read_host()) is not None:
+            memory = memory._replace(free=memory.free - reserve(memory))
+        count = sum(model.count() for model in self._models(torch.device("meta"), dtype))
+        return memory is not None and 3 * count * dtype.itemsize <= memory.free
+
+    def measure(self, dtype: torch.dtype, rounds: int) -> None:
+        """One time more: an untimed round, and `rounds` timed ones. Random numbers go on as if
+        nothing had been drawn."""
+        state = self._device.random_state()
+        models = self._models(self._device.torch, dtype)
+        turns = [[model.passes(self._batch) for model in models] for _ in range(rounds + 1)]
+        self._rounds.append([(one, two) for one, two in turns[1:]])
+        self._device.set_random_state(state)
+
+    def of_blocks(self) -> tuple[list[float], list[float]]:
+        """Seconds of the model of one block in all rounds, and of that of two."""
+        turns = [turn for rounds in self._rounds for turn in rounds]
+        return [sum(one) for one, _ in turns], [sum(two) for _, two in turns]
+
+    def passes(self, layers: int) -> Passes:
+        """Seconds of forward and backward of `layers` blocks, from all rounds."""
+        return _at_depth([turn for rounds in self._rounds for turn in rounds], layers)
+
+    def times(self, layers: int) -> list[float]:
+        """Seconds of both for each time that it was measured."""
+        return [sum(_at_depth(rounds, layers)) for rounds in self._rounds]
+
+
+def _at_depth(turns: Sequence[tuple[Passes, Passes]], layers: int) -> Passes:
+    ones, twos = zip(*turns, strict=True)
+    one, two = zip(*ones, strict=True), zip(*twos, strict=True)
+    return Passes(*(extrapolated(*pair, layers) for pair in zip(one, two, strict=True)))
 
 
 # Links

@@ -1,5 +1,5 @@
-"""One benchmark from its workload to its summary: measure the devices, train, compute alone,
-measure the devices again, conclude.
+"""One benchmark from its workload to its summary: measure the devices, train, with compute alone
+before, amid and after that, measure the devices again, conclude.
 
 [Note: the roofline]
 A step cannot be faster than what has most to do: the device with its matrix multiplications, the
@@ -11,6 +11,13 @@ what is written at that of writing, and both together at that of both at once. S
 where some units have all their states on a GPU, whose kernels renew them there while the CPU's
 renew the others': two times, side by side. Where the compute device is the CPU, compute and update
 want the same cores, and their sum is stated, too.
+
+[Note: the bound of a clipped step]
+Where every update has to wait for the norm of all gradients, no update runs beside the backward. It
+has the next forward to hide behind. So the step takes at least its backward, and then the longer of
+the forward and the update; that of the update is its NVMe traffic or its kernels. Example: a
+backward of 2.2 s, a forward of 1.1 s and an update of 3.7 s make 5.9 s. This is a bound of steps in
+which no update began in backward, by the engine's count.
 """
 
 from __future__ import annotations
@@ -18,9 +25,14 @@ from __future__ import annotations
 import gc
 import resource
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from infinity.bench.machine import load_problem
 from infinity.bench.step import flops, limits
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
@@ -30,14 +42,15 @@ from infinity.report import Report
 from infinity.tiers.drives import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
+_DRIFT = 1.2  # of compute between the times that it was measured, from which on a warning says so
 ROUNDS = 3
 FORMULA = (
     "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
     "recomputed: 2 x parameters in blocks x tokens + a third of the attention"
 )
 COMPUTE = (
-    "forward and backward of models of 1 and 2 blocks in the device's memory, "
-    "without an engine, extrapolated linearly in depth"
+    "forward and backward of models of 1 and 2 blocks in the device's memory, without an engine, "
+    "before, amid and after the steps where they fit, extrapolated linearly in depth"
 )
 
 
@@ -52,14 +65,35 @@ def bounds(
     no rate took no part."""
     seconds = {"compute": compute}
     if "nvme_read" in rates:
-        read, written = nbytes["nvme_read"], nbytes["nvme_write"]
-        alone = max(read / rates["nvme_read"], written / rates["nvme_write"])
-        seconds["nvme"] = max(alone, (read + written) / rates["nvme_both"])
+        seconds["nvme"] = on_drives(nbytes["nvme_read"], nbytes["nvme_write"], rates)
     for way in ("host_to_device", "device_to_host"):
         seconds[way] = nbytes[way] / rates[way]
     return seconds | {
         where: parameters / rates[where] for where, parameters in updated.items() if where in rates
     }
+
+
+def on_drives(read: int, written: int, rates: Mapping[str, float]) -> float:
+    """Seconds that the drives need for so many bytes."""
+    alone = max(read / rates["nvme_read"], written / rates["nvme_write"])
+    return max(alone, (read + written) / rates["nvme_both"])
+
+
+def clipped(
+    compute: float,
+    hiding: float,
+    report: Report,
+    takes: Mapping[str, float],
+    rates: Mapping[str, float],
+) -> float:
+    """Seconds of a step whose updates wait for all gradients; see [Note: the bound of a clipped
+    step]. Of the seconds of `compute`, the forwards behind which updates can hide are `hiding`;
+    `takes` is what `bounds` gives."""
+    update = max(takes.get(kernels, 0.0) for kernels in _KERNELS)
+    if "nvme_read" in rates:
+        moved = on_drives(report.read_by_updates, report.written_by_updates, rates)
+        update = max(update, moved)
+    return compute - hiding + max(hiding, update)
 
 
 def parts_updated(report: Report) -> dict[str, float]:
@@ -80,6 +114,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     """
     config = work.config
     check_directories(config.nvme)
+    warnings = [busy] if (busy := load_problem()) is not None else []
     device = ComputeDevice(config.tuning.device)
     on_nvme = "nvme" in (config.parameters, config.optimizer, config.gradients)
 
@@ -93,17 +128,20 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
 
     try:
         before = links()
-        device.peak_bytes(reset=True)
-        trained, peak = train(work, say), device.peak_bytes()
+        peaks = Peaks(device)
+        alone = limits.Compute(work.source, work.batch(0, device.torch), device, work.recomputes)
+
+        def measure_compute(dtype: torch.dtype) -> None:
+            say("measuring compute without the engine")
+            with peaks.left_out():
+                alone.measure(dtype, ROUNDS)
+                gc.collect()
+
+        trained = train(
+            work, say, lambda dtype: measure_compute(dtype) if alone.fits(dtype) else None
+        )
         gc.collect()
-        say("measuring compute without the engine")
-        models = [
-            limits.Resident(work.source, layers, device.torch, trained.dtype, work.recomputes)
-            for layers in (1, 2)
-        ]
-        one, two = limits.in_turns(models, work.batch(0, device.torch), ROUNDS)
-        del models
-        gc.collect()
+        measure_compute(trained.dtype)
         rates = {
             name: [*values, *then]
             for (name, values), then in zip(before.items(), links().values(), strict=True)
@@ -117,10 +155,64 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
             rates[where] = updates(
                 formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, on_gpu
             )
-        found = summary(work, trained, rates, (one, two), formats, on_cpu=device.unified_memory)
-        return {"device": device.name, **found, "peak_device_bytes": peak}
+        found = summary(work, trained, rates, alone, formats, on_cpu=device.unified_memory)
+        return {
+            "device": device.name,
+            **found,
+            "warnings": [*warnings, *drift_problems(found)],
+            "peak_process_bytes": peaks.process,
+            "peak_device_bytes": peaks.device,
+        }
     finally:
         device.close()
+
+
+class Peaks:
+    """The most bytes that this process and torch held since it was made, `process` in host memory
+    and `device` on a compute device with memory of its own, but for what is left out."""
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
+        self.process = 0
+        self.device: int | None = None
+        self._reset()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is inside does not count."""
+        self.process = max(self.process, _ru_maxrss())
+        now = self._device.peak_bytes()
+        if now is not None:
+            self.device = max(self.device or 0, now)
+        yield
+        self._reset()
+
+    def _reset(self) -> None:
+        self._device.peak_bytes(reset=True)
+        with suppress(OSError):  # then the process' own peak counts everything
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def drift_problems(found: Mapping[str, Any]) -> list[str]:
+    """What in the summary says that the machine was not the same all the time, a sentence each."""
+    problems = []
+    low, high = (found["compute"]["each_time_seconds"][key] for key in ("lowest", "highest"))
+    if high > _DRIFT * low:
+        problems.append(
+            f"Compute without the engine took from {low:.3g} to {high:.3g} s during this run: the "
+            "speed of the machine changed."
+        )
+    ratio = found["roofline"]["step_over_bound_ratio"]["median"]
+    if ratio < 1:
+        problems.append(
+            f"A step took {ratio:.2f} of its bound: the devices were slower when they were "
+            "measured than in the steps."
+        )
+    return problems
+
+
+def _ru_maxrss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _kernels(formats: Formats, rates: Sequence[float]) -> dict[str, Any]:
@@ -135,12 +227,11 @@ def summary(
     work: Workload,
     trained: Trained,
     rates: Mapping[str, Sequence[float]],
-    blocks: tuple[Sequence[float], Sequence[float]],
+    alone: limits.Compute,
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """What follows from the measurements: `rates` by name, and `blocks`, the seconds of one and of
-    two of them."""
+    """What follows from the measurements: `rates` by name, and compute `alone`."""
     report, shape, seconds = trained.report, trained.shape, trained.seconds
     operations = flops.count(shape, work.tokens, work.length, work.recomputes)
     nbytes = {
@@ -151,8 +242,13 @@ def summary(
         "device_to_host": report.copied_from_device,
     }
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    compute = limits.extrapolated(*blocks, shape.layers) * work.accumulate
+    passes, (one, two) = alone.passes(shape.layers), alone.of_blocks()
+    compute = sum(passes) * work.accumulate
     takes = bounds(compute, nbytes, parts_updated(report), middle)
+    if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
+        # In vertical order every unit is used by all micro-batches before the next one is.
+        hiding = passes.forward * (work.accumulate if work.vertical else 1)
+        takes["clipped"] = clipped(compute, hiding, report, takes, middle)
     longest = max(takes, key=lambda name: takes[name])
     per_step = [1 / each for each in seconds]
     limited = report.limits
@@ -176,7 +272,7 @@ def summary(
         "tokens_per_step_count": work.tokens,
         "recomputes_activations": work.recomputes,
         "steps_count": len(seconds),
-        "discarded_steps_count": work.discard,
+        "discarded_steps_count": len(trained.losses) - len(seconds),
         "step_seconds": spread(seconds),
         "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
         "model_tflop_per_second": spread([operations.model * rate / 1e12 for rate in per_step]),
@@ -219,8 +315,13 @@ def summary(
         "compute": {
             "method": COMPUTE,
             "seconds": compute,
-            "one_block_seconds": spread(blocks[0]),
-            "two_blocks_seconds": spread(blocks[1]),
+            "forward_seconds": passes.forward,
+            "backward_seconds": passes.backward,
+            "one_block_seconds": spread(one),
+            "two_blocks_seconds": spread(two),
+            "each_time_seconds": spread(
+                [each * work.accumulate for each in alone.times(shape.layers)]
+            ),
         },
         "roofline": {
             "seconds": takes,
@@ -237,7 +338,6 @@ def summary(
         },
         "cached_bytes": report.cached,
         "gpu_resident_bytes": report.gpu_resident,
-        "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
     }

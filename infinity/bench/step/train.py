@@ -27,6 +27,8 @@ from infinity.modules.tensors import INDEX, SINGLE
 from infinity.report import Report
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
+_REST = 4
+"""Timed steps from which on the engine rests amid them."""
 _PATTERN = 1_000_003  # a prime, so that rows of a matrix differ
 
 
@@ -139,16 +141,24 @@ class Trained:
     waits: dict[str, list[float]]
     losses: list[float]
     adam_seconds: list[float]
+    updates_kept: int
+    """Unit updates of the timed steps that began in backward."""
     report: Report
     shape: Shape
     dtype: torch.dtype
 
 
-def train(work: Workload, say: Callable[[str], None]) -> Trained:
+def train(
+    work: Workload,
+    say: Callable[[str], None],
+    rest: Callable[[torch.dtype], None] = lambda dtype: None,
+) -> Trained:
     """Build the model without memory, wrap it and train; the engine is closed afterwards.
 
     A step lasts from its beginning to that of the next, so what runs beside the next one is paid
-    there.
+    there. `rest`, given the dtype of the parameters, is called before the steps, and amid them
+    where there are four. The engine does nothing meanwhile. The step after it is not timed, because
+    nothing runs beside that.
     """
     torch.manual_seed(work.seed)
     with infinity.init(exact=False):
@@ -168,34 +178,48 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
         batches = [work.batch(number, engine.device) for number in range(work.accumulate)]
         model.train()
 
-        def lanes() -> dict[str, float]:
-            return {lane: sum(engine.recorder.seconds(lane).values()) for lane in (*WAITS, "adam")}
+        def counts() -> dict[str, float]:
+            lanes = {lane: engine.recorder.seconds(lane) for lane in (*WAITS, "adam")}
+            kept = engine.recorder.counters().get("updates kept", 0)
+            found = {lane: sum(seconds.values()) for lane, seconds in lanes.items()}
+            return found | {"seconds": time.perf_counter(), "updates kept": kept}
 
-        ends, losses, marks = [time.perf_counter()], [], [lanes()]
-        for number in range(work.discard + work.steps):
-            if number > work.discard and ends[-1] - ends[0] > work.most_seconds:
+        # Timed steps, in parts, with others before each that are not.
+        parts = [(work.discard, work.steps)]
+        if work.steps >= _REST:
+            half = work.steps // 2
+            parts = [(work.discard, work.steps - half), (1, half)]
+        total = sum(itertools.chain.from_iterable(parts))
+        dtype, losses, spent = engine.units[0].dtype, [], 0.0
+        timed: list[dict[str, float]] = []
+        for untimed, count in parts:
+            if timed and spent > work.most_seconds:
                 break
-            parts = infinity.accumulate(model, batches, order=order, scale=scale)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(sum(part.item() for part in parts) / len(parts))
-            ends.append(time.perf_counter())
-            marks.append(lanes())
-            say(
-                f"step {number + 1} of {work.discard + work.steps}: "
-                f"{ends[-1] - ends[-2]:.3g} s, loss {losses[-1]:.4f}"
-            )
-        passed = [
-            {lane: now[lane] - before[lane] for lane in now}
-            for before, now in itertools.pairwise(marks)
-        ]
-        timed = passed[work.discard :]
+            engine.drain()
+            rest(dtype)
+            before = counts()
+            for number in range(untimed + count):
+                if timed and spent > work.most_seconds:
+                    break
+                outputs = infinity.accumulate(model, batches, order=order, scale=scale)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(sum(output.item() for output in outputs) / len(outputs))
+                now = counts()
+                step = {name: now[name] - before[name] for name in now}
+                before, spent = now, spent + step["seconds"]
+                if number >= untimed:
+                    timed.append(step)
+                say(
+                    f"step {len(losses)} of {total}: {step['seconds']:.3g} s, loss {losses[-1]:.4f}"
+                )
         return Trained(
-            seconds=[end - begin for begin, end in itertools.pairwise(ends)][work.discard :],
+            seconds=[step["seconds"] for step in timed],
             waits={lane: [step[lane] for step in timed] for lane in WAITS},
             losses=losses,
             adam_seconds=[step["adam"] for step in timed],
+            updates_kept=round(sum(step["updates kept"] for step in timed)),
             report=engine.report(),
             shape=shape,
-            dtype=engine.units[0].dtype,
+            dtype=dtype,
         )

@@ -21,6 +21,7 @@ _WORDS = {
     "nvme": "NVMe",
     "adam": "Adam",
     "adam_on_gpu": "Adam on the GPU",
+    "clipped": "clipped step",
 }
 
 Row = tuple[str, ...]
@@ -73,7 +74,8 @@ def roofline_rows(result: dict[str, Any]) -> list[Row]:
         "compute": (
             f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP",
             "blocks alone",
-        )
+        ),
+        "clipped": ("backward + max(forward, update)", "the above"),
     }
     on_gpu = nbytes["optimizer_states_updated_on_gpu"]
     for where, states in (
@@ -107,12 +109,19 @@ def sentences(result: dict[str, Any]) -> list[str]:
     roofline, losses = result["roofline"], result["losses"]
     median, between = _three(roofline["step_over_bound_ratio"], ".2f")
     bound = _WORDS.get(roofline["bound"], roofline["bound"])
-    words = [
+    words = [f"Warning: {warning}" for warning in result["warnings"]]
+    words += [
         (
             f"A step takes {median} ({between}) times the {roofline['bound_seconds']:.3g} s of "
             f"the longest, {bound}."
         )
     ]
+    if "clipped" in roofline["seconds"]:
+        words.append(
+            "No update began in backward: a clipped step waits for the norm of all gradients, and "
+            "then only the next forward hides the update. --clip unit and --clip previous do not "
+            "wait."
+        )
     both = roofline["compute_and_adam_on_the_same_cpus_seconds"]
     if both is not None:
         words.append(f"Compute and Adam run on the same CPUs: {both:.3g} s together.")
