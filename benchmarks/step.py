@@ -11,6 +11,7 @@ parameters, fp32 masters, AdamW, clipping at 1.0, the same number of torch threa
   infinity-memory  every state in the compute device's memory
   infinity-cpu     states in host memory, parameters streaming through a small budget
   infinity-nvme    parameters and optimizer on NVMe, small budgets
+  infinity-nvme-unit  the same with clip="unit": each unit is clipped by its own norm
   torchao-cpu      torchao's CPUOffloadOptimizer over bf16 parameters on the GPU, gradients
                    offloaded: bf16 states, no masters, no clipping (its gradients are gone when they
                    could be); needs a GPU
@@ -74,6 +75,7 @@ WAYS = (
     "infinity-memory",
     "infinity-cpu",
     "infinity-nvme",
+    "infinity-nvme-unit",
     "torchao-cpu",
     "fsdp2-cpu",
 )
@@ -239,19 +241,18 @@ class Infinity:
 
         import infinity
 
+        way, by_unit = options.child.removesuffix("-unit"), options.child.endswith("-unit")
         states = ("parameters", "gradients", "optimizer")
         placement: dict[str, Any] = {
             "infinity-memory": dict.fromkeys(states, "gpu")
             | {"gpu_memory": WHOLE.get(options.model, "8GiB")},
             "infinity-cpu": dict.fromkeys(states, "cpu"),
             "infinity-nvme": {"nvme": options.nvme},
-        }[options.child]
+        }[way]
         gpu, cpu = BUDGETS[options.model]
         budgets = {
             "gpu_memory": gpu,
-            "cpu_memory": cpu
-            if options.child == "infinity-nvme"
-            else WHOLE.get(options.model, "8GiB"),
+            "cpu_memory": cpu if way == "infinity-nvme" else WHOLE.get(options.model, "8GiB"),
         }
         with infinity.init(exact=False):
             model = LlamaForCausalLM(config_of(options.model))
@@ -263,7 +264,10 @@ class Infinity:
             model, config, weights=options.weights, group=getattr(options, "group", None)
         )
         self._engine = infinity.engine(self._model)
-        self._optimizer = infinity.AdamW(self._model.parameters(), max_grad_norm=CLIP, **ADAM)
+        clip = "unit" if by_unit else "global"
+        self._optimizer = infinity.AdamW(
+            self._model.parameters(), max_grad_norm=CLIP, clip=clip, **ADAM
+        )
         self.count = sum(p.numel() for p in self._model.parameters())
 
     def forward(self, values: dict[str, Any]) -> Any:
