@@ -31,7 +31,7 @@ def spread_of(figures: dict[str, Any], name: str) -> Spread:
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
-    """A row for each format, the loop and the peers."""
+    """A row for each format, the loops and the peers."""
     return [
         Row(
             name=f"{result['parameters_count']}, {row['name']}",
@@ -39,7 +39,12 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
             rounds=result["rounds_count"],
             value=spread_of(row, "gb_per_second"),
             ratio=spread_of(row, "of_in_place_loop_ratio"),
-            others={
+            others=(
+                {"of_shadow_loop_ratio": spread_of(row, "of_shadow_loop_ratio")}
+                if "of_shadow_loop_ratio_median" in row
+                else {}
+            )
+            | {
                 f"steps_per_second_over_{peer}_ratio": spread_of(ratios, "ratio")
                 for peer, ratios in row.get("over_peers", {}).items()
             },

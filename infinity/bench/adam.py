@@ -4,11 +4,13 @@ interleaved rounds.
 [Note: a fair comparison]
 Memory limits an update of this kind, so the figure is bytes moved per second. The yardstick is a
 plain in-place loop over three fp32 arrays with the same threads and cuts (`in_place_update` of
-native/cpu_adam, 20 bytes per element). All work in one allocation on huge pages that was touched
-before; the peers get views of the very arrays that our fp32 update works on, as their parameter,
-gradient and moments. Every round runs everyone once, in an order that turns from round to round,
-and ratios are taken within a round: what else the machine does changes the speeds of a round
-together.
+native/cpu_adam, 20 bytes per element). An update to a shadow copy has a second one, a loop that
+writes to another place past the caches (`shadow_update`): what is written so moves fewer bytes per
+second than lines that leave the caches, whoever writes it. All work in one allocation on huge pages
+that was touched before; the peers get views of the very arrays that our fp32 update works on, as
+their parameter, gradient and moments. Every round runs everyone once, in an order that turns from
+round to round, and ratios are taken within a round: what else the machine does changes the speeds
+of a round together.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from infinity.errors import ConfigError
 from infinity.rates import ADAM_STEP, DTYPES, Formats, apart, pieces_of, threads_of
 
 LOOP_BYTES = 20.0
+SHADOW_LOOP = "loop to a shadow copy"
 PEER_BYTES = 28.0
 
 
@@ -84,6 +87,7 @@ class Bench:
             )
         self._memory = HostMemory(self._most)
         self.subjects = [self._loop(), *map(self._ours, CASES)]
+        self.subjects += [self._shadow_loop()]
         self.subjects += [*map(self._norm, NORMS), *map(self._sum, SUMS)]
         if peers:
             self.subjects += [self._peer(name, make) for name, make in _peers()]
@@ -109,6 +113,20 @@ class Bench:
             self._kernels.in_place_update(a, b, c, self.parameters, self._pool)
 
         return Subject("in-place loop", LOOP_BYTES, fill, step)
+
+    def _shadow_loop(self) -> Subject:
+        names = ("a", "b", "c", "to_a", "to_c")
+        pieces = pieces_of(self._memory.tensor, dict.fromkeys(names, 4 * self.parameters))
+        places = [pieces[name].data_ptr() for name in names]
+
+        def fill() -> None:
+            for piece in pieces.values():
+                piece.view(torch.float32).fill_(0.01)
+
+        def step() -> None:
+            self._kernels.shadow_update(*places, self.parameters, self._pool)
+
+        return Subject(SHADOW_LOOP, LOOP_BYTES, fill, step)
 
     def _pieces(self, case: Formats) -> dict[str, torch.Tensor]:
         return pieces_of(self._memory.tensor, case.sizes(self.parameters))
@@ -248,10 +266,22 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
     }
 
 
+def _shares(subject: Subject, limit: Subject) -> list[float]:
+    """Bytes per second over those of `limit`, round by round."""
+    return [
+        subject.bytes_per_parameter / mine / (limit.bytes_per_parameter / theirs)
+        for mine, theirs in zip(subject.seconds, limit.seconds, strict=True)
+    ]
+
+
 def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
     """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the
-    loop's, and for our fp32 update steps per second over each peer's, whose work it is."""
-    loop, ours = subjects[0], {*NORMS, *SUMS, *(case.name for case in CASES)}
+    loop's, for an update to a shadow copy also over those of the loop to one, and for our fp32
+    update steps per second over each peer's, whose work it is."""
+    loop = subjects[0]
+    ours = {*NORMS, *SUMS, SHADOW_LOOP, *(case.name for case in CASES)}
+    shadowed = {case.name for case in CASES if case.shadow}
+    shadow_loop = next((each for each in subjects if each.name == SHADOW_LOOP), None)
     result = []
     for subject in subjects:
         bytes_moved = subject.bytes_per_parameter * parameters
@@ -264,11 +294,9 @@ def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
         row |= _spread(
             "gb_per_second", [bytes_moved / seconds / 1e9 for seconds in subject.seconds]
         )
-        share = [
-            subject.bytes_per_parameter / mine / (loop.bytes_per_parameter / theirs)
-            for mine, theirs in zip(subject.seconds, loop.seconds, strict=True)
-        ]
-        row |= _spread("of_in_place_loop_ratio", share)
+        row |= _spread("of_in_place_loop_ratio", _shares(subject, loop))
+        if subject.name in shadowed and shadow_loop is not None:
+            row |= _spread("of_shadow_loop_ratio", _shares(subject, shadow_loop))
         if subject.name == CASES[0].name:
             row["over_peers"] = {
                 peer.name: _spread(

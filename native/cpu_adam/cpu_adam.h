@@ -114,4 +114,8 @@ void copy(void* target, const void* source, std::size_t n, Pool& pool);
 // a = 0.9 a + b, c = 0.9 c + b: the plain loop beside which an update is judged, with the same threads and cuts (20 bytes an element).
 void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& pool);
 
+// to_a = 0.9 a + b, to_c = 0.9 c + b: the loop beside which an update to another place is judged. It writes past the caches where both
+// targets lie at whole cache lines (20 bytes an element).
+void shadow_update(const float* a, const float* b, const float* c, float* to_a, float* to_c, std::size_t n, Pool& pool);
+
 }  // namespace infinity::cpu_adam

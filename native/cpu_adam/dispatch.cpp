@@ -254,4 +254,12 @@ void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& po
   pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) { kernel(a + begin, b + begin, c + begin, end - begin); });
 }
 
+void shadow_update(const float* a, const float* b, const float* c, float* to_a, float* to_c, std::size_t n, Pool& pool) {
+  ShadowKernel* const kernel = kernels(best_isa()).shadow;
+  const bool streamed = (reinterpret_cast<std::uintptr_t>(to_a) | reinterpret_cast<std::uintptr_t>(to_c)) % 64 == 0;
+  pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) {
+    kernel(a + begin, b + begin, c + begin, to_a + begin, to_c + begin, end - begin, streamed);
+  });
+}
+
 }  // namespace infinity::cpu_adam

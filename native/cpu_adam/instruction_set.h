@@ -108,6 +108,28 @@ void in_place_run(float* __restrict a, const float* __restrict b, float* __restr
   }
 }
 
+// The same with a second home, stored as an update stores into one. A core has fewer stores under way past the caches than lines that leave
+// them: on two cores of Zen 4 this gives 0.86 to 0.91 of the bytes per second in place.
+template <class V>
+void shadow_run(const float* a, const float* b, const float* c, float* to_a, float* to_c, std::size_t n, bool streamed) {
+  const std::size_t whole = n / kGroup * kGroup;
+  for (std::size_t i = 0; i < whole; i += kGroup) {
+    typename V::Reg x[kRegs<V>], y[kRegs<V>];
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
+      const std::size_t at = i + k * V::width;
+      x[k] = V::load(a + at) * 0.9f + V::load(b + at);
+      y[k] = V::load(c + at) * 0.9f + V::load(b + at);
+    }
+    put<V>(to_a + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return x[k]; });
+    put<V>(to_c + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return y[k]; });
+  }
+  for (std::size_t i = whole; i < n; ++i) {
+    to_a[i] = a[i] * 0.9f + b[i];
+    to_c[i] = c[i] * 0.9f + b[i];
+  }
+  V::fence();
+}
+
 template <class V>
 constexpr Kernels make_kernels(NormKernel* norm_blocks) {
   constexpr Format fp32 = Format::fp32, bf16 = Format::bf16, int8 = Format::int8;
@@ -125,7 +147,7 @@ constexpr Kernels make_kernels(NormKernel* norm_blocks) {
            {encode_run<V, int8, first>, encode_run<V, int8, second>}},
           norm_blocks,
           {add_run<V, Dtype::fp32>, add_run<V, Dtype::bf16>, add_run<V, Dtype::fp16>},
-          in_place_run};
+          in_place_run, shadow_run<V>};
 }
 
 }  // namespace

@@ -36,6 +36,8 @@ using EncodeKernel = void(const Moments& to, const float* from, std::size_t n);
 // Adds whole groups.
 using AddKernel = void(void* target, const void* source, std::size_t n);
 using InPlaceKernel = void(float* a, const float* b, float* c, std::size_t n);
+// `streamed`: both targets lie at whole cache lines.
+using ShadowKernel = void(const float* a, const float* b, const float* c, float* to_a, float* to_c, std::size_t n, bool streamed);
 
 struct Kernels {
   UpdateKernel* update[kRules][kFormats];  // by rule (Rule, then sgd with momentum) and Format
@@ -44,6 +46,7 @@ struct Kernels {
   NormKernel* norm_blocks;
   AddKernel* add[3];  // by Dtype
   InPlaceKernel* in_place;
+  ShadowKernel* shadow;
 };
 
 NormKernel scalar_norm_blocks, avx2_norm_blocks;

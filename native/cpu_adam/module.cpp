@@ -98,4 +98,11 @@ PYBIND11_MODULE(_cpu_adam, m) {
     in_place_update(pointer<float>("a", a, 4, unless_empty(n)), pointer<const float>("b", b, 4, unless_empty(n)),
                     pointer<float>("c", c, 4, unless_empty(n)), n, pool);
   }, without_gil(), arg("a"), arg("b"), arg("c"), arg("n"), arg("pool"), "a = 0.9 a + b, c = 0.9 c + b over n fp32: what memory gives.");
+  m.def("shadow_update", [](std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::uintptr_t to_a, std::uintptr_t to_c, std::size_t n,
+                            Pool& pool) {
+    shadow_update(pointer<const float>("a", a, 4, unless_empty(n)), pointer<const float>("b", b, 4, unless_empty(n)),
+                  pointer<const float>("c", c, 4, unless_empty(n)), pointer<float>("to_a", to_a, 4, unless_empty(n)),
+                  pointer<float>("to_c", to_c, 4, unless_empty(n)), n, pool);
+  }, without_gil(), arg("a"), arg("b"), arg("c"), arg("to_a"), arg("to_c"), arg("n"), arg("pool"),
+        "to_a = 0.9 a + b, to_c = 0.9 c + b over n fp32: what memory gives to an update to another place.");
 }

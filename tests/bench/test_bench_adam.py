@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.bench.adam import CASES, NORMS, SUMS, Bench, Subject, rows
+from infinity.bench.adam import CASES, NORMS, SHADOW_LOOP, SUMS, Bench, Subject, rows
 from infinity.cli.main import app
 from infinity.errors import ConfigError
 from infinity.rates import Formats
@@ -53,6 +53,20 @@ def test_ratios_are_of_one_round_each() -> None:
     assert all("over_peers" not in row for row in (loop, *updates[1:], peer))
 
 
+def test_an_update_to_a_shadow_copy_is_judged_by_the_loop_to_one_too() -> None:
+    def subject(name: str, nbytes: float, *seconds: float) -> Subject:
+        return Subject(name, nbytes, lambda: None, lambda: None, list(seconds))
+
+    ours = [subject(case.name, 26, 2.0, 4.0, 9.0) for case in CASES]
+    loops = subject("loop", 20, 1.0, 2.0, 3.0), subject(SHADOW_LOOP, 20, 2.0, 2.0, 6.0)
+    measured = rows([loops[0], *ours, loops[1]], 10)
+    judged = [row for row in measured if "of_shadow_loop_ratio_median" in row]
+    assert [row["name"] for row in judged] == [case.name for case in CASES if case.shadow]
+    assert judged[0]["of_shadow_loop_ratio_median"] == pytest.approx(1.3 * 6 / 9)
+    assert judged[0]["of_shadow_loop_ratio_highest"] == pytest.approx(1.3)
+    assert all("over_peers" not in row or SHADOW_LOOP not in row["over_peers"] for row in measured)
+
+
 def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
     bench = Bench(1 << 16, 2, peers=True)
     order: list[str] = []
@@ -66,7 +80,7 @@ def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
         assert all(len(subject.seconds) == 3 for subject in bench.subjects)
     finally:
         bench.close()
-    ours = ["in-place loop", *(case.name for case in CASES), *NORMS, *SUMS]
+    ours = ["in-place loop", *(case.name for case in CASES), SHADOW_LOOP, *NORMS, *SUMS]
     assert names[: len(ours)] == ours
     assert "torch fused AdamW" in names[len(ours) :]
     turns = [names[number:] + names[:number] for number in range(3)]
@@ -96,7 +110,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -
     page = (tmp_path / "r.html").read_text()
     HTMLParser().feed(page)
     assert page.count("<svg") == 2
-    names = [*(case.name for case in CASES), *NORMS, *SUMS]
+    names = [*(case.name for case in CASES), SHADOW_LOOP, *NORMS, *SUMS]
     assert all(name in page and name in result.stdout for name in names)
     assert written[0]["rows"][1]["over_peers"].keys().isdisjoint(names)
 
@@ -107,6 +121,7 @@ def test_without_peers_and_as_json_only() -> None:
     assert [row["name"] for row in size["rows"]] == [
         "in-place loop",
         *(case.name for case in CASES),
+        SHADOW_LOOP,
         *NORMS,
         *SUMS,
     ]

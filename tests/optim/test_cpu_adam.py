@@ -908,6 +908,21 @@ def test_the_plain_loop_is_what_it_says() -> None:
     torch.testing.assert_close((a, c), expected)
 
 
+@pytest.mark.parametrize("offset", [0, 1])  # whole cache lines, and not
+def test_the_loop_to_a_shadow_copy_gives_the_bits_of_the_one_in_place(offset: int) -> None:
+    a, b, c = torch.randn(3, 1001, generator=torch.Generator().manual_seed(0))
+    given = [x.clone() for x in (a, b, c)]
+    place = torch.zeros(2, 1088 + 16)
+    start = -place.data_ptr() // 4 % 16 + offset
+    to_a, to_c = (row[start : start + 1001] for row in place)
+    kernels.shadow_update(*(x.data_ptr() for x in (a, b, c, to_a, to_c)), 1001, POOLS[3])
+    assert all(map(torch.equal, (a, b, c), given))
+    assert int(place.count_nonzero()) <= 2 * 1001
+    kernels.in_place_update(a.data_ptr(), b.data_ptr(), c.data_ptr(), 1001, POOLS[3])
+    assert torch.equal(to_a, a)
+    assert torch.equal(to_c, c)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1_000_003])
 def test_a_copy_by_several_threads_copies_every_byte_and_no_more(nbytes: int) -> None:
     source = torch.randint(

@@ -30,8 +30,15 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """What the peers' rows say of our fp32 update, whose work theirs is."""
+    """What the loop to a shadow copy says of an update to one, and the peers' rows of our fp32
+    update, whose work theirs is."""
     return [
+        f"The update '{row['name']}' reaches {row['of_shadow_loop_ratio_median']:.2f} of the loop "
+        f"to one ({row['of_shadow_loop_ratio_lowest']:.2f}-"
+        f"{row['of_shadow_loop_ratio_highest']:.2f} by round)."
+        for row in result["rows"]
+        if "of_shadow_loop_ratio_median" in row
+    ] + [
         f"The fp32 update takes {ratios['ratio_median']:.2f} times fewer seconds than {peer} "
         f"({ratios['ratio_lowest']:.2f}-{ratios['ratio_highest']:.2f} by round)."
         for row in result["rows"]
