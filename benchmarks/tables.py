@@ -208,6 +208,10 @@ def overlap() -> Lines:
     )
 
 
+ADAM_SIZES = (100_000_000, 300_000_000)
+"""Parameters, as the rows of adam.json begin with."""
+
+
 def adam() -> Lines:
     rows = rows_of("adam")
     formats = {
@@ -215,6 +219,7 @@ def adam() -> Lines:
         "bf16, fp32 master": "bf16, fp32 masters",
         "bf16, split master": "bf16, split masters",
         "split, to a shadow copy": "split masters, update into a shadow copy",
+        "loop to a shadow copy": "plain loop into a shadow copy",
         "split, bf16 moments": "split masters, bf16 moments",
         "split, int8 moments": "split masters, int8 moments",
         "torch fused AdamW": "torch fused AdamW, fp32",
@@ -225,8 +230,8 @@ def adam() -> Lines:
         (
             [
                 label,
-                fact(rows[f"100M, {name}"], "bytes_per_parameter"),
-                *(spread(rows[f"{size}, {name}"].ratio) for size in ("100M", "300M")),
+                fact(rows[f"{ADAM_SIZES[0]}, {name}"], "bytes_per_parameter"),
+                *(spread(rows[f"{size}, {name}"].ratio) for size in ADAM_SIZES),
             ]
             for name, label in formats.items()
         ),
@@ -242,7 +247,7 @@ def adam_peers() -> Lines:
                 peer,
                 *(
                     spread(rows[f"{size}, fp32"].others[f"steps_per_second_over_{peer}_ratio"])
-                    for size in ("100M", "300M")
+                    for size in ADAM_SIZES
                 ),
             ]
             for peer in ("torch fused AdamW", "DeepSpeed CPUAdam")
