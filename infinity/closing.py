@@ -55,10 +55,17 @@ def _collected(*parts: Any) -> None:
         detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
     if detached:
         threading.Thread(
-            target=shut_down, args=parts, name="infinity-closing", daemon=False
+            target=_shut_down_apart, args=parts, name="infinity-closing", daemon=False
         ).start()
     else:
         shut_down(*parts)
+
+
+def _shut_down_apart(*parts: Any) -> None:
+    """`shut_down`, on a thread of its own."""
+    store: Store = parts[4]
+    store.begin_thread()
+    shut_down(*parts)
 
 
 def shut_down(

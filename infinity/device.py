@@ -295,6 +295,19 @@ class ComputeDevice:
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
+    def begin_thread(self) -> None:
+        """Called by each thread of the engine before anything else that may use the device, for as
+        long as it lives.
+
+        A user may capture a CUDA graph meanwhile. In CUDA's default mode no other thread may then
+        wait for an event, or allocate: the call would fail, and break the capture. Never raises:
+        where CUDA is broken the next call says so. Nothing on the CPU, or without the kernels.
+        """
+        cuda = native.cuda() if self.torch.type == "cuda" else None
+        if cuda is not None:
+            with suppress(RuntimeError), self._runtime.device(self.torch):
+                cuda.ignore_captures()
+
     @staticmethod
     def _choose(kind: Literal["auto", "cpu", "cuda"]) -> torch.device:
         if kind == "cuda" and not torch.cuda.is_available():

@@ -222,6 +222,7 @@ class Interleaver:
         if micro_batch not in self._micro_batches:  # what started its thread was interrupted
             return
         try:
+            self.device.begin_thread()
             self._resume(micro_batch)
             if not self._stopping:
                 carry()

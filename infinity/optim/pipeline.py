@@ -89,6 +89,7 @@ class Pipeline:
 
     def _run(self) -> None:
         try:
+            self._store.begin_thread()
             while self.jobs.await_work(self._may_hold()):
                 self._busy.start()
                 while self._work():

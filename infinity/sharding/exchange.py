@@ -307,6 +307,7 @@ class Exchange:
     # On the thread
 
     def _run(self) -> None:
+        self.device.begin_thread()
         while (collective := self._posted.get()) is not None:
             if not collective.ended():
                 try:

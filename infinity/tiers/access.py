@@ -92,10 +92,12 @@ class Mover:
     """One thread that finishes fetches in the order in which they were posted, so that copies do
     not wait for the model."""
 
-    def __init__(self, failed: Callable[[BaseException], object]) -> None:
-        """`failed` is told what ends a fetch that is not an `Exception`: nobody who waits may ever
-        meet it."""
-        self._failed = failed
+    def __init__(
+        self, begin: Callable[[], object], failed: Callable[[BaseException], object]
+    ) -> None:
+        """`begin` is called first on the thread. `failed` is told what ends a fetch that is not an
+        `Exception`: nobody who waits may ever meet it."""
+        self._begin, self._failed = begin, failed
         self._posted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
         self._thread.start()
@@ -110,6 +112,7 @@ class Mover:
         self._thread.join()
 
     def _run(self) -> None:
+        self._begin()
         while (fetch := self._posted.get()) is not None:
             try:
                 fetch.await_end()

@@ -181,7 +181,7 @@ class Residency:
         self._changed = changed
         self._listeners = listeners
         self._left: Mark | None = None  # the last use of a place by a copy that lost it
-        self._mover = Mover(lambda error: latch.fail(error, "a fetch"))
+        self._mover = Mover(device.begin_thread, lambda error: latch.fail(error, "a fetch"))
 
     # Questions
 

@@ -247,6 +247,10 @@ class Store:
 
     # While it is open
 
+    def begin_thread(self) -> None:
+        """The calling thread is the engine's, and may use the compute device from now on."""
+        self._device.begin_thread()
+
     @property
     def chunk_elements(self) -> int:
         """The most elements of a chunk."""

@@ -155,19 +155,25 @@ void close(const CuFile::Functions& cufile) {
   if (--driver.users == 0) shut(cufile, driver);
 }
 
-// The CUDA context of the thread that makes an engine becomes that of the engine's threads. Null functions: there is no CUDA.
+// The CUDA context of the thread that makes an engine becomes that of the engine's threads, which do not break graphs that other threads
+// capture (see `ignore_captures` in ../cuda/kernels.h). Null functions: there is no CUDA.
 struct Context {
   Context() {
     void* cuda = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (!cuda) return;
     const auto get = reinterpret_cast<int (*)(void**)>(::dlsym(cuda, "cuCtxGetCurrent"));
     set = reinterpret_cast<int (*)(void*)>(::dlsym(cuda, "cuCtxSetCurrent"));
+    exchange_mode = reinterpret_cast<int (*)(int*)>(::dlsym(cuda, "cuThreadExchangeStreamCaptureMode"));
     if (!get || get(&context) != 0) context = nullptr;
   }
   void take() const {
     if (set && context) set(context);
+    int mode = kThreadLocal;
+    if (exchange_mode) exchange_mode(&mode);
   }
+  static constexpr int kThreadLocal = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
   int (*set)(void*) = nullptr;
+  int (*exchange_mode)(int*) = nullptr;
   void* context = nullptr;
 };
 

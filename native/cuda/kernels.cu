@@ -120,6 +120,11 @@ std::string unavailable_reason(int device) {
   return std::string(cudaGetErrorString(error)) + (no_code ? "; build the package with CUDAARCHS=native" : "");
 }
 
+void ignore_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;  // of the driver's, so torch's calls on this thread go by it, too
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) cudaGetLastError();  // the next launch must not find it
+}
+
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream) {
   if (n == 0) return;
   const std::size_t blocks = norm_blocks(n);

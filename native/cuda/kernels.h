@@ -35,6 +35,11 @@ using cpu_adam::Rule;
 // Loads the code for it.
 std::string unavailable_reason(int device);
 
+// For a thread of our own, on its device: graphs that other threads capture are none of its business from now on. By default a thread may
+// neither wait for an event nor allocate while any other one captures in CUDA's global mode; such a call fails, and breaks that capture.
+// In the thread-local mode only what this thread captures itself forbids that. Says nothing: who cannot be told meets the error later.
+void ignore_captures();
+
 // Doubles of device memory that squared_norm() needs as `block_sums` for `n` values.
 constexpr std::size_t norm_blocks(std::size_t n) { return (n + cpu_adam::kNormBlock - 1) / cpu_adam::kNormBlock; }
 

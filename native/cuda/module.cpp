@@ -24,6 +24,8 @@ PYBIND11_MODULE(_cuda, m) {
 
   m.def("unavailable_reason", &unavailable_reason, without_gil(), arg("device") = 0,
         "Why kernels cannot run on this device (no driver, no such device, no code for it); an empty string when they can.");
+  m.def("ignore_captures", &ignore_captures, without_gil(),
+        "The calling thread may use its device while other threads capture CUDA graphs, and breaks none of them.");
   m.def("norm_blocks", &norm_blocks, arg("n"), "Doubles of device memory that squared_norm needs as block_sums.");
   m.def("squared_norm", &py_squared_norm, without_gil(), arg("address"), arg("dtype"), arg("n"), py::kw_only(), arg("block_sums"),
         arg("total"), arg("stream"),

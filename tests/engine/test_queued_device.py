@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import infinity
+from infinity import closing
 from infinity.device import ComputeDevice, Copy, read_values
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
@@ -25,6 +27,7 @@ from support import elsewhere, queued
 from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
+from support.probe import Probe
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -167,6 +170,52 @@ def test_closing_leaves_no_copy_behind(wrap: Wrap, machine: Any) -> None:
     engine.close()
     counts = machine.native.counts()
     assert (counts["uploads"], counts["downloads"]) == (0, 0)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """The names of all threads that Python has begun since, by their numbers in the system."""
+    names: dict[int, str] = {}
+    run = threading.Thread.run
+
+    def noted(thread: threading.Thread) -> None:
+        names[threading.get_native_id()] = thread.name
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", noted)
+    return names
+
+
+@pytest.mark.parametrize("placement", ["nvme", "states in host memory", "all on the device"])
+def test_no_thread_of_the_engine_breaks_a_graph_that_somebody_captures(
+    placement: str,
+    wrap: Wrap,
+    machine: Any,
+    threads: dict[int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU any call of a thread might, that has not said first that it ignores captures."""
+    begun, begin = [], queued.QueuedDevice.begin_thread
+
+    def noted(device: queued.QueuedDevice) -> None:
+        begun.append(threading.current_thread().name)
+        begin(device)
+
+    monkeypatch.setattr(queued.QueuedDevice, "begin_thread", noted)
+    machine.native.reset_counts()
+    engine = wrap(**PLACEMENTS[placement])
+    train(engine)
+    infinity.accumulate(engine.model, [batch(1), batch(2)])
+    monkeypatch.setattr(closing, "_OURS", "")  # as if the model was collected inside of our code
+    Probe(engine).finalize()
+    for thread in threading.enumerate():
+        if thread.name == "infinity-closing":
+            thread.join()
+    micro_batches = (f"infinity-micro-batch-{number}" for number in range(2))
+    ours = {"infinity-mover", "infinity-updater", "infinity-exchange", "infinity-closing"}
+    assert set(threads.values()) == set(begun) == ours | set(micro_batches)
+    careless = machine.native.counts()["careless_calls"]
+    assert [threads[number] for number in careless if number in threads] == []
 
 
 def test_a_few_values_are_read_by_one_copy_that_the_host_sleeps_for(machine: Any) -> None:

@@ -105,6 +105,29 @@ def test_a_captured_graph_is_refused(placement: dict[str, Any], tmp_path: Path) 
     assert train(model, optimizer) == pytest.approx(plain_losses(), rel=1e-4)
 
 
+@pytest.mark.parametrize("placement", [MOVING, RESIDENT], ids=["moving", "resident"])
+def test_a_graph_of_the_user_is_captured_beside_an_update(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    """In CUDA's global mode, in which a call of any other thread may break it."""
+    model = wrapped(transformer(depth=3), tmp_path, **placement)
+    optimizer = infinity.AdamW(model.parameters(), **SETTINGS)
+    losses, x = [], torch.zeros(1000, device="cuda")
+    for step in range(4):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):  # the updater is at work
+            for _ in range(2000):
+                x += 1
+        optimizer.zero_grad()
+        graph.replay()
+    assert bool((x == 4 * 2000).all())
+    assert losses == pytest.approx(plain_losses(), rel=1e-4)
+
+
 def test_graphed_callables_are_refused(tmp_path: Path) -> None:
     model = transformer(depth=3).cuda()
     torch.cuda.make_graphed_callables(

@@ -27,8 +27,10 @@ bool has(const std::string& text, const char* part) { return text.find(part) != 
 }  // namespace
 
 int main(int count, char** words) {
-  CHECK(count == 2);
+  CHECK(count == 3);
   const std::string library = words[1];
+  void* cuda = ::dlopen(words[2], RTLD_NOW);
+  CHECK(cuda);
   void* fake = ::dlopen(library.c_str(), RTLD_NOW);
   CHECK(fake);
   const auto knob = [&](const char* name) -> long& { return *static_cast<long*>(::dlsym(fake, name)); };
@@ -122,6 +124,9 @@ int main(int count, char** words) {
     const Result result = read(0, kBytes);
     CHECK(result.error == kEndOfFile && result.done == kPiece + 10);
   }
+  // Each of its threads had the context, and then ignored captures.
+  CHECK(*static_cast<int*>(::dlsym(cuda, "taken")) == static_cast<int>(options.threads));
+  CHECK(*static_cast<int*>(::dlsym(cuda, "ignoring")) == static_cast<int>(options.threads));
   CHECK(knob("drivers") == 0 && knob("files") == 0 && knob("memories") == 0 && knob("opened") == 3);
   return 0;
 }

@@ -146,6 +146,9 @@ class _Runtime(ModuleType):
 class QueuedDevice(ComputeDevice):
     """The compute device of an engine."""
 
+    def begin_thread(self) -> None:
+        self._runtime.native.ignore_captures()
+
     @staticmethod
     def _choose(kind: Any) -> torch.device:
         return torch.device(NAME, 0)

@@ -165,7 +165,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) streams().at(stream.id()).wait_for(*static_cast<Event*>(event));
   }
-  bool queryEvent(void* event) const override { return event == nullptr || (*static_cast<Event*>(event))->done(); }
+  bool queryEvent(void* event) const override {
+    machine().note_call();
+    return event == nullptr || (*static_cast<Event*>(event))->done();
+  }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) machine().wait(**static_cast<Event*>(event));
   }
@@ -479,11 +482,14 @@ PYBIND11_MODULE(_queued, m) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   m.def("current_stream", [] { return current; });
   m.def("set_stream", [](std::int64_t number) { current = number; });
+  m.def("ignore_captures", [] { ignores_captures = true; });
   m.def("pin", [](std::uintptr_t address, std::size_t nbytes) {
+    machine().note_call();
     const std::lock_guard lock(machine().mutex);
     machine().pinned[address] = nbytes;
   });
   m.def("unpin", [](std::uintptr_t address) {
+    machine().note_call();
     const std::lock_guard lock(machine().mutex);
     machine().pinned.erase(address);
   });
@@ -499,6 +505,7 @@ PYBIND11_MODULE(_queued, m) {
     const Counts& counts = machine().counts;
     py::dict found;
     found["host_waits"] = counts.host_waits;
+    found["careless_calls"] = counts.careless_calls;
     found["stream_waits"] = counts.stream_waits;
     found["operators"] = counts.tasks[0];
     found["upload_bytes"] = counts.nbytes[1];

@@ -129,12 +129,16 @@ struct Pace {
 
 struct Counts {
   std::map<std::int64_t, std::int64_t> host_waits;  // by thread, of those that had to wait
+  std::map<std::int64_t, std::int64_t> careless_calls;  // by thread, of those that would break a graph that another one captures
   std::int64_t stream_waits = 0;
   std::array<std::int64_t, 4> tasks{};
   std::array<std::int64_t, 4> nbytes{};
   std::array<std::int64_t, 4> under_way{};
   std::array<std::vector<std::int64_t>, 4> depths;  // how many of its kind were under way when each one ended
 };
+
+// Whether this thread ignores what others capture, as it does in CUDA's thread-local mode.
+inline thread_local bool ignores_captures = false;
 
 // What all streams share.
 struct Machine {
@@ -153,12 +157,20 @@ struct Machine {
     return after != pinned.begin() && (--after, at < after->first + after->second);
   }
 
+  // Every call of the host on the device begins with this.
+  void note_call() {
+    if (ignores_captures) return;
+    const std::lock_guard lock(mutex);
+    ++counts.careless_calls[gettid()];
+  }
+
   void check() {
     const std::lock_guard lock(mutex);
     if (!error.empty()) throw std::runtime_error("on the simulated device: " + std::exchange(error, ""));
   }
 
   void wait(Recording& recording) {
+    note_call();
     if (!recording.done()) {
       {
         const std::lock_guard lock(mutex);
@@ -183,6 +195,7 @@ class Stream {
   }
 
   void push(Kind kind, std::size_t nbytes, std::function<void()> work) {
+    machine().note_call();
     if (kind != Kind::order) {
       const std::lock_guard lock(machine().mutex);
       ++machine().counts.tasks[static_cast<int>(kind)];
