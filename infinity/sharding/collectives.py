@@ -18,6 +18,7 @@ few bytes by which ranks agree on something are made where the group takes them.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -106,6 +107,13 @@ def all_gather_home(
 def reaches(group: dist.ProcessGroup, kind: str) -> bool:
     """Whether collectives of `group` take tensors of this kind of device ("cpu", "cuda")."""
     return kind in _backends(group)
+
+
+def is_watched(group: dist.ProcessGroup) -> bool:
+    """Whether torch ends the process when a collective of `group` takes longer than its timeout:
+    NCCL's watchdog does, unless the environment says no."""
+    handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
+    return "nccl" in _backends(group).values() and handling != "0"
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

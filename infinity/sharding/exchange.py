@@ -30,6 +30,11 @@ A thread that waits for a collective reads the notes of other ranks now and then
 `Tuning.collective_timeout`; another rank gave up or failed; the orders differ. A rank that fails
 for good, for example in a background update, notes that at once. torch's own call goes on in this
 thread meanwhile, and ends by its own timeout, which is a little longer.
+
+[Note: the watchdog of NCCL]
+Where that timeout passes in NCCL, torch ends the whole process, whatever it does by then. So over
+NCCL the timeout leaves `WATCHDOG_SECONDS` more, for who catches the error to save what he has, and
+the error says how many there are.
 """
 
 from __future__ import annotations
@@ -58,6 +63,10 @@ log = logging.getLogger("infinity")
 
 CLOSING_SECONDS = 30.0
 """How long `Exchange.close` waits for the other ranks to join what was posted."""
+
+WATCHDOG_SECONDS = 600.0
+"""How long a process goes on at least after `Tuning.collective_timeout` where torch then ends
+it."""
 
 
 Look = tuple[float, Callable[[], None]]
@@ -128,7 +137,11 @@ class Exchange:
         self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float
     ) -> None:
         self.device, self._store, self._recorder = device, store, recorder
-        self.ranks = ranks.copy(1.25 * timeout + 1)
+        self._is_watched = any(map(collectives.is_watched, ranks.groups()))
+        self._torch_timeout = max(
+            1.25 * timeout + 1, timeout + WATCHDOG_SECONDS if self._is_watched else 0
+        )
+        self.ranks = ranks.copy(self._torch_timeout)
         self.room = collectives.receiving(self.ranks.groups())
         """What reductions receive in."""
         self._watch = Watch(self.ranks, timeout)
@@ -283,7 +296,19 @@ class Exchange:
             )
         if reason:
             self._watch.write(mine._replace(failed=True))
+            reason += self._deadline(going, waited)
             self.fail(self._store.latch.fail(InfinityError(reason), going.name))
+
+    def _deadline(self, going: Collective, waited: float) -> str:
+        """What becomes of the process when this rank has `waited` and gives up on `going`; see
+        [Note: the watchdog of NCCL]."""
+        if not (self._is_watched and going.groups and going.arrived < math.inf):
+            return ""
+        return (
+            f". torch ends this process in about {self._torch_timeout - waited:.0f} s, when NCCL's "
+            "watchdog gives up, too: save what you need before, or set "
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 to keep it"
+        )
 
     def _in_vain(self, mine: Note, others: Mapping[int, Note | None]) -> str:
         return (

@@ -30,7 +30,7 @@ from torch import nn
 import infinity
 from infinity.modules.hooks import in_backward
 from infinity.placement.spec import Kind
-from infinity.sharding import collectives
+from infinity.sharding import collectives, exchange
 from support.configs import config_of
 from support.probe import Probe
 from support.rank_group import PATIENCE, RANKS, OnRanks
@@ -371,8 +371,9 @@ def the_first_rank_dies(directory: Path, rank: int) -> None:
 STUCK = {"collective_timeout": 3.0}
 
 
-def a_rank_sleeps(directory: Path, rank: int) -> None:
-    """The second one, in the forward of the third block, until the first has given up on it."""
+def sleep_and_give_up(directory: Path, rank: int) -> tuple[str, float]:
+    """The second rank sleeps in the forward of the third block until the first has given up on it;
+    the error, and after how many seconds torch's own call fails."""
     model, optimizer = wrap(directory, rank, gpu_memory="112KiB", **STUCK)
     train(model, optimizer, 2)
     given_up = directory / "given up"
@@ -386,7 +387,15 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
     with pytest.raises(infinity.EngineClosedError) as caught:
         train(model, optimizer, 3)
     given_up.touch()
-    text = str(caught.value)
+    timeout = Probe(infinity.engine(model)).seconds_of_groups
+    infinity.engine(model).close()
+    return str(caught.value), timeout
+
+
+def a_rank_sleeps(directory: Path, rank: int) -> None:
+    text, timeout = sleep_and_give_up(directory, rank)
+    assert timeout == 1.25 * 3 + 1
+    assert "watchdog" not in text
     if rank == 0:
         found = re.match(
             (
@@ -400,7 +409,22 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
         assert "Config(tuning=Tuning(collective_timeout=3))" in text
     else:
         assert "rank 0 gave up in collective" in text
-    infinity.engine(model).close()
+
+
+def a_rank_sleeps_under_a_watchdog(directory: Path, rank: int) -> None:
+    """That of NCCL, which is played here: it ends the process later than the error comes, and the
+    error says when."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "is_watched", lambda group: True)
+        patch.setattr(exchange, "WATCHDOG_SECONDS", 5.0)
+        text, timeout = sleep_and_give_up(directory, rank)
+    assert timeout == 3 + 5
+    if rank == 0:
+        assert text.endswith(
+            "Config(tuning=Tuning(collective_timeout=3)). torch ends this process in about 5 s, "
+            "when NCCL's watchdog gives up, too: save what you need before, or set "
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 to keep it"
+        )
 
 
 def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
@@ -472,11 +496,34 @@ def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
     assert on_ranks(the_first_rank_dies.__name__) == ["gone", "done"]
 
 
-@pytest.mark.parametrize("work", [a_rank_sleeps, a_rank_skips_a_unit])
+@pytest.mark.parametrize(
+    "work", [a_rank_sleeps, a_rank_sleeps_under_a_watchdog, a_rank_skips_a_unit]
+)
 def test_ranks_that_are_stuck_are_told_why(
     work: Callable[[Path, int], None], on_ranks: OnRanks
 ) -> None:
     assert on_ranks(work.__name__) == ["done"] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("backends", "handling", "watched"),
+    [
+        ("cpu:gloo,cuda:nccl", None, True),
+        ("cuda:nccl", "3", True),
+        ("cuda:nccl", "0", False),
+        ("cpu:gloo,cuda:gloo", None, False),
+    ],
+)
+def test_where_the_watchdog_of_nccl_is(
+    backends: str, handling: str | None, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if handling is not None:
+        monkeypatch.setenv(name, handling)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    group: Any = object()
+    assert collectives.is_watched(group) is watched
 
 
 def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ class Probe:
         return self.engine._exchange
 
     @property
+    def seconds_of_groups(self) -> float:
+        """After how long torch's own call of a collective fails."""
+        (group,) = self.exchange.ranks.groups()
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        return float(timeout.total_seconds())
+
+    @property
     def exchange_thread(self) -> threading.Thread:
         return self.engine._exchange._thread
 
