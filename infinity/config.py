@@ -389,9 +389,11 @@ class Config(_Knobs):
         ]
         if whole and self.stage > 0:
             wanted = ", ".join(f"{state}='gpu'" for state in whole)
+            least = 3 if "parameters" in whole else 2
             return (
                 f"stage={self.stage} keeps all {' and '.join(whole)} on the device of "
-                f"every rank; set {wanted}, or stage=3"
+                f"every rank; set {wanted}, or stage={least}, where each rank keeps its part of "
+                "them on any tier"
             )
         return ""
 

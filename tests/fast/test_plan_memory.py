@@ -3,6 +3,7 @@ parameter."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -101,3 +102,20 @@ def test_what_every_rank_keeps_whole_is_on_its_device(stage: int) -> None:
         infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=stage, gradients="gpu")
     with pytest.raises(infinity.ConfigError, match=r"stage=1 keeps all gradients on the device"):
         infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=1, parameters="gpu")
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "gpu"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_the_error_of_a_stage_names_works(stage: int, parameters: Any) -> None:
+    """The tiers for this stage, or the lowest stage for these tiers."""
+    given: dict[str, Any] = {"parameters": parameters, "gradients": "cpu", "optimizer": "cpu"}
+    if (stage, parameters) == (2, "gpu"):
+        infinity.Config(stage=stage, **given)
+        return
+    with pytest.raises(infinity.ConfigError) as caught:
+        infinity.Config(stage=stage, **given)
+    homes = dict(re.findall(r"(\w+)='(gpu)'", str(caught.value)))
+    (other,) = map(int, re.findall(r"or stage=(\d)", str(caught.value)))
+    infinity.Config(stage=stage, **given | homes)
+    infinity.Config(stage=other, **given)
+    assert other == (2 if parameters == "gpu" else 3)
