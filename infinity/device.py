@@ -23,6 +23,7 @@ import mmap
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -35,9 +36,14 @@ from infinity import native
 from infinity.errors import ConfigError
 from infinity.free_memory import Memory
 from infinity.observe import Meter, Ranges
+from infinity.quantities import format_bytes
 
 log = logging.getLogger("infinity")
+pinning_log = logging.getLogger("infinity.pinning")  # the command line shows all that it says
 
+SLOW_TO_PIN = 4 << 30
+"""From so many bytes on it is said that memory is pinned: CUDA takes a second for some GiB, in
+which the process seems to hang. One call pins all, because no copy may cross two registrations."""
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
@@ -210,6 +216,10 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, cudart: Any = None) -> None:
+        is_slow, start = cudart is not None and nbytes >= SLOW_TO_PIN, time.perf_counter()
+        if is_slow:
+            pinning_log.info("pinning %s of host memory for the GPU ...", format_bytes(nbytes))
+        # Torch fills it on all of its threads: pinning would else touch all pages on this one.
         self.tensor = huge_pages(nbytes, inherited=cudart is None).zero_()
         self._cudart = cudart if nbytes > 0 else None
         if self._cudart is not None:
@@ -221,6 +231,9 @@ class HostMemory:
                     f"CUDA could not pin {nbytes} bytes of host memory (error "
                     f"{int(code)}); lower cpu_memory"
                 )
+        if is_slow:
+            seconds = time.perf_counter() - start
+            pinning_log.info("pinned %s in %.1f s", format_bytes(nbytes), seconds)
 
     def close(self) -> None:
         """Unpin; the pages go back to the system when the last tensor on them is gone."""

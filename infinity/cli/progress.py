@@ -3,7 +3,9 @@ at the end."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,8 @@ from infinity.quantities import format_bytes
 if TYPE_CHECKING:
     from infinity.cli.training import TrainedEngine
 
+_pinning = logging.getLogger("infinity.pinning")
+"""What the engine says while it pins much memory, for which the bar stands still."""
 LINES = 20
 """Where stderr is not a terminal, about this many plain lines are written instead of a bar."""
 
@@ -33,6 +37,17 @@ class _Stderr(Console):
     def on_broken_pipe(self) -> None:
         """Write no more, and go on: as it is in `rich`, the process would end."""
         self.quiet = True
+
+
+class _Notes(logging.Handler):
+    """Shows what is logged as notes."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(record.getMessage())
 
 
 class Progress:
@@ -54,9 +69,12 @@ class Progress:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("starting", total=steps, facts="")
+        self._notes = _Notes(self.note)
 
     def __enter__(self) -> Progress:
         self._bar.start()
+        _pinning.addHandler(self._notes)
+        _pinning.setLevel(logging.INFO)
         return self
 
     def __exit__(
@@ -65,6 +83,8 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        _pinning.removeHandler(self._notes)
+        _pinning.setLevel(logging.NOTSET)
         self._bar.stop()
 
     def phase(self, text: str) -> None:

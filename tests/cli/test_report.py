@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import re
 from collections import defaultdict
 from html.parser import HTMLParser
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from infinity.cli.history import History, Sample, StepRecord, Validation, summarize
 from infinity.cli.perfetto import lane_order, rows, trace_events, write_trace
-from infinity.cli.progress import print_summary, summary_rows
+from infinity.cli.progress import Progress, print_summary, summary_rows
 from infinity.cli.report import render_report, write_report
 from infinity.observe import Span
 from infinity.report import Report
@@ -283,3 +285,12 @@ def test_lanes_come_in_the_recorders_order_and_unknown_ones_last() -> None:
     assert [event["name"] for event in trace_events(spans, History(1)) if event["ph"] == "X"] == [
         ""
     ] * 5
+
+
+def test_what_is_said_while_memory_is_pinned_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """For the bar stands still; and only while it is shown."""
+    said = logging.getLogger("infinity.pinning")
+    for shown in (False, True, False):
+        with Progress(1) if shown else contextlib.nullcontext():
+            said.info("pinning [much] ...")
+        assert ("pinning [much] ..." in capsys.readouterr().err) is shown

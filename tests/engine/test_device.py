@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,28 @@ def test_pinned_memory_is_not_copied_to_children() -> None:
     pinned.close()
     pinned.close()
     assert not cudart.pinned
+
+
+@pytest.mark.parametrize("least", [HUGE_PAGE, HUGE_PAGE + 1])
+def test_much_memory_is_said_to_be_pinned(
+    least: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it is, and when it was."""
+    monkeypatch.setattr(device, "SLOW_TO_PIN", least)
+    caplog.set_level("INFO", "infinity")
+    said: list[list[str]] = []
+
+    class Noting(Cudart):
+        def cudaHostRegister(self, *values: int) -> int:
+            said.append(list(caplog.messages))
+            return super().cudaHostRegister(*values)
+
+    HostMemory(HUGE_PAGE, Noting(0)).close()
+    if least > HUGE_PAGE:
+        assert (said, caplog.messages) == ([[]], [])
+    else:
+        assert said == [["pinning 2 MiB of host memory for the GPU ..."]]
+        assert re.fullmatch(r"pinned 2 MiB in \d+\.\d s", caplog.messages[1])
 
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
