@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <type_traits>
 
@@ -15,8 +16,7 @@
 namespace infinity::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;    // per CUDA block of the element-wise kernels
-constexpr unsigned kMostGrid = 8192;  // CUDA blocks; enough to fill any GPU, the rest is looped over
+constexpr unsigned kThreads = 256;     // per CUDA block of the element-wise kernels
 constexpr unsigned kNormThreads = 64;  // small CUDA blocks, so that a small buffer still spreads over the GPU
 
 __device__ float to_float(float x) { return x; }
@@ -67,16 +67,25 @@ __global__ void __launch_bounds__(kThreads) any_kernel(const __grid_constant__ L
   update_any<RuleOf, format>(launch, stages[threadIdx.x / 8]);
 }
 
-using UpdateKernel = void(Launch);
+constexpr int kDevices = 32;  // whose answers are kept; about others CUDA is asked at every launch
+
+// A kernel, and of each device how many of its CUDA blocks run there at once; 0 until a launch asks. Two threads that ask at the same
+// time get the same answer.
+struct UpdateKernel {
+  void (*function)(Launch);
+  std::atomic<unsigned> resident[kDevices] = {};
+};
+template <void (*function)(Launch)>
+UpdateKernel update_kernel{function};
 
 struct MakeKernels {
   template <template <class> class RuleOf, Format format, Dtype grad, Master master>
   static constexpr UpdateKernel* whole() {
-    return whole_kernel<RuleOf, format, grad, master>;
+    return &update_kernel<whole_kernel<RuleOf, format, grad, master>>;
   }
   template <template <class> class RuleOf, Format format>
   static constexpr UpdateKernel* any() {
-    return any_kernel<RuleOf, format>;
+    return &update_kernel<any_kernel<RuleOf, format>>;
   }
 };
 
@@ -90,17 +99,33 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
-unsigned grid(std::size_t n, std::size_t per_block) {
-  return static_cast<unsigned>(std::min<std::size_t>((n + per_block - 1) / per_block, kMostGrid));
-}
-
 cudaStream_t as_stream(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-void check_launch(const char* what) {
-  const cudaError_t error = cudaGetLastError();
+void check_cuda(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string(what) + " could not be launched: " + cudaGetErrorString(error));
   }
+}
+
+unsigned blocks_at_once(UpdateKernel& kernel) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "update");
+  const bool kept = device < kDevices;
+  unsigned blocks = kept ? kernel.resident[device].load(std::memory_order_relaxed) : 0;
+  if (blocks == 0) {
+    int each = 0, multiprocessors = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel.function, kThreads, 0), "update");
+    check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "update");
+    blocks = static_cast<unsigned>(std::max(1, each * multiprocessors));
+    if (kept) kernel.resident[device].store(blocks, std::memory_order_relaxed);
+  }
+  return blocks;
+}
+
+// CUDA blocks for this many groups: no more than run at once, for they loop over the rest. What a group becomes does not depend on it.
+unsigned grid(UpdateKernel& kernel, std::size_t groups) {
+  constexpr std::size_t groups_per_block = kThreads / 8;
+  return static_cast<unsigned>(std::min<std::size_t>((groups + groups_per_block - 1) / groups_per_block, blocks_at_once(kernel)));
 }
 
 }  // namespace
@@ -133,15 +158,15 @@ void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_
     using T = std::remove_pointer_t<decltype(type)>;
     block_sums_kernel<<<cuda_blocks, kNormThreads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
   });
-  check_launch("squared_norm");
+  check_cuda(cudaGetLastError(), "squared_norm");
   add_in_order_kernel<<<1, kThreads, 0, as_stream(stream)>>>(block_sums, blocks, total);
-  check_launch("squared_norm");
+  check_cuda(cudaGetLastError(), "squared_norm");
 }
 
 void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::uintptr_t stream) {
   cut<Family<UpdateKernel, MakeKernels>>(rule, chunk, begin, end, hyper, [&](UpdateKernel* kernel, const Launch& launch) {
-    kernel<<<grid(launch.count, kThreads / 8), kThreads, 0, as_stream(stream)>>>(launch);
-    check_launch("update");
+    kernel->function<<<grid(*kernel, launch.count), kThreads, 0, as_stream(stream)>>>(launch);
+    check_cuda(cudaGetLastError(), "update");
   });
 }
 

@@ -9,7 +9,8 @@
 //   Completion seen?     By the caller's own event or by synchronizing the stream.
 //   What is the result?  In device memory. A launch that fails throws std::runtime_error with CUDA's reason; an error inside a kernel
 //                        shows at the caller's next synchronization.
-//   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here; there is no state.
+//   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here. What is kept is how many CUDA blocks of
+//                        a kernel a device runs at once, which is asked of CUDA before its first launch there.
 //
 // What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
 // from hooks one at a time and torch's copy takes each to its place at once, with the cast, so nothing is left to pack; torch adds up those

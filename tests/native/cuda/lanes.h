@@ -12,7 +12,8 @@ struct Index {
   unsigned x;
 };
 inline thread_local Index threadIdx{0}, blockIdx{0};
-inline constexpr Index blockDim{32}, gridDim{2};
+inline constexpr Index blockDim{32};
+inline Index gridDim{1};  // set by run_grid
 
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -64,9 +65,10 @@ inline std::uint32_t __shfl_xor_sync(unsigned mask, std::uint32_t value, int apa
   return meeting.exchange(value, threadIdx.x % 8, other % 8);
 }
 
-// Runs work(octet) in every lane of every block of a grid, one octet after the other.
+// Runs work(octet) in every lane of every one of so many blocks, one octet after the other.
 template <class Work>
-void run_grid(const Work& work) {
+void run_grid(unsigned blocks, const Work& work) {
+  gridDim.x = blocks;
   std::vector<std::thread> lanes;
   for (unsigned lane = 0; lane < 8; ++lane) {
     lanes.emplace_back([&work, lane] {
