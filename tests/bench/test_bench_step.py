@@ -142,6 +142,7 @@ def test_the_bound_of_clipped_steps_is_named(
     roofline, compute = facts["roofline"], facts["compute"]
     assert ("clipped" in roofline["seconds"]) is has
     assert ("No update began in backward" in result.stdout) is has
+    assert "…" not in result.stdout  # it fits on a terminal
     passes = compute["forward_seconds"], compute["backward_seconds"]
     assert sum(passes) == pytest.approx(compute["seconds"])
     if has:
@@ -155,24 +156,24 @@ def test_the_engine_rests_while_compute_is_measured_amid_the_steps(
     """Before the steps, after a half of them, and after all; the step that follows is not timed."""
     drains: list[infinity.Engine] = []
     at: list[int] = []
-    original, measure = infinity.Engine.drain, limits.Compute.measure
+    original, measure = infinity.Engine.drain, limits.BareCompute.measure
 
     def drain(engine: infinity.Engine) -> None:
         drains.append(engine)
         original(engine)
 
-    def note(alone: limits.Compute, dtype: torch.dtype, rounds: int) -> None:
+    def note(alone: limits.BareCompute, dtype: torch.dtype, rounds: int) -> None:
         at.append(len(drains))
         measure(alone, dtype, rounds)
 
     monkeypatch.setattr(infinity.Engine, "drain", drain)
-    monkeypatch.setattr(limits.Compute, "measure", note)
+    monkeypatch.setattr(limits.BareCompute, "measure", note)
     asked = ("--model", model, *SMALL, *IN_MEMORY, "--discard", 1, "--json", "-")
     facts = json.loads(run(*asked, "--steps", 5).stdout)
     assert (facts["steps_count"], facts["discarded_steps_count"]) == (5, 2)
     assert at == [1, 2, 2]
     at.clear(), drains.clear()
-    monkeypatch.setattr(limits.Compute, "fits", lambda *_: False)
+    monkeypatch.setattr(limits.BareCompute, "fits", lambda *_: False)
     facts = json.loads(run(*asked, "--steps", 5).stdout)
     assert at == [2]
     at.clear(), drains.clear()
@@ -185,7 +186,7 @@ def test_compute_fits_beside_the_engine_where_so_much_is_free(
 ) -> None:
     source = train.find_source(str(model), "bf16")
     device = DiscreteDevice("cpu")
-    alone = limits.Compute(source, {}, device, recomputes=False)
+    alone = limits.BareCompute(source, {}, device, recomputes=False)
     parameters = 3 * BLOCK + 2 * (2 * 48 * 32 + 32)  # of the models of one and of two blocks
     for free, fits in ((6 * parameters, True), (6 * parameters - 1, False)):
         found = Memory(1 << 40, free, "the GPU")

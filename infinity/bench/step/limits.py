@@ -133,7 +133,7 @@ def in_turns(models: Sequence[Resident], batch: dict[str, Any], rounds: int) -> 
     return [list(times) for times in zip(*turns, strict=True)]
 
 
-class Compute:
+class BareCompute:
     """What a step computes, without the engine: rounds of models of one and of two blocks."""
 
     def __init__(

@@ -129,7 +129,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     try:
         before = links()
         peaks = Peaks(device)
-        alone = limits.Compute(work.source, work.batch(0, device.torch), device, work.recomputes)
+        alone = limits.BareCompute(work.source, work.batch(0, device.torch), device, work.recomputes)
 
         def measure_compute(dtype: torch.dtype) -> None:
             say("measuring compute without the engine")
@@ -227,7 +227,7 @@ def summary(
     work: Workload,
     trained: Trained,
     rates: Mapping[str, Sequence[float]],
-    alone: limits.Compute,
+    alone: limits.BareCompute,
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def roofline_rows(result: dict[str, Any]) -> list[Row]:
             f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP",
             "blocks alone",
         ),
-        "clipped": ("backward + max(forward, update)", "the above"),
+        "clipped": ("backward, then an update", "the rest"),
     }
     on_gpu = nbytes["optimizer_states_updated_on_gpu"]
     for where, states in (
