@@ -129,7 +129,8 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     try:
         before = links()
         peaks = Peaks(device)
-        alone = limits.BareCompute(work.source, work.batch(0, device.torch), device, work.recomputes)
+        batch = work.batch(0, device.torch)
+        alone = limits.BareCompute(work.source, batch, device, work.recomputes)
 
         def measure_compute(dtype: torch.dtype) -> None:
             say("measuring compute without the engine")
