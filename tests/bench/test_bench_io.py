@@ -872,8 +872,7 @@ def test_a_comparison_with_fio_on_two_paths(tmp_path: Path) -> None:
         path.mkdir()
     for engine in IO_ENGINES:
         result = run(
-            "--nvme",
-            *paths,
+            *(f"--nvme={path}" for path in paths),
             *SMALL,
             "--mode",
             "write",
