@@ -61,11 +61,17 @@ def _collected(*parts: Any) -> None:
         shut_down(*parts)
 
 
-def _shut_down_apart(*parts: Any) -> None:
+def _shut_down_apart(
+    process: int,
+    hooks: Hooks,
+    updater: Updater,
+    buffer: GradientBuffer | None,
+    store: Store,
+    units: Sequence[Unit],
+) -> None:
     """`shut_down`, on a thread of its own."""
-    store: Store = parts[4]
     store.begin_thread()
-    shut_down(*parts)
+    shut_down(process, hooks, updater, buffer, store, units)
 
 
 def shut_down(

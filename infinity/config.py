@@ -242,8 +242,7 @@ class Tuning(_Knobs):
     """With several ranks: seconds that a rank waits for the others before it raises an error.
 
     The error says what each rank is at. Set more than a rank may compute between two units while
-    others wait. Over NCCL torch ends the process ten minutes later, or
-    more.
+    others wait. Over NCCL torch ends the process ten minutes later, or more.
     """
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at

@@ -147,7 +147,9 @@ class _Compute:
         """Operations per second in a block, and in the rest of the model (None: not measured)."""
         if not self.has_blocks:
             return self._products, None
-        one, several = limits.in_turns(self._models, self._batch, COMPUTE_ROUNDS)
+        one, several = limits.in_turns(
+            self._models, self._batch, COMPUTE_ROUNDS, limits.Resident.seconds
+        )
         each = statistics.median(
             (after - before) / (self._layers - 1)
             for before, after in zip(one, several, strict=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from infinity.rates import seconds_of
 PIECE_BYTES = 4 << 20  # a stripe of the engine
 _MATRIX = 8192
 _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
+Times = TypeVar("Times")
 
 
 # Arithmetic
@@ -124,13 +125,15 @@ def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> flo
     return statistics.median(one) + (layers - 1) * max(each, 0.0)
 
 
-def in_turns(models: Sequence[Resident], batch: dict[str, Any], rounds: int) -> list[list[float]]:
-    """Seconds of forward and backward of each of `models`, a list of rounds each; the first,
-    untimed ones go before."""
-    for model in models:
-        model.seconds(batch)
-    turns = [[model.seconds(batch) for model in models] for _ in range(rounds)]
-    return [list(times) for times in zip(*turns, strict=True)]
+def in_turns(
+    models: Sequence[Resident],
+    batch: dict[str, Any],
+    rounds: int,
+    times: Callable[[Resident, dict[str, Any]], Times],
+) -> list[list[Times]]:
+    """The `times` of each of `models`, a list of rounds each; the first, untimed ones go before."""
+    turns = [[times(model, batch) for model in models] for _ in range(rounds + 1)]
+    return [list(found) for found in zip(*turns[1:], strict=True)]
 
 
 class BareCompute:
@@ -166,8 +169,8 @@ class BareCompute:
         nothing had been drawn."""
         state = self._device.random_state()
         models = self._models(self._device.torch, dtype)
-        turns = [[model.passes(self._batch) for model in models] for _ in range(rounds + 1)]
-        self._rounds.append([(one, two) for one, two in turns[1:]])
+        one, two = in_turns(models, self._batch, rounds, Resident.passes)
+        self._rounds.append(list(zip(one, two, strict=True)))
         self._device.set_random_state(state)
 
     def of_blocks(self) -> tuple[list[float], list[float]]:

@@ -181,7 +181,8 @@ class Peaks:
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """What is inside does not count."""
-        self.process = max(self.process, _ru_maxrss())
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.process = max(self.process, used.ru_maxrss * 1024)
         now = self._device.peak_bytes()
         if now is not None:
             self.device = max(self.device or 0, now)
@@ -210,10 +211,6 @@ def drift_problems(found: Mapping[str, Any]) -> list[str]:
             "measured than in the steps."
         )
     return problems
-
-
-def _ru_maxrss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _kernels(formats: Formats, rates: Sequence[float]) -> dict[str, Any]:
