@@ -35,10 +35,11 @@ class Policy:
     before anybody knows whether it will be clipped, may change with every step.
 
     The numbers are the same either way. A speculative update hides behind forward and backward
-    instead of the forward alone, so "auto" does it while an update takes longer than a forward.
-    What is rolled back moves its bytes twice: after such a step the next 1, 2, 4, ... 64 steps
-    without clipping are exact ones, twice as many each time, half as many again for every step that
-    is guessed right.
+    instead of the forward alone, so "auto" does it while an update takes longer than a forward, and
+    wherever the factor of every step is known in its backward: nothing is guessed there. What is
+    rolled back moves its bytes twice: after such a step the next 1, 2, 4, ... 64 steps without
+    clipping are exact ones, twice as many each time, half as many again for every step that is
+    guessed right.
     """
 
     def __init__(self, mode: str, delayed_after: float = math.inf) -> None:
@@ -59,10 +60,12 @@ class Policy:
         """Whether step `number`, counted from 0, is seen one step late."""
         return number >= self._delayed_after
 
-    def learn(self, update_seconds: float, forward_seconds: float, held: bool) -> None:
+    def learn(
+        self, update_seconds: float, forward_seconds: float, held: bool, foreseen: bool = False
+    ) -> None:
         """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the
         last one; `forward_seconds`: how long one forward took; `held`: nothing was clipped that was
-        not foreseen, and nothing rolled back."""
+        not foreseen, and nothing rolled back; `foreseen`: what clips it was known before it."""
         if not self._auto:
             return
         if held:
@@ -72,7 +75,7 @@ class Policy:
             self._pause, self._penalty = self._penalty, min(self._penalty * 2, 64)
         else:
             self._pause = max(self._pause, 1)
-        self.speculates = self._pause == 0 and update_seconds > forward_seconds
+        self.speculates = self._pause == 0 and (foreseen or update_seconds > forward_seconds)
 
 
 class Speculation:

@@ -222,7 +222,7 @@ class Updater(Updates):
             if delayed:
                 self._delayed = {job.unit: job for job in jobs}
             self._jobs.fix(jobs, updates, delayed)
-        self._end_step(step.foreseen or step.unclipped, jobs, kept)
+        self._end_step(step.foreseen or step.unclipped, step.foreseen, jobs, kept)
         self.posted_steps += 1
         if self.speculation.policy.waits:
             self.drain()
@@ -266,14 +266,20 @@ class Updater(Updates):
             self._store.activations.stepped()
         self._runtime.stepped()
 
-    def _end_step(self, as_guessed: bool, jobs: Iterable[Job] = (), kept: int = 0) -> None:
+    def _end_step(
+        self,
+        as_guessed: bool,
+        foreseen: bool = False,
+        jobs: Iterable[Job] = (),
+        kept: int = 0,
+    ) -> None:
         """A step has been fixed: report it, and learn from it."""
         self.last = StepRun(tuple(jobs), self.speculation.end_step(), kept)
         self._recorder.count("updates kept", self.last.kept)
         self._recorder.count("updates rolled back", self.last.rollbacks)
         held = as_guessed and not self.last.rollbacks
         self.speculation.policy.learn(
-            self._pipeline.busy_since(), self._runtime.forward_since(), held=held
+            self._pipeline.busy_since(), self._runtime.forward_since(), held, foreseen
         )
         self.norm.end_step()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.device import ComputeDevice
+from infinity.schedule.runtime import Runtime
 from infinity.sharding.unit import Unit
 from support.configs import config_of
 from support.discrete import DiscreteDevice
@@ -136,15 +137,22 @@ def test_every_update_that_began_in_backward_is_kept_although_every_step_clips(
     assert counts(model) == ((STEPS - 1) * len(units), 0)
 
 
-def test_auto_goes_on_beginning_updates_where_every_step_clips(start: Start) -> None:
-    """`Policy` is not told of a wrong guess."""
-    model = start(update="speculative", **PLACES["nvme"])
-    optimizer = adamw(model)
-    learned = []
-    policy = Probe(infinity.engine(model)).updater.speculation.policy
-    policy.learn = lambda *_, held: learned.append(held)
-    train(model, optimizer)
-    assert learned == [True] * STEPS
+@pytest.mark.parametrize("clip", ["unit", "previous"])
+def test_auto_begins_updates_in_backward_as_soon_as_it_knows_what_clips_them(
+    clip: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a forward takes: it need not guess."""
+    monkeypatch.setattr(Runtime, "forward_since", lambda runtime: 1e9)
+    model = start(update="auto", **PLACES["nvme"])
+    optimizer = adamw(model, clip)
+    kept, units = [], len(infinity.engine(model).units)
+    for number in range(STEPS):
+        model(**text_batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(Probe(infinity.engine(model)).updater.last.kept)
+    first = 1 if clip == "unit" else 2  # before that no norm is known, or no factor
+    assert kept == [0] * first + [units] * (STEPS - first)
 
 
 def test_the_norms_that_are_reported_are_those_of_all_gradients(start: Start) -> None:
