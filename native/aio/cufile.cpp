@@ -37,7 +37,7 @@ using Handle = void*;
 
 constexpr int kFileNumber = 1;                                       // FileDescription::type
 constexpr int kNotLoaded = 5001, kCudaError = 5011, kAlreadyOpen = 5026;  // Status::code
-constexpr int kMayCopy = 1, kMustCopy = 2;                           // settings: "allow" and "force" of its compatibility mode
+constexpr int kMayCopy = 1;                                          // a setting: "allow" of its compatibility mode
 constexpr unsigned kMayCopyBit = 1u << 1;                            // of Properties::controls
 constexpr std::size_t kLimit = std::size_t{32} << 30;                // of registered memory, by default
 
@@ -111,11 +111,22 @@ std::map<void*, Driver>& drivers() {
   return known;
 }
 
+// Settings that copy through host memory whatever kMayCopy says. A version that does not know one refuses its number; cufile.h has the last
+// two since version 1.20.
+constexpr struct {
+  int number;
+  const char* name;
+} kCopies[] = {{2, "force_compat_mode"}, {12, "vanilla_posix_io_mode"}, {13, "gds_fallback_io"}};
+
 // Whether it could copy through host memory of its own, silently; every setting that it has says that it could not.
 std::string way_out(const CuFile::Functions& cufile) {
-  bool may = false, must = false;
+  bool may = false;
   if (cufile.get && cufile.get(kMayCopy, &may).code == 0) {
-    if (cufile.get(kMustCopy, &must).code == 0 && must) return "it is set to copy through host memory (force_compat_mode)";
+    for (const auto& setting : kCopies) {
+      bool copies = false;
+      if (cufile.get(setting.number, &copies).code == 0 && copies)
+        return "its cufile.json lets it copy through host memory (" + std::string(setting.name) + ")";
+    }
   } else {
     Properties properties{};
     check(cufile.properties(&properties), "its properties cannot be had");

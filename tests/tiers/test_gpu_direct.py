@@ -50,7 +50,10 @@ class Fake:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        codes = ("open_code", "file_code", "memory_code", "must_copy", "stubborn", "fail_errno")
+        codes = (
+            "open_code", "file_code", "memory_code", "must_copy", "posix_mode", "falls_back",
+            "stubborn", "fail_errno",
+        )  # fmt: skip
         names = (
             *codes, "fail_read_at", "fail_result", "fail_reads", "short_every", "wrong_every",
             "reads", "bytes_read", "drivers", "files", "memories", "opened",
@@ -315,7 +318,9 @@ def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(
 
 FAILURES = [
     ({"open_code": 5001}, "the kernel module nvidia-fs is not loaded"),
-    ({"must_copy": 1}, "force_compat_mode"),
+    ({"must_copy": 1}, "(force_compat_mode)"),
+    ({"posix_mode": 1}, "(vanilla_posix_io_mode)"),
+    ({"falls_back": 1}, "(gds_fallback_io)"),
     ({"stubborn": 1}, "set allow_compat_mode to false"),
     ({"memory_code": 5016}, "bytes on the GPU cannot be registered: the memory cannot be pinned"),
     (

@@ -51,12 +51,15 @@ int main(int count, char** words) {
   code("open_code") = 5001;
   CHECK(has(refusal<std::runtime_error>([&] { CuFile none({library}); }), "nvidia-fs is not loaded"));
   code("open_code") = 0;
-  for (const char* copies : {"must_copy", "stubborn"}) {
+  for (const char* copies : {"must_copy", "posix_mode", "falls_back", "stubborn"}) {
     code(copies) = 1;
     CHECK(has(refusal<std::runtime_error>([&] { CuFile none({library}); }), "copy through host memory"));
     code(copies) = 0;
     CHECK(knob("drivers") == 0);
   }
+  code("settings") = 12;  // an older version, which refuses the numbers of later settings
+  { CuFile old({library}); }
+  code("settings") = 14;
   {
     const auto cufile = std::make_shared<CuFile>(std::vector<std::string>{"libinfinity-none.so.0", library});
     const CuFile second({library});

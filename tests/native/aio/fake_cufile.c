@@ -18,6 +18,9 @@ int memory_code = 0;       // registering memory
 long limit_kib = 33554432; // of the memory that is registered
 int fixed_limit = 0;       // which nobody may change
 int must_copy = 0;         // the user's setting "force_compat_mode"
+int posix_mode = 0;        // "vanilla_posix_io_mode"
+int falls_back = 0;        // "gds_fallback_io"
+int settings = 14;         // how many it knows; 12 before version 1.20
 int stubborn = 0;          // it may copy whatever one asks for
 long fail_read_at = -1;    // this read, counted from 0, ...
 long fail_result = -1;     // ... returns that,
@@ -52,8 +55,10 @@ Status cuFileDriverGetProperties(void* properties) {
 }
 
 Status cuFileGetParameterBool(int which, bool* value) {
-  *value = which == 1 ? may_copy : which == 2 && must_copy;
-  return status(which <= 2 ? 0 : 5022);
+  if (which >= settings) return status(5022);
+  const bool values[] = {false, may_copy, must_copy, [12] = posix_mode, [13] = falls_back};
+  *value = values[which];
+  return status(0);
 }
 
 Status cuFileSetParameterBool(int which, bool value) {
