@@ -443,15 +443,14 @@ class ComputeDevice:
             mark.event.synchronize()
 
     @contextmanager
-    def side_stream(self, after: Mark | None) -> Iterator[None]:
-        """Queue what is inside on a stream of its own, after the mark `after`; return when all of
-        it has ended."""
+    def side_stream(self, after: Mark | None) -> Iterator[Copy]:
+        """Queue what is inside on a stream of its own, after the mark `after`. What it gives ends
+        when all of that has."""
         if self.unified_memory:
-            yield
+            yield Copy()
             return
         with self._queued_on(self._side, after) as end:
-            yield
-        Copy(end).wait()
+            yield Copy(end)
 
     @contextmanager
     def updating(self, after: Mark | None) -> Iterator[Copy]:

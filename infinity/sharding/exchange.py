@@ -17,6 +17,11 @@ They run in copies of the process groups that the engine was given. The user's c
 checkpoint, may meanwhile join collectives in the given groups from another thread. Their order
 would differ from rank to rank.
 
+[Note: who waits for a gather]
+The model's stream, and its thread only until all ranks have come and the gather is queued
+(`Collective.await_queued`). From then on it ends without this process doing anything, so a rank
+that is stuck is found before, on the host.
+
 [Note: a place that is being gathered into]
 A gather is posted when the unit has its place, ahead of its use. Until it has ended, no other unit
 gets the place and no update rewrites it: both wait (`DeviceCopy.gathering`). To evict something
@@ -51,7 +56,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, Copy
 from infinity.errors import EngineClosedError, InfinityError, NvmeError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
@@ -96,33 +101,59 @@ class Collective:
         self._watch = watch
         self.arrived = math.inf
         """When what this rank brings was there, in seconds of `time.perf_counter`."""
-        self._ended = threading.Event()
+        self._queued, self._ended = threading.Event(), threading.Event()
+        self._copy = Copy()
         self._result: Any = None
         self._error: EngineClosedError | None = None
+
+    def queued(self) -> bool:
+        """Whether `await_queued` would not wait."""
+        return self._queued.is_set()
 
     def ended(self) -> bool:
         """Whether `wait` would not wait."""
         return self._ended.is_set()
 
+    def start(self, copy: Copy) -> None:
+        """All ranks have come, and what it does on the device is queued, and ends with `copy`."""
+        self._copy = copy
+        self._queued.set()
+
     def end(self, result: Any = None, error: EngineClosedError | None = None) -> None:
         """It was joined and gave `result`, or never will be. What it holds is let go."""
         self._result, self._error, self.groups = result, error, ()
+        self._copy = Copy()
         self.join = self.arrive = lambda: None
         self._ended.set()
+        self._queued.set()
+
+    def await_queued(self) -> Copy:
+        """Block until what it does on the device is queued: what it ends with. Raises like
+        `wait`."""
+        self._await(self._queued)
+        copy = self._copy
+        self._check()
+        return copy
 
     def await_end(self) -> None:
         """Block until it has ended, well or not."""
-        pause, look = self._watch
-        while not self._ended.wait(pause):
-            look()
+        self._await(self._ended)
 
     def wait(self) -> Any:
         """Block until it has ended; its result. Raises `EngineClosedError` when it, or one before
         it, failed."""
         self.await_end()
+        self._check()
+        return self._result
+
+    def _await(self, event: threading.Event) -> None:
+        pause, look = self._watch
+        while not event.wait(pause):
+            look()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise EngineClosedError(str(self._error)) from self._error.__cause__
-        return self._result
 
 
 class Exchange:
@@ -343,7 +374,7 @@ class Exchange:
     def _join(self, collective: Collective) -> None:
         with (
             self._recorder.range("collective", collective.name),
-            self.device.side_stream(collective.after),
+            self.device.side_stream(collective.after) as copy,
         ):
             collective.arrive()
             collective.arrived = start = time.perf_counter()
@@ -354,6 +385,8 @@ class Exchange:
             self._closing.wait(
                 start + collective.sent / self.bytes_per_second - time.perf_counter()
             )
+        collective.start(copy)
+        copy.wait()
         self._recorder.add("collective", collective.name, start, time.perf_counter())
         with self._lock:
             going = collective in self._open  # else `fail` has ended it meanwhile

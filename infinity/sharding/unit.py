@@ -297,12 +297,12 @@ class Unit:
             self.gather_ahead()
 
     def gathered(self) -> bool:
-        """Whether `wait`, after `start`, would not wait for other ranks."""
+        """Whether `wait`, after `start`, would not wait for other ranks: the device does."""
         if not self.shared or self.gather_posted is None:
             return not self.shared
         return (
             self._gathered_lease is self.blocks[Kind.PARAM].copy.lease
-            and self.gather_posted.ended()
+            and self.gather_posted.queued()
         )
 
     def wait(self) -> torch.Tensor:
@@ -312,9 +312,9 @@ class Unit:
             return self.store.resident.wait(block).view(self.dtype)
         self.store.resident.place(block)
         self.gather_ahead()
-        if self.gather_posted is None or block.copy.lease is None:
+        if self.exchange is None or self.gather_posted is None or block.copy.lease is None:
             raise RuntimeError(f"{self.name} has no place to be gathered into")
-        self.gather_posted.wait()
+        self.exchange.device.follow_copy(self.gather_posted.await_queued())
         # This rank's part may have been fetched again since (`Residency.rollback`).
         return self.store.resident.wait(block).view(self.dtype)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import infinity
-from infinity import closing
+from infinity import build, closing
 from infinity.device import ComputeDevice, Copy, read_values
+from infinity.sharding import collectives
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
 from support import elsewhere, queued
@@ -28,6 +31,7 @@ from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.probe import Probe
+from support.rank_group import RANKS, run_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -304,6 +308,78 @@ def test_an_order_that_is_lost_shows(
         if differences(train(wrap(**config)), expected):
             return
     pytest.fail("the order was lost, and no number was wrong")
+
+
+# Several ranks
+
+
+def serve(directory: Path, rank: int, ranks: int) -> None:
+    """A rank that trains at different paces, and without the order of its gathers."""
+    dist.init_process_group("gloo", f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
+    machine = queued.load()
+    queued.let_gloo_reach_it()
+    vars(build)["ComputeDevice"] = queued.QueuedDevice
+
+    def trained() -> tuple[dict[str, Any], torch.nn.Module]:
+        model = queued.move(transformer(tied=False))
+        config = HOST | {"gpu_memory": "1MiB", "gpu_cache": 0, "precision": "fp32"}
+        nvme = [Path(tempfile.mkdtemp(dir=directory))]
+        infinity.wrap(model, config_of(nvme=nvme, **config), group=dist.group.WORLD)
+        return train(infinity.engine(model)), model
+
+    machine.set_pace()
+    expected, model = trained()
+    check_that_who_waits_goes_on(infinity.engine(model).units[-1], machine)
+    infinity.engine(model).close()
+    for loses_order in (False, True):
+        differ = False
+        for slower in (1, 4, 16):
+            machine.set_pace(copy_us=1000 * slower)
+            with pytest.MonkeyPatch.context() as patch:
+                if loses_order:
+                    patch.setattr(ComputeDevice, "follow_copy", forget_gathers)
+                found, model = trained()
+                infinity.engine(model).close()
+            differ |= bool(differences(found, expected))
+            if differ or not loses_order:
+                break
+        assert differ is loses_order
+    dist.destroy_process_group()
+
+
+def check_that_who_waits_goes_on(unit: Any, machine: Any) -> None:
+    """While a gather of the unit stands still on the device."""
+
+    real = vars(collectives)["_gather"]
+
+    def gather(*values: Any, **named: Any) -> None:
+        real(*values, **named)
+        machine.native.hold()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_gather", gather)
+        late = threading.Timer(60, machine.native.let_go)
+        late.start()
+        unit.outdate()  # it is gathered anew
+        unit.start()
+        unit.wait()
+        ended = unit.gather_posted.ended()
+        machine.native.let_go()
+        late.cancel()
+        unit.release()
+    assert not ended
+
+
+def forget_gathers(
+    device: ComputeDevice, copy: Copy, real: Any = ComputeDevice.follow_copy
+) -> None:
+    """Called by `Unit.wait`, it lets the model go on before a gather has ended."""
+    if sys._getframe(1).f_code.co_name != "wait":
+        real(device, copy)
+
+
+def test_the_device_waits_for_gathers_and_no_thread_of_the_model_does(tmp_path: Path) -> None:
+    run_ranks(__file__, tmp_path, RANKS)
 
 
 # The device itself

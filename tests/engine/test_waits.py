@@ -114,7 +114,6 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
-    "device.py ComputeDevice.side_stream": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
     "device.py ComputeDevice.await_copies": DEVICE,
@@ -159,7 +158,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
     "sharding/collectives.py _wait": RANKS,
-    "sharding/exchange.py Collective.await_end": COLLECTIVE,
+    "sharding/exchange.py Collective._await": COLLECTIVE,
     "sharding/exchange.py Exchange.sum": COLLECTIVE,
     "sharding/exchange.py Exchange.sum_by_rank": COLLECTIVE,
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),

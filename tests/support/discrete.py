@@ -119,9 +119,9 @@ class DiscreteDevice(ComputeDevice):
         self.on_reach(mark)
 
     @contextmanager
-    def side_stream(self, after: Mark | None) -> Iterator[None]:
+    def side_stream(self, after: Mark | None) -> Iterator[Copy]:
         assert after is not None
-        yield
+        yield Copy()
 
     @contextmanager
     def updating(self, after: Mark | None) -> Iterator[Copy]:

@@ -25,9 +25,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.device import ComputeDevice
+from infinity.sharding import collectives
 
 NAME = "queued"
 _HERE = Path(__file__).parent
@@ -152,6 +154,30 @@ class QueuedDevice(ComputeDevice):
     @staticmethod
     def _choose(kind: Any) -> torch.device:
         return torch.device(NAME, 0)
+
+
+def let_gloo_reach_it() -> None:
+    """Let groups of this process gather and reduce tensors of the device, as NCCL does those of a
+    GPU: the host learns that all ranks have come, and what they bring then comes by itself."""
+    arriving = []  # for good: what a copy reads stays
+    backends, real_gather = vars(collectives)["_backends"], vars(collectives)["_gather"]
+
+    def gather(full: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+        arriving.append(torch.empty(full.shape, dtype=full.dtype))
+        real_gather(arriving[-1], shard.cpu(), group=group)
+        full.copy_(arriving[-1], non_blocking=True)
+
+    def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+        whole = full.cpu()
+        dist.all_reduce(whole, group=group)
+        arriving.append(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        shard.copy_(arriving[-1], non_blocking=True)
+
+    vars(collectives).update(
+        _gather=gather,
+        _reduce_scatter=reduce_scatter,
+        _backends=lambda group: {**backends(group), NAME: "gloo"},
+    )
 
 
 def move(model: nn.Module) -> nn.Module:
