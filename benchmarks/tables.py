@@ -136,25 +136,43 @@ def comparison() -> Lines:
     )
 
 
+STEP_HEAD = ["", "step", "step over DeepSpeed's on NVMe", "peak memory (GiB)", "read", "written"]
+DEEPSPEED_NVME = {"deepspeed-nvme": "DeepSpeed 0.19.8 ZeRO-3, NVMe offload"}
+PLAIN = {"plain": "plain PyTorch"}
+
+
+def step_cells(label: str, row: Row) -> list[str]:
+    return [
+        label,
+        spread(row.ratio),
+        median(row.others["step_over_deepspeed-nvme_ratio"]),
+        fact(row, "peak_mib", ".2f", MIB_TO_GIB),
+        fact(row, "read_bytes_per_parameter"),
+        fact(row, "written_bytes_per_parameter"),
+    ]
+
+
 def step() -> Lines:
     rows = rows_of("step")
-    ways = INFINITY | {
-        "deepspeed-cpu": "DeepSpeed 0.19.8 ZeRO-3, CPU offload",
-        "deepspeed-nvme": "DeepSpeed 0.19.8 ZeRO-3, NVMe offload",
+    deepspeed = {"deepspeed-cpu": "DeepSpeed 0.19.8 ZeRO-3, CPU offload"} | DEEPSPEED_NVME
+    ways = PLAIN | INFINITY | deepspeed
+    yield from lines(
+        STEP_HEAD, (step_cells(label, rows[f"98M, {way}"]) for way, label in ways.items())
+    )
+
+
+def step_nvme() -> Lines:
+    rows = rows_of("step-nvme")
+    ways = {
+        "infinity-nvme": "infinity, everything on NVMe",
+        "infinity-nvme-unit": 'the same, `clip="unit"`',
     }
     yield from lines(
-        ["", "step", "step over DeepSpeed's on NVMe", "peak memory (GiB)", "read", "written"],
+        STEP_HEAD,
         (
-            [
-                label,
-                spread(row.ratio),
-                median(row.others["step_over_deepspeed-nvme_ratio"]),
-                fact(row, "peak_mib", ".2f", MIB_TO_GIB),
-                fact(row, "read_bytes_per_parameter"),
-                fact(row, "written_bytes_per_parameter"),
-            ]
-            for way, label in ({"plain": "plain PyTorch"} | ways).items()
-            for row in [rows[f"98M, {way}"]]
+            step_cells(f"{size}: {label}", rows[f"{size}, {way}"])
+            for size in ("98M", "316M")
+            for way, label in (PLAIN | ways | DEEPSPEED_NVME).items()
         ),
     )
 
@@ -464,6 +482,7 @@ def plan() -> Lines:
 TABLES: dict[str, Callable[[], Lines]] = {
     "comparison": comparison,
     "step": step,
+    "step-nvme": step_nvme,
     "ranks": ranks,
     "overlap": overlap,
     "adam": adam,
