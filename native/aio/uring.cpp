@@ -45,16 +45,24 @@ namespace {
 // reads of 4 KiB at depth 64 reach 0.87 of fio's rate so, and 0.9 to 0.97 in fours; one by one costs a third more CPU.
 constexpr unsigned kAtOnce = 4;
 
+// How completions are handled, the best way first; a kernel says EINVAL to one that it does not know.
+constexpr unsigned kWays[] = {
+#ifdef IORING_SETUP_DEFER_TASKRUN
+    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,  // when the thread waits; from Linux 6.1 on
+#endif
+#ifdef IORING_SETUP_COOP_TASKRUN
+    IORING_SETUP_COOP_TASKRUN,  // when it next enters the kernel; from 5.19 on
+#endif
+    0,  // by interrupting it
+};
+
 // One ring, used by the thread that made it alone.
 class Ring {
  public:
   explicit Ring(unsigned entries) {
     int result = -EINVAL;
-#ifdef IORING_SETUP_DEFER_TASKRUN
-    // Completions are then handled when this thread waits, not by interrupting it. Kernels before 6.1 say EINVAL.
-    result = io_uring_queue_init(entries, &ring_, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
-#endif
-    if (result == -EINVAL) result = io_uring_queue_init(entries, &ring_, 0);
+    for (const unsigned flags : kWays)
+      if (result == -EINVAL) result = io_uring_queue_init(entries, &ring_, flags);
     if (result < 0) throw std::runtime_error(std::string("io_uring_setup: ") + std::strerror(-result));
     if (!(ring_.features & IORING_FEAT_EXT_ARG)) {  // also implies READ and WRITE
       io_uring_queue_exit(&ring_);

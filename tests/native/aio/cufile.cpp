@@ -130,6 +130,6 @@ int main(int count, char** words) {
   // Each of its threads had the context, and then ignored captures.
   CHECK(*static_cast<int*>(::dlsym(cuda, "taken")) == static_cast<int>(options.threads));
   CHECK(*static_cast<int*>(::dlsym(cuda, "ignoring")) == static_cast<int>(options.threads));
-  CHECK(knob("drivers") == 0 && knob("files") == 0 && knob("memories") == 0 && knob("opened") == 3);
+  CHECK(knob("drivers") == 0 && knob("files") == 0 && knob("memories") == 0 && knob("opened") == 6);
   return 0;
 }
