@@ -1,0 +1,149 @@
+"""The last record of a job, in two files that take turns.
+
+[Note: what a kill leaves]
+1. A new record goes to the file that does not hold the last one, and is flushed. What cuts that off
+   leaves the last one as it is.
+2. The file of the record before is emptied, and that is flushed. From then on nobody can take it
+   for the last one, even where the new one is damaged. So what it alone spoke of may be
+   overwritten.
+
+A name that is new comes by a rename, when its content is on the drive. So a file that is there was
+whole once, or is empty. Where no record is whole although a file is there, it is damaged, and that
+is said: nobody goes on from an older one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from typing import NamedTuple
+
+from infinity.directories.directory import Directory
+from infinity.errors import CheckpointError
+
+COMMIT_NAMES = ("infinity-commit-0.bin", "infinity-commit-1.bin")
+DRAFT_NAME = "infinity-commit.draft"
+MOST_BYTES = 1 << 30
+"""The longest record: of a trillion parameters in a hundred thousand tensors it has about 30 MB."""
+_MAGIC = b"infinity commit\n"
+_HEAD = struct.Struct("<16sQQ32s")  # magic, sequence, length, digest of the rest
+
+
+class DurableFiles:
+    """Small files of a directory that is ours. Every method but `read` returns when what it did
+    would survive a power cut."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.path = directory.path
+
+    def read(self, name: str) -> bytes | None:
+        """What the file has, as far as a record may be long; None where there is none."""
+        try:
+            descriptor = self._directory.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with open(descriptor, "rb") as file:
+            return file.read(_HEAD.size + MOST_BYTES)
+
+    def create(self, name: str, content: bytes) -> None:
+        """A new file, which is there as a whole or not at all."""
+        self._directory.remove(DRAFT_NAME)  # of a job that was killed here
+        self._write(self._directory.create(DRAFT_NAME), content)
+        self._directory.rename(DRAFT_NAME, name)
+        self._directory.sync()
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        """Other content for a file that is there; what is cut off may leave any part of it."""
+        self._write(self._directory.open(name), content)
+
+    def remove(self, name: str) -> None:
+        """The file is gone."""
+        self._directory.remove(name)
+        self._directory.sync()
+
+    def _write(self, descriptor: int, content: bytes) -> None:
+        with open(descriptor, "r+b") as file:
+            file.write(content)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Commit(NamedTuple):
+    """A record: the `sequence` numbers those of one directory, from 1."""
+
+    sequence: int
+    content: bytes
+
+
+class CommitLog:
+    """The records in a directory that the caller has locked. Used by one thread at a time; `last`
+    is to be called before `write`."""
+
+    def __init__(self, files: DurableFiles) -> None:
+        self._files = files
+        self._sequence = 0
+        self._at = 1  # of the two files, the one with the last record
+
+    def last(self) -> Commit | None:
+        """The last record; None where there was none yet. Raises `CheckpointError` where it is
+        damaged."""
+        found = [self._files.read(name) for name in COMMIT_NAMES]
+        whole = [
+            (commit, at)
+            for at, content in enumerate(found)
+            if content is not None and (commit := _decoded(content)) is not None
+        ]
+        if whole:
+            commit, self._at = max(whole)
+            self._sequence = commit.sequence
+            return commit
+        if any(content is not None for content in found):
+            raise CheckpointError(
+                f"{self._files.path} holds the states of an earlier run, but the record of what "
+                f"they are ({' and '.join(COMMIT_NAMES)}) is damaged; go on from a checkpoint, in "
+                "another directory"
+            )
+        return None
+
+    def write(self, content: bytes) -> int:
+        """Make `content` the last record; returns its sequence when it would survive a power cut,
+        and the one before is not read any more."""
+        sequence, at = self._sequence + 1, 1 - self._at
+        name, before = COMMIT_NAMES[at], COMMIT_NAMES[1 - at]
+        record = _encoded(sequence, content)
+        if self._files.read(name) is None:
+            self._files.create(name, record)
+        else:
+            self._files.overwrite(name, record)
+        self._sequence, self._at = sequence, at
+        if sequence > 1:
+            self._files.overwrite(before, b"")
+        return sequence
+
+    def remove(self) -> None:
+        """Remove all records, the older one first."""
+        for name in (COMMIT_NAMES[1 - self._at], COMMIT_NAMES[self._at]):
+            self._files.remove(name)
+        self._sequence, self._at = 0, 1
+
+
+def _encoded(sequence: int, content: bytes) -> bytes:
+    head = _HEAD.pack(_MAGIC, sequence, len(content), _digest(sequence, content))
+    return head + content
+
+
+def _decoded(record: bytes) -> Commit | None:
+    """The record; None where it is not whole."""
+    if len(record) < _HEAD.size:
+        return None
+    magic, sequence, length, digest = _HEAD.unpack_from(record)
+    content = record[_HEAD.size :]
+    whole = magic == _MAGIC and length == len(content) and digest == _digest(sequence, content)
+    return Commit(sequence, content) if whole else None
+
+
+def _digest(sequence: int, content: bytes) -> bytes:
+    return hashlib.sha256(struct.pack("<QQ", sequence, len(content)) + content).digest()

@@ -1,0 +1,145 @@
+"""Records in two files that take turns: whatever cuts a write off, the last one is read, and none
+that was replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity import CheckpointError
+from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
+from infinity.directories.directory import Directory
+
+SECTOR = 16  # bytes that are written as a whole; small, so that records have many
+
+
+class Killed(Exception):
+    """The power is off."""
+
+
+class SimulatedFiles(DurableFiles):
+    """In memory. The write number `kill_at` is cut off: of it any sectors are there, as `mask`
+    says, and of a new name or a removal all or nothing."""
+
+    def __init__(self) -> None:
+        self.path = Path("simulated")
+        self.content: dict[str, bytes] = {}
+        self.kill_at, self.mask = -1, 0
+
+    def _is_killed(self) -> bool:
+        self.kill_at -= 1
+        return self.kill_at == -1
+
+    def read(self, name: str) -> bytes | None:
+        return self.content.get(name)
+
+    def create(self, name: str, content: bytes) -> None:
+        killed = self._is_killed()
+        if not killed or self.mask & 1:
+            self.content[name] = content
+        if killed:
+            raise Killed
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        assert name in self.content
+        killed = self._is_killed()
+        if killed:
+            self.content[name] = self._torn(self.content[name], content)
+            raise Killed
+        self.content[name] = content
+
+    def remove(self, name: str) -> None:
+        killed = self._is_killed()
+        if not killed or self.mask & 1:
+            self.content.pop(name, None)
+        if killed:
+            raise Killed
+
+    def _torn(self, old: bytes, new: bytes) -> bytes:
+        """Each sector, and the length, is the old or the new one; what nobody wrote is zeros."""
+        length = len(new) if self.mask & 1 else len(old)
+        found = bytearray(length)
+        for number, begin in enumerate(range(0, length, SECTOR)):
+            source = new if self.mask >> number + 1 & 1 else old
+            part = source[begin : begin + SECTOR]
+            found[begin : begin + len(part)] = part
+        return bytes(found[:length])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kills=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, (1 << 24) - 1)), min_size=1, max_size=12
+    ),
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=5),
+)
+def test_the_last_record_survives_every_kill(
+    kills: list[tuple[int, int]], lengths: list[int]
+) -> None:
+    files = SimulatedFiles()
+    written, number = 0, 0
+    for files.kill_at, files.mask in kills:
+        log = CommitLog(files)
+        found = log.last()
+        if found is None:
+            assert written == 0
+        else:
+            # What `write` was cut off in may be there, too.
+            assert int(found.content.split(b" ")[0]) in (written, number)
+            written = int(found.content.split(b" ")[0])
+        try:
+            while True:
+                number += 1
+                log.write(b"%d " % number + b"x" * lengths[number % len(lengths)])
+                written = number
+        except Killed:
+            pass
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 4), at=st.integers(0, 4000), bit=st.integers(0, 7))
+def test_no_older_record_is_taken_for_the_last_one(count: int, at: int, bit: int) -> None:
+    """A bit of the last one flips: what an older one speaks of is overwritten by now."""
+    files = SimulatedFiles()
+    log = CommitLog(files)
+    for number in range(count):
+        log.write(b"record %d" % number * 9)
+    name = COMMIT_NAMES[(count - 1) % 2]
+    damaged = bytearray(files.content[name])
+    damaged[at % len(damaged)] ^= 1 << bit
+    files.content[name] = bytes(damaged)
+    with pytest.raises(CheckpointError, match="is damaged; go on from a checkpoint"):
+        CommitLog(files).last()
+
+
+def test_real_files(tmp_path: Path) -> None:
+    with Directory(tmp_path) as directory:
+        log = CommitLog(DurableFiles(directory))
+        assert log.last() is None
+        for number in range(5):
+            content = b"%d" % number * (1000 - 200 * number)
+            assert log.write(content) == number + 1
+            again = CommitLog(DurableFiles(directory))
+            assert again.last() == (number + 1, content)
+        assert again.write(b"after a restart") == 6
+        sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+        assert sorted(sizes) == sorted(COMMIT_NAMES) and 0 in sizes.values()
+        again.remove()
+        assert CommitLog(DurableFiles(directory)).last() is None
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"somebody else's")
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    (folder / COMMIT_NAMES[0]).symlink_to(victim)
+    with Directory(folder) as directory:
+        log = CommitLog(DurableFiles(directory))
+        with pytest.raises(ValueError, match="is a link, which infinity never makes"):
+            log.last()
+    assert victim.read_bytes() == b"somebody else's"
