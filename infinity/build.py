@@ -26,6 +26,7 @@ from torch import nn
 from infinity.closing import end_with
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
+from infinity.durability import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, read_host
@@ -91,6 +92,7 @@ def wrap(
     units: Units = None,
     group: GivenGroup = "auto",
     seed: int | None = None,
+    resume: bool = False,
 ) -> Model:
     """Move the states of `model` to the tiers that `config` says, and train it from then on;
     returns the same module.
@@ -123,6 +125,11 @@ def wrap(
     `infinity.engine(model)` is another one. Optimizers are made anew. Where this fails, parameters
     are plain ones, mapped from files.
 
+    With `resume` and `Config(durability="step")` training goes on from the last step that an
+    earlier run committed in the `nvme` directories: parameters, optimizer states and buffers are
+    those, and optimizers that are made as they were then continue (`Engine.committed_step` says at
+    which step). Where nothing was committed it begins as without `resume`.
+
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 
     All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or
@@ -133,7 +140,7 @@ def wrap(
     keep.
     """
     with ExitStack() as undo:
-        build = _built(model, config, weights, units, group, seed, undo)
+        build = _built(model, config, weights, units, group, seed, undo, resume)
         build.keep()
     return model
 
@@ -156,6 +163,7 @@ def _built(
     group: GivenGroup,
     seed: int | None,
     undo: ExitStack,
+    resume: bool = False,
 ) -> Build:
     """All steps of `wrap`, which `undo` undoes."""
     check_arguments(model, config, units, seed)
@@ -164,7 +172,7 @@ def _built(
     if before is not None:
         config = before.config if config is None else config
         values = unwrap(before, model)
-    build = Build(model, Config() if config is None else config, group, undo)
+    build = Build(model, Config() if config is None else config, group, undo, resume)
     with all_adapters(model):
         with build.together():
             build.check()
@@ -193,13 +201,20 @@ class Build:
     order in which they stand."""
 
     def __init__(
-        self, model: nn.Module, config: Config, group: GivenGroup, undo: ExitStack
+        self,
+        model: nn.Module,
+        config: Config,
+        group: GivenGroup,
+        undo: ExitStack,
+        resume: bool = False,
     ) -> None:
         self.undo = undo
         """What undoes all that was done so far, the last first."""
         self.ranks = find_ranks(group, config.stage)
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
+        self.durability: Durability | None = None
+        self._resume = resume
         self._model = model
         self._config = config
         self._recorder = Recorder(profiler_ranges())
@@ -236,6 +251,19 @@ class Build:
                     )
                 )
         check_model(self._model, DTYPES.get(self._config.precision))
+        self._check_durability()
+
+    def _check_durability(self) -> None:
+        if self._config.durability == "off" and self._resume:
+            raise ConfigError(
+                "resume=True goes on from committed states, which there are with "
+                "Config(durability='step')"
+            )
+        if self._config.durability != "off" and self.ranks.groups():
+            raise ConfigError(
+                "durability='step' works with one rank so far; set durability='off' and save "
+                "checkpoints, or give group=None"
+            )
 
     def group(self, given: Units, values: FirstValues | None) -> None:
         """Find the units, and the modules that use each. Meta parameters get a stand-in."""
@@ -267,7 +295,7 @@ class Build:
         config = self._config
         self.kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
         self.undo.callback(self.kernels.close)
-        self.store = Store(config, self.device, self._recorder, self.ranks.own)
+        self.store = Store(config, self.device, self._recorder, self.ranks.own, self._resume)
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
@@ -376,7 +404,11 @@ class Build:
         elif self._empty:
             self._snapshot.keep_contents(model.buffers())
             self.undo.callback(torch.set_rng_state, torch.get_rng_state())
-        fill_units(model, self.units, self._empty, values, seed)
+        if self.store.is_durable:
+            self.durability = Durability(self.store, self.jobs, self.device, self._recorder)
+            self.undo.callback(self.durability.give_up)
+        kept = self.durability is not None and self.durability.restore_blocks()
+        fill_units(model, self.units, self._empty, values, seed, kept)
 
     def move_buffers(self) -> None:
         """Bring all buffers to the compute device."""
@@ -387,15 +419,26 @@ class Build:
     def hook(self) -> None:
         """Tie the model to its units: what runs it, what updates it, and who is told of what."""
         config, store, units = self._config, self.store, self.units
-        runtime = Runtime(store, units, self.trace, self._recorder)
+        durability = self.durability
+        runtime = Runtime(
+            store,
+            units,
+            self.trace,
+            self._recorder,
+            durability.before_forward if durability is not None else lambda: None,
+        )
         executions = Executions(runtime, self._recorder, self.buffer)
         meter = StepMeter(store, self.device)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
         told = StepListeners(executions.end_interrupted, meter.stepped)
+        if durability is not None:
+            told = durability.listeners(told)
         updater = Updater(
             store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder
         )
         self.undo.callback(updater.close)
+        if durability is not None:
+            durability.connect(self._model, updater)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
         hooks = Hooks(
             self._model, self.users, units, runtime, executions, updater, self._recorder, offloader
@@ -404,7 +447,7 @@ class Build:
         grads = LazyGradients(units, updater, self.device.torch)
         for unit in units:
             unit.connect(UnitListeners(updater, hooks, grads))
-        finalizer = end_with(self._model, hooks, updater, self.buffer, store, units)
+        finalizer = end_with(self._model, durability, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
         reporter = Reporter(
             config,
@@ -429,6 +472,7 @@ class Build:
             hooks,
             grads,
             reporter,
+            durability,
             finalizer,
         )
         Engine(self._model, config, parts).attach(self._model)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from infinity.durability import Durability
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.gradient_buffer import GradientBuffer
@@ -25,6 +26,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 
 def end_with(
     model: nn.Module,
+    durability: Durability | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -36,7 +38,8 @@ def end_with(
     They must not keep the model alive. Whoever ends them sooner detaches the result, and calls
     `shut_down` with the arguments that it had.
     """
-    return weakref.finalize(model, _collected, os.getpid(), hooks, updater, buffer, store, units)
+    parts = durability, hooks, updater, buffer, store, units
+    return weakref.finalize(model, _collected, os.getpid(), *parts)
 
 
 def _collected(*parts: Any) -> None:
@@ -63,6 +66,7 @@ def _collected(*parts: Any) -> None:
 
 def _shut_down_apart(
     process: int,
+    durability: Durability | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -71,11 +75,12 @@ def _shut_down_apart(
 ) -> None:
     """`shut_down`, on a thread of its own."""
     store.begin_thread()
-    shut_down(process, hooks, updater, buffer, store, units)
+    shut_down(process, durability, hooks, updater, buffer, store, units)
 
 
 def shut_down(
     process: int,
+    durability: Durability | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -99,3 +104,5 @@ def shut_down(
             stack.callback(units[0].exchange.close)
         stack.callback(hooks.close)
         stack.callback(updater.close)
+        if durability is not None:
+            stack.callback(durability.close)

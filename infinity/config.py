@@ -348,6 +348,15 @@ class Config(_Knobs):
     "momentum" (`infinity.SGD`). There are none for "sgd" and "other" (`infinity.adapt`).
     """
 
+    durability: Literal["off", "step"] = "off"
+    """What outlives the process: nothing, or with "step" every optimizer step.
+
+    With "step" the states in the `nvme` directories stay there, and `infinity.wrap(...,
+    resume=True)` goes on from the last committed step with the same bits, whatever ended the
+    process. It needs parameters and optimizer states on nvme, none of which is cached, and one
+    rank.
+    """
+
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
     """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
 
@@ -359,7 +368,12 @@ class Config(_Knobs):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        for problem in (self._wrong_places(), self._wrong_update(), self._wrong_shares()):
+        for problem in (
+            self._wrong_places(),
+            self._wrong_update(),
+            self._wrong_durability(),
+            self._wrong_shares(),
+        ):
             if problem:
                 raise ValueError(problem)
         return self
@@ -412,6 +426,25 @@ class Config(_Knobs):
                 "gpu_cache does not; set it to 0"
             )
         return ""
+
+    def _wrong_durability(self) -> str:
+        if self.durability == "off":
+            return ""
+        needed = {
+            "parameters": ("nvme", self.parameters),
+            "optimizer": ("nvme", self.optimizer),
+            "copy_on_write": (True, self.tuning.copy_on_write),
+            "cache": (0, 0 if self.tuning.cache == "auto" else self.tuning.cache),
+            "gpu_cache": (0, 0 if self.tuning.gpu_cache == "auto" else self.tuning.gpu_cache),
+        }
+        wrong = [f"{name}={want!r}" for name, (want, has) in needed.items() if has != want]
+        if self.tuning.update == "delayed":
+            wrong.append("another update than 'delayed'")
+        if self.algorithm == "other":
+            wrong.append("another algorithm than 'other'")
+        return (
+            f"durability='step' needs {', '.join(wrong)}, or set durability='off'" if wrong else ""
+        )
 
     def _wrong_shares(self) -> str:
         shares = self.tuning.nvme_shares

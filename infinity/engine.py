@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -20,6 +20,7 @@ from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.directories.mapped import mapped
+from infinity.durability import Durability
 from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
@@ -62,6 +63,7 @@ class Parts:
     hooks: Hooks
     grads: LazyGradients
     reporter: Reporter
+    durability: Durability | None
     finalizer: weakref.finalize[Any, Any]
 
 
@@ -88,6 +90,7 @@ class Engine:
         self._grads = parts.grads
         self._finalizer = parts.finalizer
         self._reporter = parts.reporter
+        self._durability = parts.durability
         self._checkpoints = Checkpoints(self._units, self._updater, self._exchange)
 
     def attach(self, model: nn.Module) -> None:
@@ -283,11 +286,35 @@ class Engine:
         Every item is compared with its digest as it is read: when damage shows in the middle of the
         load, the engine cannot go on. No code of the checkpoint runs.
         """
-        return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer, strict)
+        loading = nullcontext() if self._durability is None else self._durability.loading()
+        with loading:
+            return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer, strict)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers, of which this rank has its part."""
         return {name: local(buffer) for name, buffer in persistent_buffers(self.model)}
+
+    # Steps that outlive the process
+
+    @property
+    def committed_step(self) -> int | None:
+        """The last step that would survive a power cut, counted from 1; 0 is what `wrap` made.
+
+        After `wrap(..., resume=True)` that is the step to go on from: the next one is this plus 1.
+        None with `durability="off"`, and until the first commit.
+        """
+        return None if self._durability is None else self._durability.committed_step
+
+    def track(self, **objects: Any) -> None:
+        """Commit with every step what `state_dict()` of these gives, as the next forward begins;
+        schedulers, or the position in the data.
+
+        After `wrap(..., resume=True)` they get back by `load_state_dict` what was committed under
+        their names. Make optimizers before. Nothing happens with `durability="off"`. Raises
+        `ConfigError` for objects without these methods.
+        """
+        if self._durability is not None:
+            self._durability.track(objects)
 
     # Observation and the end
 

@@ -19,11 +19,13 @@ from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.quantities import format_bytes
 from infinity.tiers.drives import STATES_NAME
+from infinity.tiers.durable import DURABLE_NAMES, MANIFEST_NAME
 
 
-def collect(directory: Path) -> dict[str, int]:
+def collect(directory: Path, committed: bool = False) -> dict[str, int]:
     """Remove the leftovers of a dead run from `directory`, and from those of its ranks and engines;
-    returns the removed paths with their bytes on disk.
+    returns the removed paths with their bytes on disk. States that outlive their process are left
+    there, unless what is `committed` shall go, too.
 
     Raises `PathInUseError` while a live process trains or measures there, and `NotADirectoryError`
     for a path that is not a directory. Raises `ConfigError` when a foreign file has the name of one
@@ -32,25 +34,27 @@ def collect(directory: Path) -> dict[str, int]:
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
     with Directory(directory, "nvme directory") as place:
-        return _collect_all(place)
+        return _collect_all(place, committed)
 
 
-def _collect_all(place: Directory) -> dict[str, int]:
+def _collect_all(place: Directory, committed: bool) -> dict[str, int]:
     """`collect` in an open directory."""
-    found = _collect(place)
+    found = _collect(place, committed)
     for own in own_directories(place.path):
         with place.below(own.name) as inner:
-            left = _collect_all(inner)
+            left = _collect_all(inner, committed)
         found |= left
         if left:
             place.remove_directory(own.name)  # unless somebody else's files are in it
     return found
 
 
-def _collect(place: Directory) -> dict[str, int]:
+def _collect(place: Directory, committed: bool) -> dict[str, int]:
     """`collect` without what is below."""
     benchmark = leftovers(place.path)
-    ours = {name: place.check(name) for name in (STATES_NAME, LOCK_NAME)}
+    kept = place.check(MANIFEST_NAME) is not None and not committed
+    states = () if kept else (STATES_NAME, *DURABLE_NAMES)
+    ours = {name: place.check(name) for name in (*states, LOCK_NAME)}
     found = {
         str(place.path / name): status.st_blocks * 512
         for name, status in ours.items()
@@ -59,7 +63,8 @@ def _collect(place: Directory) -> dict[str, int]:
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
     if found or checkpoints.leftovers(place.path):
         with lock(place):
-            place.reclaim(STATES_NAME)
+            for name in states:
+                place.reclaim(name)
             remove(place, benchmark)
             # Asked again: a save may have been under way.
             found |= checkpoints.remove(checkpoints.leftovers(place.path))
@@ -72,6 +77,12 @@ def gc(
         list[Path],
         typer.Argument(help="NVMe and checkpoint directories of earlier runs.", metavar="DIR..."),
     ],
+    committed: Annotated[
+        bool,
+        typer.Option(
+            "--committed", help="Also remove states that were committed, of durability='step'."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
@@ -83,7 +94,7 @@ def gc(
         removed: dict[str, int] = {}
         try:
             for directory in directories:
-                removed |= collect(directory)
+                removed |= collect(directory, committed)
         finally:
             if as_json:
                 typer.echo(json.dumps({"removed": removed, "bytes": sum(removed.values())}))

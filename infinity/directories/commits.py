@@ -44,7 +44,7 @@ class DurableFiles:
             descriptor = self._directory.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             return file.read(_HEAD.size + MOST_BYTES)
 
     def create(self, name: str, content: bytes) -> None:
@@ -64,7 +64,7 @@ class DurableFiles:
         self._directory.sync()
 
     def _write(self, descriptor: int, content: bytes) -> None:
-        with open(descriptor, "r+b") as file:
+        with os.fdopen(descriptor, "r+b") as file:
             file.write(content)
             file.truncate()
             file.flush()

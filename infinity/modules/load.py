@@ -199,9 +199,10 @@ def fill_units(
     empty: Mapping[int, Origin | None],
     weights: FirstValues | None,
     seed: int | None,
+    kept: bool = False,
 ) -> None:
     """Move every unit to its tier, one after the other, so that no more than one is whole at a
-    time.
+    time. Those that are `kept` are there already, and what their parameters hold is let go.
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in
     `empty` from what their constructors wrote, drawn anew where a `seed` is given. Raises
@@ -230,6 +231,7 @@ def fill_units(
         for unit in units:
             if unit.stored:
                 unit.store.fill_from_files(unit.blocks[Kind.PARAM])
+            if unit.stored or kept:
                 unit.data.guard()
                 continue
             names = [

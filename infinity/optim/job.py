@@ -34,14 +34,16 @@ import enum
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infinity.observe import Meter
 from infinity.optim.kernels import Segment
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
-from infinity.tiers.store import Store
+from infinity.tiers.block import Block
+from infinity.tiers.store import Store, Version
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Job:
         self.unit = unit
         self.place = place
         self.state = JobState.AWAITED
+        self._is_durable = unit.store.is_durable
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
         starts = unit.states.update_chunks()
@@ -115,9 +118,10 @@ class Job:
     def may_update(self, begin: int) -> bool:
         """Whether the chunk from `begin` on may be updated now, as far as is known what the update
         is."""
-        return self.is_final or (
+        may_begin = self.is_final or (
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
+        return may_begin and (not self._is_durable or self.unit.states.is_free)
 
     @property
     def written(self) -> bool:
@@ -224,18 +228,40 @@ class JobQueue:
     def drain(self) -> None:
         """Block until no job is CONFIRMED; also returns when one failed, which the store then
         knows."""
+        with self.hurry(), self.changed:
+            self._wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self.jobs))
+
+    @contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Inside, updates run without a place: somebody waits for all of them."""
         with self.changed:
             self._hurries += 1
             self.changed.notify_all()
-            try:
-                self._wait_for(
-                    lambda: all(job.state is not JobState.CONFIRMED for job in self.jobs)
-                )
-            finally:
+        try:
+            yield
+        finally:
+            with self.changed:
                 self._hurries -= 1
 
+    def versions(self, blocks: Sequence[Block]) -> tuple[list[Job], list[Version]]:
+        """The jobs that are CONFIRMED, and what each of `blocks` has when they have ended."""
+        with self.changed:
+            going = [job for job in self.jobs if job.state is JobState.CONFIRMED]
+            renewed = {block for job in going for block in job.unit.blocks.values()}
+            return going, [
+                Version(block.home.target, True)
+                if block in renewed
+                else Version(block.home.version, block.home.written)
+                for block in blocks
+            ]
+
+    def await_ended(self, jobs: Sequence[Job]) -> None:
+        """Block until these have ended, well or not; the store knows which."""
+        with self.changed:
+            self._wait_for(lambda: all(job.state is JobState.ENDED for job in jobs))
+
     def poke(self) -> None:
-        """A unit got its place, or its copy, on the compute device."""
+        """A unit got its place, or its copy, on the compute device; or more may be overwritten."""
         with self.changed:
             self.changed.notify_all()
 
@@ -364,14 +390,21 @@ class JobQueue:
 
     def _next(self, may_hold: bool, ready: bool) -> Job | None:
         """See `take`."""
+        hurried = ready and self._is_waited_for
 
         def able(job: Job) -> bool:
             if job.state is JobState.AWAITED:
                 return may_hold and self._is_at_hand(job)
-            return ready and job.may_update(job.chunks[0]) and self._has_place(job)
+            placed = hurried or self._has_place(job)
+            return ready and placed and job.may_update(job.chunks[0])
 
         able_jobs = (job for job in self.jobs if job.chunks and able(job))
         return min(able_jobs, key=lambda job: job.place, default=None)
+
+    @property
+    def _is_waited_for(self) -> bool:
+        """Whether an update waits for a commit, which waits for those that have no place."""
+        return self._store.is_durable and any(not job.unit.states.is_free for job in self.jobs)
 
     def _next_in_memory(self) -> Job | None:
         able_jobs = (job for job in self.jobs if job.in_memory and job.may_update(job.in_memory[0]))

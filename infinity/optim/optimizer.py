@@ -153,6 +153,8 @@ class Optimizer(torch.optim.Optimizer):
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
         super().__init__(params, defaults)
+        if self._shares:
+            self.updater.made(self)
 
     # What a rule adds
 
@@ -580,8 +582,26 @@ class Optimizer(torch.optim.Optimizer):
         """Take over what `header` gave. All moments begin anew; masters are the weights, and
         stay."""
         check_header(header, self)
-        steps = dict(zip(numbers(self), header["steps"], strict=True))
         self.updater.drain()
+        self._take(header)
+        self.forget_states()
+
+    def take_header(self, header: dict[str, Any]) -> None:
+        """Take over what `header` gave. The states are those that belong to it."""
+        check_header(header, self)
+        self._take(header)
+
+    def _take(self, header: dict[str, Any]) -> None:
+        steps = dict(zip(numbers(self), header["steps"], strict=True))
+        self.take_groups(header)
+        if self.loss_scaler is not None and "loss_scaler" in header:
+            self.loss_scaler.load_state_dict(header["loss_scaler"])
+        self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
+        self._last_norm = header.get("last_norm")
+        self._steps = steps
+
+    def take_groups(self, header: dict[str, Any]) -> None:
+        """Take over the hyper-parameters of a `header`."""
         missing = [
             {name: self.defaults[name] for name in self.defaults if name in mine}
             for mine in self.param_groups
@@ -590,11 +610,9 @@ class Optimizer(torch.optim.Optimizer):
             filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
-        if self.loss_scaler is not None and "loss_scaler" in header:
-            self.loss_scaler.load_state_dict(header["loss_scaler"])
-        self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
-        self._last_norm = header.get("last_norm")
-        self._steps = steps
+
+    def forget_states(self) -> None:
+        """All moments begin anew."""
         for share in self._shares.values():
             self.updater.owners.forget_states(
                 share, [kind for kind in self.states.values() if kind in share.unit.blocks]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ from infinity.placement.spec import MOMENTS, Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.unit import Unit, Updates
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 
@@ -46,6 +47,10 @@ class StepListeners(NamedTuple):
     """Called before a step is fixed, to end a backward that an exception cut off."""
     stepped: Callable[[StepRun], None]
     """Called when a step has been fixed, before its updates start, with what became of the last."""
+    made: Callable[[Any], None] = lambda optimizer: None
+    """Called with an optimizer that was made, when it has its parameters."""
+    before_write: Callable[[Sequence[Block]], None] = lambda blocks: None
+    """Called before blocks are rewritten outside of a step; returns when they may be."""
 
 
 class Updater(Updates):
@@ -102,6 +107,14 @@ class Updater(Updates):
             self.owners.forget_states(share, MOMENTS[share.unit.algorithm])
         self.owners.assign(share, optimizer)
         self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
+
+    def made(self, optimizer: Owner) -> None:
+        """`optimizer` was made, and has its parameters."""
+        self._listeners.made(optimizer)
+
+    def before_write(self, blocks: Sequence[Block]) -> None:
+        """These are about to be rewritten, outside of a step."""
+        self._listeners.before_write(blocks)
 
     # What units tell before a step, and what may have to be undone then
 

@@ -171,6 +171,7 @@ class Placement:
             self.machine.has_kernels
             and self.config.algorithm != "other"
             and not self._shadowed_kinds
+            and not self._is_durable
         )
         return self.config.tuning.gpu_cache == "auto" and can_update
 
@@ -249,6 +250,11 @@ class Placement:
         """A delayed update writes new parameters while the old ones are in use: they have two
         places each, not one in the cache."""
         return {Kind.PARAM} if self.config.tuning.update == "delayed" else set()
+
+    @property
+    def _is_durable(self) -> bool:
+        """Whether all that a commit speaks of has to lie on NVMe."""
+        return self.config.durability != "off"
 
     def _copies(self, spec: BlockSpec) -> int:
         """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of
@@ -359,6 +365,8 @@ class Placement:
                 f"({format_bytes(least)})"
             )
         cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
+        if self._is_durable:
+            cache = 0
         return divide_with_activations(available, staged, cache, wanted)
 
     @property

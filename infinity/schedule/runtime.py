@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -24,11 +24,18 @@ class Runtime:
     use."""
 
     def __init__(
-        self, store: Store, units: Sequence[Unit], trace: Trace, recorder: Recorder
+        self,
+        store: Store,
+        units: Sequence[Unit],
+        trace: Trace,
+        recorder: Recorder,
+        before_forward: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_forward` is called before each training forward."""
         self._store = store
         self._units = units
         self._recorder = recorder
+        self._before_forward = before_forward
         self.trace = trace
         """The uses so far, and those to come; the store asks it, too."""
         self.accumulation = 0
@@ -57,6 +64,8 @@ class Runtime:
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
         self._store.latch.check_usable()
+        if training:
+            self._before_forward()
         self.stale = False
         self._cycles += training
         self.trace.begin("train" if training else "eval")

@@ -52,6 +52,11 @@ class States:
         )
 
     @property
+    def is_free(self) -> bool:
+        """Whether an update may write: what it overwrites is in no commit that is still needed."""
+        return all(block.home.is_free for block in self.unit.blocks.values())
+
+    @property
     def staged_from(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update:
         what is before is not."""
@@ -140,6 +145,7 @@ class States:
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.unit.blocks[kind].format
         self.unit.rollback()
+        self.unit.listeners.updates.before_write([self.unit.blocks[k] for k in kinds])
         if Kind.PARAM in kinds:
             self.unit.store.make_writable(self.unit.blocks[Kind.PARAM])
             self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])

@@ -73,6 +73,9 @@ class Updates:
         """Return when no update reads the gradients of `unit`; the caller brings no place for
         it."""
 
+    def before_write(self, blocks: Sequence[Block]) -> None:
+        """`blocks` are about to be rewritten, outside of a step: return when they may be."""
+
     def drain(self) -> None:
         """Return when no update is under way, and what was begun before its step is rolled back;
         all others are seen."""

@@ -17,13 +17,14 @@ import torch
 from infinity import native
 from infinity.directories.directory import Directory
 from infinity.directories.lock import lock
-from infinity.errors import BudgetError, ConfigError, NvmeError
+from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
+from infinity.tiers.durable import MANIFEST_NAME, DurableStates, refuse_kept
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
 
@@ -83,10 +84,12 @@ class NvmeTier:
         recorder: Recorder,
         shares: Literal["measured", "equal"] | Sequence[float] = "measured",
         own: str = "",
+        durable: DurableStates | None = None,
     ) -> None:
         """With `own` the files lie in directories of that name below `directories`, which are made
-        and removed."""
+        and removed. With `durable` they outlive the process, and may be taken over."""
         self._own = own
+        self._durable = durable
         self._directories = list(directories)
         self._kind = engine
         self._budget = budget
@@ -98,6 +101,10 @@ class NvmeTier:
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
         # Shares, and stripes of the directories that are full.
         self._layout: tuple[Sequence[float], list[int | None]] = (), []
+        self.shares: Sequence[float] = ()
+        """What part of the stripes each directory gets; known from `open` on, as `rooms`."""
+        self.rooms: Sequence[int] = ()
+        """How many stripes each directory has room for."""
         self._speeds: list[float] = []  # of the directories, once they were measured
         # How many bytes each directory had room for, at most those that were wanted.
         self._probed: list[int] = []
@@ -168,8 +175,10 @@ class NvmeTier:
             self._directories = [place.path for place in self._places]
             for place in self._places:
                 self._parts.callback(lock(place).release)
+            if self._durable is not None:
+                self._durable.find(self._places)
             for place in self._places:
-                self._files.append(self._make_file(place))
+                self._files.append(self._open_file(place))
             for _ in self._directories:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
@@ -190,8 +199,38 @@ class NvmeTier:
         self._parts.callback(inner.close)
         return inner
 
-    def _make_file(self, place: Directory) -> Any:
-        """A new states file, in place of one that a dead run left."""
+    @property
+    def _taken_over(self) -> bool:
+        """Whether the files hold the states of an earlier run, which go on."""
+        return self._durable is not None and self._durable.found is not None
+
+    def _open_file(self, place: Directory) -> Any:
+        """The states file that is taken over, or a new one in place of one that a dead run left."""
+        path = str(place.path / STATES_NAME)
+        if self._taken_over:
+            file = native.file_at(place.open(STATES_NAME), path)
+        else:
+            if self._durable is None:
+                refuse_kept(place)
+            self._reclaim(place)
+            self._parts.callback(self._remove, place)
+            file = native.file_at(place.create(STATES_NAME), path)
+        self._parts.callback(file.close)
+        if not file.direct:
+            log.warning(
+                "%s does not support O_DIRECT; I/O goes through the page cache and is slower",
+                place.path,
+            )
+        return file
+
+    def _remove(self, place: Directory) -> None:
+        """What is closed leaves nothing, unless it was committed."""
+        if self._durable is None or not self._durable.committed:
+            place.remove(STATES_NAME)
+            if self._durable is not None:
+                place.remove(MANIFEST_NAME)
+
+    def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)
         if status is not None:
             place.reclaim(STATES_NAME)
@@ -200,16 +239,6 @@ class NvmeTier:
                 format_bytes(status.st_size),
                 place.path,
             )
-        path = str(place.path / STATES_NAME)
-        self._parts.callback(place.remove, STATES_NAME)
-        file = native.file_at(place.create(STATES_NAME), path)
-        self._parts.callback(file.close)
-        if not file.direct:
-            log.warning(
-                "%s does not support O_DIRECT; I/O goes through the page cache and is slower",
-                place.path,
-            )
-        return file
 
     # Shares and room
 
@@ -219,6 +248,11 @@ class NvmeTier:
 
         Raises `BudgetError` when all together do not have it.
         """
+        if self._durable is not None and self._durable.found is not None:
+            found = self._durable.found
+            self._durable.check()
+            self._take_over(stripes, found.shares, found.rooms)
+            return
         rooms = [stripes] * len(self._files)
         shares = self._decide(stripes, rooms)
         short = True
@@ -244,13 +278,29 @@ class NvmeTier:
                         format_bytes(rooms[number] * STRIPE_BYTES),
                         format_bytes(length),
                     )
-        self._layout = shares, [room if room < stripes else None for room in rooms]
+        self._keep_layout(stripes, shares, rooms)
         if len(lengths) > 1:
             parts = (
                 f"{format_bytes(length)} in {at}"
                 for at, length in zip(self._directories, lengths, strict=True)
             )
             log.info("the states on nvme take %s", ", ".join(parts))
+
+    def _keep_layout(self, stripes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
+        self.shares, self.rooms = shares, rooms
+        self._layout = shares, [room if room < stripes else None for room in rooms]
+
+    def _take_over(self, stripes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
+        """Lay `stripes` out as they lie there. Raises `CheckpointError` where a file is cut off."""
+        self._stripes = Stripes(STRIPE_BYTES, shares, rooms)
+        for file, length in zip(self._files, self._stripes.lengths(stripes), strict=True):
+            if file.size() < length:
+                raise CheckpointError(
+                    f"{file.path} is cut off: it has {file.size()} of {length} bytes; go on from "
+                    "a checkpoint, in another directory"
+                )
+            file.truncate(length)  # what activations took beyond
+        self._keep_layout(stripes, shares, rooms)
 
     def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
         """The shares of the directories; lowers the rooms of those that cannot even hold what is
@@ -463,6 +513,11 @@ class NvmeTier:
             )
             address += length
         return Ticket(requests, self._spanning(f"nvme {operation}", name))
+
+    def flush(self) -> None:
+        """Return when all that was written, and has ended, would survive a power cut."""
+        for file in self._files:
+            file.sync()
 
     def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
         """Begin a span that ends with a ticket; what fails is not recorded."""

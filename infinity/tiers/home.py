@@ -35,6 +35,12 @@ class Home:
         self.written = False
         self.updates = 0
         """How many updates have begun to replace the content."""
+        self.durable: int | None = None
+        """Which of the extents the last commit speaks of: nobody writes there. None: none."""
+        self.sealed: int | None = None
+        """Which of them the next commit speaks of, or did: once it is the content, nobody writes
+        there either."""
+        self._flips = self._sealed_flips = 0
 
     @property
     def buffer(self) -> Lease | None:
@@ -76,9 +82,22 @@ class Home:
         """Which of the extents or buffers the next update writes."""
         return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether an update may write: what it overwrites is in no commit that is still needed."""
+        was_sealed = self.target == self.sealed and self._flips > self._sealed_flips
+        return self.target != self.durable and not was_sealed
+
+    def seal(self, extent: int) -> None:
+        """The next commit speaks of `extent`: the current one, or the target of an update that has
+        yet to end."""
+        self.sealed = extent
+        self._sealed_flips = self._flips + (extent != self.version)
+
     def flip(self) -> None:
         """An update has written all of the target: that is the content from now on."""
         self.version = self.target
+        self._flips += 1
         self.written = True
         if self.version and self.extents and isinstance(self.extents[0], FileExtent):
             self.extents = self.extents[1:]

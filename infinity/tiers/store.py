@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,13 +34,21 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, Extent, NvmeTier
+from infinity.tiers.durable import DurableStates, StoredBlock
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
 
 log = logging.getLogger("infinity")
+
+
+class Version(NamedTuple):
+    """What a block has after some step: which of its extents, and whether that was ever written."""
+
+    extent: int
+    is_written: bool
 
 
 class Store:
@@ -60,13 +69,19 @@ class Store:
     """Slots of 4096 bytes on the compute device for copies of parameters."""
 
     def __init__(
-        self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = ""
+        self,
+        config: Config,
+        device: ComputeDevice,
+        recorder: Recorder,
+        own: str = "",
+        resume: bool = False,
     ) -> None:
         """What is on NVMe lies in directories called `own` below those of `config`, if that has
-        letters."""
+        letters. With `resume` states that an earlier run committed there are taken over."""
         self._config = config
         self._device = device
         self._recorder = recorder
+        self._durable = DurableStates(resume) if config.durability != "off" else None
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -74,6 +89,7 @@ class Store:
             recorder,
             config.tuning.nvme_shares,
             own,
+            self._durable,
         )
         self._changed = threading.Condition()
         self.budgets = Budgets(
@@ -169,6 +185,8 @@ class Store:
                 block.home.extents = tuple(places)
         if self._config.activations == "nvme" or self._originals:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
+        if self._durable is not None:
+            self._durable.describe([_stored(block) for block in self.durable_blocks()])
         self._nvme.originals.open(
             each.file for original in self._originals.values() for each in original.slices
         )
@@ -236,6 +254,54 @@ class Store:
             if block.cached_elements and cache is not None:
                 block.home.cached = cache[start : start + block.placed.cached_bytes]
                 start += block.placed.cached_bytes
+
+    # States that outlive the process
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the states outlive the process."""
+        return self._durable is not None
+
+    def durable_blocks(self) -> list[Block]:
+        """Those that commits speak of, in the order of declaration."""
+        return [
+            block
+            for block in self._blocks
+            if block.tier == "nvme" and block.kind is not Kind.GRAD and not block.spec.in_files
+        ]
+
+    @property
+    def taken_over(self) -> bytes | None:
+        """The last record of the earlier run whose states were taken over; None where the states
+        are new."""
+        return None if self._durable is None else self._durable.content
+
+    def restore(self, versions: Sequence[Version]) -> None:
+        """The states that were taken over are at these versions, of `durable_blocks`."""
+        for block, version in zip(self.durable_blocks(), versions, strict=True):
+            block.home.version, block.home.written = version
+            block.home.durable = version.extent
+            block.home.seal(version.extent)
+
+    def seal(self, versions: Sequence[Version]) -> None:
+        """`commit` will be told of these versions of `durable_blocks`: they are not overwritten."""
+        with self._changed:
+            for block, version in zip(self.durable_blocks(), versions, strict=True):
+                block.home.seal(version.extent)
+
+    def commit(self, versions: Sequence[Version], content: bytes) -> None:
+        """Make `content` the record of what `durable_blocks` have at these versions, all of which
+        is written. Returns when it would survive a power cut. For one thread."""
+        if self._durable is None:
+            raise RuntimeError("durability is off")
+        self._nvme.flush()
+        if not self._durable.committed:
+            self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
+        self._durable.commit(content)
+        with self._changed:
+            for block, version in zip(self.durable_blocks(), versions, strict=True):
+                block.home.durable = version.extent
+            self._changed.notify_all()
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
@@ -361,3 +427,11 @@ class Store:
         self._originals.clear()
         self._arenas.clear()
         self._blocks.clear()
+
+
+def _stored(block: Block) -> StoredBlock:
+    starts = tuple(extent.start for extent in block.home.extents if isinstance(extent, Extent))
+    spec = block.spec
+    return StoredBlock(
+        spec.name, spec.kind.value, spec.format.name, spec.elements, spec.nbytes, starts
+    )

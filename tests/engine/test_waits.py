@@ -103,6 +103,10 @@ CLOSING = (
     "what the thread waits for ends, see its own entries",
     "test_waits.py::test_close_ends_every_thread_whatever_fails_on_it",
 )
+COMMIT = (
+    "the committer notifies when it has ended, after a failure, too",
+    "test_durability.py::test_a_commit_that_fails_ends_all_who_wait",
+)
 NEVER = "does not block", ""
 
 WAITS: dict[str, tuple[str, str]] = {
@@ -154,6 +158,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline.close": CLOSING,
     "optim/pipeline.py Pipeline._await_states": DRIVE,
     "optim/pipeline.py Pipeline._update": DRIVE,
+    "optim/committer.py Committer.rest": COMMIT,
+    "optim/committer.py Committer.close": COMMIT,
+    "optim/committer.py Committer._run": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
@@ -223,6 +230,7 @@ LOCKS: dict[str, str] = {
     "observe.py Meter._lock": "for a few lines",
     "observe.py Recorder._lock": "for a few lines",
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
+    "optim/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
     "sharding/watch.py Watch._lock": (

@@ -27,7 +27,7 @@ LAYERS = """\
 7 optim
 8 checkpoint
 8 modules
-9 infinity: __init__ access accumulation build closing engine report unwrapping
+9 infinity: __init__ access accumulation build closing durability engine report unwrapping
 9 models
 10 bench
 10 deepspeed

@@ -32,6 +32,7 @@ CONFIG = {
     "precision": ("'auto' | 'bf16' | 'fp16' | 'fp32'", "auto"),
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
     "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
+    "durability": ("'off' | 'step'", "off"),
     "tuning": ("Tuning", Tuning()),
 }
 TUNING = {
@@ -165,8 +166,8 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_12_fields() -> None:
-    assert len(Config.model_fields) <= 12
+def test_config_has_at_most_13_fields() -> None:
+    assert len(Config.model_fields) <= 13
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 

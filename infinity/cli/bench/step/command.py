@@ -50,6 +50,7 @@ ProbeBytes = Annotated[
 LEFT_OUT = (
     "algorithm",
     "stage",
+    "durability",
     "split_master",
     "collective_timeout",
     "poison",

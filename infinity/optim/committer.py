@@ -1,0 +1,106 @@
+"""Commits steps: when the last update of one has been written, its record becomes the last one.
+
+[Note: what may be overwritten]
+A block has two extents, and every update writes the one that does not hold the content. After step
+N is committed, step N+1 writes the extents of step N-1, and step N+2 those of step N. So an update
+waits until the extent that it writes is in no commit that is still needed (`Home.is_free`): until
+step N+1 is committed. Between them lie a forward and a backward, so as a rule nobody waits.
+
+[Note: what is sealed]
+Record and versions are fixed at one moment between two steps (`seal`): from then on an update may
+begin that belongs to the next one. The versions are those that the blocks will have when the
+updates that are posted have ended. The thread waits for these, flushes the drives, and writes the
+record.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from infinity.errors import EngineClosedError
+from infinity.observe import Recorder
+from infinity.optim.job import Job, JobQueue
+from infinity.tiers.store import Store, Version
+
+log = logging.getLogger("infinity")
+
+
+class _Sealed(NamedTuple):
+    """What becomes durable when `jobs` have ended."""
+
+    step: int
+    jobs: Sequence[Job]
+    versions: Sequence[Version]
+    content: bytes
+
+
+class Committer:
+    """A thread that commits what was sealed, in that order. Methods are for the thread that runs
+    the model, and for the one that closes."""
+
+    def __init__(self, store: Store, jobs: JobQueue, recorder: Recorder) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._recorder = recorder
+        self.committed_step: int | None = None
+        """The last step that would survive a power cut; None while there is none."""
+        self._sealed: queue.SimpleQueue[_Sealed | None] = queue.SimpleQueue()
+        self._open = 0  # sealed, and not committed
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="infinity-committer", daemon=True)
+        self._thread.start()
+
+    def seal(self, step: int, content: Callable[[Sequence[Version]], bytes]) -> None:
+        """Have what the blocks are after all posted updates committed, with the record that
+        `content` makes of it; returns at once."""
+        jobs, versions = self._jobs.versions(self._store.durable_blocks())
+        self._store.seal(versions)
+        sealed = _Sealed(step, jobs, versions, content(versions))
+        with self._changed:
+            self._open += 1
+        self._sealed.put(sealed)
+
+    def rest(self) -> None:
+        """Block until all that was sealed is committed, or never will be."""
+        with self._jobs.hurry(), self._changed:
+            self._changed.wait_for(lambda: self._open == 0 or self._ended)
+
+    def close(self) -> None:
+        """Commit what was sealed, and end the thread. May be called twice."""
+        self._sealed.put(None)
+        with self._jobs.hurry():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (sealed := self._sealed.get()) is not None:
+                self._commit(sealed)
+        except EngineClosedError:
+            log.debug("an update failed, so its step is not committed")
+        except BaseException as error:
+            self._store.latch.fail(error, "a commit")
+            self._jobs.refuse()  # what waits for a commit waits in vain
+            self._jobs.end_jobs()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+            self._jobs.poke()
+
+    def _commit(self, sealed: _Sealed) -> None:
+        self._jobs.await_ended(sealed.jobs)
+        self._store.latch.check()
+        start = time.perf_counter()
+        self._store.commit(sealed.versions, sealed.content)
+        self._recorder.add("commit", f"step {sealed.step}", start, time.perf_counter())
+        with self._changed:
+            self.committed_step = sealed.step
+            self._open -= 1
+            self._changed.notify_all()
+        self._jobs.poke()

@@ -1,0 +1,195 @@
+"""States that outlive their process: what lies in the directories beside the states files, and who
+may take it over.
+
+[Note: a directory that holds states]
+Every directory has a manifest, `infinity-manifest.json`: the run, its number among the directories,
+how the address space is striped over them, and where each block lies. The first directory also has
+the record of the last commit (`infinity.directories.commits`). The manifests come before the first
+commit and never change. Where there is a manifest, nobody reclaims the states: they are taken over
+(`resume`), or refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
+from infinity.directories.directory import Directory
+from infinity.errors import CheckpointError, ConfigError
+
+MANIFEST_NAME = "infinity-manifest.json"
+DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
+"""What lies beside the states; the manifest last, because without it nobody looks at the others."""
+VERSION = 1
+_MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block on NVMe: what it is, and the bytes at which each of its extents begins."""
+
+    name: str
+    kind: str
+    format: str
+    elements: int
+    nbytes: int
+    extents: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StatesManifest:
+    """Where the states of one run lie; `stripe_bytes`, `shares` and `rooms` are those of
+    `Stripes`."""
+
+    run: str
+    stripe_bytes: int
+    shares: tuple[float, ...]
+    rooms: tuple[int, ...]
+    blocks: tuple[StoredBlock, ...]
+
+    def encode(self, directory: int) -> bytes:
+        """That of directory number `directory`."""
+        values = {"version": VERSION, "directory": directory, **asdict(self)}
+        return json.dumps(values, indent=1).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> tuple[StatesManifest, int]:
+        """The manifest, and the number of its directory. Raises some `Exception`."""
+        values = json.loads(content)
+        version, directory = values.pop("version"), values.pop("directory")
+        if version != VERSION:
+            raise ValueError(f"it is of version {version!r}, and {VERSION} is known")
+        blocks = tuple(
+            StoredBlock(**block | {"extents": tuple(map(int, block["extents"]))})
+            for block in values.pop("blocks")
+        )
+        shares = tuple(map(float, values.pop("shares")))
+        rooms = tuple(map(int, values.pop("rooms")))
+        return cls(shares=shares, rooms=rooms, blocks=blocks, **values), int(directory)
+
+    def difference(self, blocks: Sequence[StoredBlock]) -> str:
+        """In what other `blocks` differ from these first, in words; "" where they do not."""
+        for mine, other in zip(self.blocks, blocks, strict=False):
+            for key, value in asdict(mine).items():
+                if (here := getattr(other, key)) != value:
+                    of = f" of {mine.name}" * (key != "name")
+                    return f"{key}{of} was {_shown(value)}, and is {_shown(here)} here"
+        if len(self.blocks) != len(blocks):
+            return f"there were {len(self.blocks)} blocks, and are {len(blocks)} here"
+        return ""
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+class DurableStates:
+    """What the directories of one engine hold beyond its life. `find` comes first, then `begin` or
+    `take_over`, then `commit` again and again, by one thread."""
+
+    def __init__(self, resume: bool) -> None:
+        """`resume`: states that are there are taken over; without it they are refused."""
+        self._resume = resume
+        self._places: list[Directory] = []
+        self._log: CommitLog | None = None
+        self._blocks: tuple[StoredBlock, ...] = ()
+        self.committed = False
+        """Whether what the directories hold is worth keeping."""
+        self.found: StatesManifest | None = None
+        """Of the states that are taken over; None where the engine begins anew."""
+        self.content: bytes | None = None
+        """The last record, with `found`."""
+
+    def find(self, places: Sequence[Directory]) -> None:
+        """Look what an earlier run left in the directories, which are locked; changes nothing.
+
+        Raises `ConfigError` where states are there and are not to be taken over, or directories are
+        missing, exchanged or of several runs. Raises `CheckpointError` for what is damaged.
+        """
+        self._places = list(places)
+        self._log = CommitLog(DurableFiles(places[0]))
+        kept = [place for place in places if place.check(MANIFEST_NAME) is not None]
+        if kept and not self._resume:
+            refuse_kept(kept[0])
+        if not kept:
+            return
+        manifests = [_read(place) for place in kept]
+        if len(kept) < len(places) or any(
+            (manifest, number) != (manifests[0][0], at)
+            for at, (manifest, number) in enumerate(manifests)
+        ):
+            numbers = ", ".join(
+                f"{place.path} is number {number + 1} of run {manifest.run[:8]}"
+                for place, (manifest, number) in zip(kept, manifests, strict=True)
+            )
+            raise ConfigError(
+                "the nvme directories do not hold the states of one run together, in this order "
+                f"({numbers}); give all directories of that run, in the order in which they were"
+            )
+        commit = self._log.last()
+        if commit is None:  # killed before the first one: nothing is lost
+            return
+        if len(manifests[0][0].shares) != len(places):
+            raise ConfigError(
+                f"the states in {places[0].path} lie in {len(manifests[0][0].shares)} nvme "
+                f"directories, and {len(places)} are given; give all, in the same order"
+            )
+        self.found, self.content, self.committed = manifests[0][0], commit.content, True
+
+    def describe(self, blocks: Sequence[StoredBlock]) -> None:
+        """These are the states of the engine, in their order."""
+        self._blocks = tuple(blocks)
+
+    def check(self) -> None:
+        """Raise `ConfigError` where the states that are there are not those of the engine."""
+        if self.found is not None and (difference := self.found.difference(self._blocks)):
+            raise ConfigError(
+                f"{self._places[0].path} holds the states of another model or configuration: "
+                f"{difference}; wrap the same model with the same Config, or take another directory"
+            )
+
+    def begin(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
+        """The states lie so, and nothing was committed yet: write the manifests, in place of those
+        of a run that was killed before its first commit."""
+        run = uuid.uuid4().hex
+        manifest = StatesManifest(run, stripe_bytes, tuple(shares), tuple(rooms), self._blocks)
+        files = [DurableFiles(place) for place in self._places]
+        for each in files:
+            each.remove(MANIFEST_NAME)
+        for number, each in enumerate(files):
+            each.create(MANIFEST_NAME, manifest.encode(number))
+
+    def commit(self, content: bytes) -> None:
+        """Make `content` the last record, when all that it speaks of is on the drives."""
+        if self._log is None:
+            raise RuntimeError("no directory was looked at")
+        self._log.write(content)
+        self.committed = True
+
+
+def refuse_kept(place: Directory) -> None:
+    """Raise `ConfigError` where `place` holds states that outlived their process."""
+    if place.check(MANIFEST_NAME) is not None:
+        raise ConfigError(
+            f"nvme directory {place.path} holds the committed states of an earlier run; go on "
+            "from them with infinity.wrap(model, config, resume=True), take another directory, or "
+            f"remove them with: infinity gc --committed {place.path}"
+        )
+
+
+def _read(place: Directory) -> tuple[StatesManifest, int]:
+    path = place.path / MANIFEST_NAME
+    try:
+        with os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
+            return StatesManifest.decode(file.read(_MOST_BYTES))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}); go on from a checkpoint, in another directory"
+        ) from error
