@@ -43,6 +43,15 @@ INFINITY_DEVICE inline float from_bits(std::uint32_t bits) {
   return value;
 }
 
+// What was computed once stays computed: nvcc repeats a hash of ten instructions rather than keep its result in a register.
+template <class Bits>
+INFINITY_INLINE Bits kept(Bits x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // Correctly rounded, as IEEE-754 asks.
 INFINITY_DEVICE inline float root_of(float value) {
 #ifdef __CUDA_ARCH__

@@ -8,7 +8,8 @@
 
 namespace infinity::cpu_adam {
 
-// What is the same for 2^32 elements: the key and the upper half of their numbers, mixed.
+// What is the same for 2^32 elements: the key and the upper half of their numbers, mixed. `between` comes with its part of the xor-shift
+// that follows it.
 struct Noise {
   std::uint32_t before, between;
 };
@@ -20,20 +21,31 @@ inline Noise make_noise(std::uint64_t key, std::uint64_t number) {  // splitmix6
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
   x = (x ^ x >> 27) * 0x94d049bb133111eb;
   x ^= x >> 31;
-  return {static_cast<std::uint32_t>(x), static_cast<std::uint32_t>(x >> 32)};
+  const auto half = static_cast<std::uint32_t>(x >> 32);
+  return {static_cast<std::uint32_t>(x), half ^ half >> 11};
 }
 
 // Three rounds of xor-shift and multiply (C. Wellons's "triple32", every output bit depends on every input bit; two rounds are
 // measurably uneven over strides of elements). The second half of the seed enters after the first, so that two steps are not one
-// sequence read from two places.
+// sequence read from two places; (x ^ half) ^ (x ^ half) >> 11 is x ^ x >> 11 ^ between.
+//
+// The first shift leaves nothing of the lower 17 bits behind. So what it makes of a group's first element, whose number is a multiple of
+// kGroup, is that of element j of the group but for the bits of j: begin_noise(seed, number + j) == begin_noise(seed, number) ^ j.
 template <class Bits>
-INFINITY_INLINE Bits noise_of(const Noise& seed, Bits number) {
-  Bits x = number ^ seed.before;
-  x = (x ^ x >> 17) * 0xed5ad4bbu;
-  x = x ^ seed.between;
-  x = (x ^ x >> 11) * 0xac4c1b51u;
+INFINITY_INLINE Bits begin_noise(const Noise& seed, Bits number) {
+  const Bits x = number ^ seed.before;
+  return x ^ x >> 17;
+}
+template <class Bits>
+INFINITY_INLINE Bits end_noise(const Noise& seed, Bits x) {
+  x = x * 0xed5ad4bbu;
+  x = (x ^ x >> 11 ^ seed.between) * 0xac4c1b51u;
   x = (x ^ x >> 15) * 0x31848babu;
   return x ^ x >> 14;
+}
+template <class Bits>
+INFINITY_INLINE Bits noise_of(const Noise& seed, Bits number) {
+  return end_noise(seed, begin_noise(seed, number));
 }
 
 }  // namespace

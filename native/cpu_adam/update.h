@@ -87,8 +87,9 @@ INFINITY_INLINE void update_group(const Run& run, const Run& to, const Constants
   store_masters<V>(to, i, w);
   typename V::Bits noise[kRegs<V>] = {}, other[kRegs<V>] = {};
   if constexpr (format != Format::fp32) {
+    const std::uint32_t begun = begin_noise(run.noise, run.number + static_cast<std::uint32_t>(i));
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
-      noise[k] = noise_of(run.noise, V::lanes() + (run.number + static_cast<std::uint32_t>(i + k * Group<V>::step)));
+      noise[k] = kept(end_noise(run.noise, (V::lanes() + static_cast<std::uint32_t>(k * Group<V>::step)) ^ begun));
       other[k] = noise[k] >> 16;
     }
   }
