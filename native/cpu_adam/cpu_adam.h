@@ -49,11 +49,11 @@ struct Constants {
       : grad_scale(static_cast<float>(h.grad_scale)), weight_decay(static_cast<float>(h.weight_decay)),
         keep_weight(static_cast<float>(1 - h.lr * h.weight_decay)), beta1(static_cast<float>(h.beta1)),
         rest1(static_cast<float>(1 - h.beta1)), beta2(static_cast<float>(h.beta2)), rest2(static_cast<float>(1 - h.beta2)),
-        correction2(static_cast<float>(h.bias_correction2_sqrt)), eps(static_cast<float>(h.eps)),
+        correction2(static_cast<float>(h.bias_correction2_sqrt)), inverse2(1 / correction2), eps(static_cast<float>(h.eps)),
         step(static_cast<float>(h.lr / h.bias_correction1)), lr(static_cast<float>(h.lr)), momentum(static_cast<float>(h.momentum)),
         undamped(static_cast<float>(1 - h.dampening)), decay(h.weight_decay != 0), decoupled(h.decoupled), nesterov(h.nesterov),
         first_step(h.first_step) {}
-  float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, eps, step, lr, momentum, undamped;
+  float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, inverse2, eps, step, lr, momentum, undamped;
   bool decay, decoupled, nesterov, first_step;
 };
 

@@ -40,12 +40,15 @@ void decode_run(const Moments& from, float* to, std::size_t n) {
 
 template <class V, Format format, Moment moment>
 void encode_run(const Moments& to, const float* from, std::size_t n) {
-  typename V::Reg x[kRegs<V>];
+  typename V::Reg x[kRegs<V>], root[kRegs<V>];
   typename V::Bits noise[kRegs<V>];
   for (auto& bits : noise) bits = typename V::Bits{} + kNearest;
   for (std::size_t i = 0; i < n; i += kGroup) {
-    for (std::size_t k = 0; k < kRegs<V>; ++k) x[k] = V::load(from + i + k * V::width);
-    store<V, format, moment>(to, i, x, noise);
+    for (std::size_t k = 0; k < kRegs<V>; ++k) {
+      x[k] = V::load(from + i + k * V::width);
+      root[k] = V::sqrt(x[k]);
+    }
+    store<V, format, moment>(to, i, x, root, noise);
   }
 }
 

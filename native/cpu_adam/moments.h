@@ -33,7 +33,7 @@ struct Moments {
 
 namespace {
 
-constexpr std::uint32_t kNearest = 0x8000;
+constexpr std::uint32_t kNearest = 0x80008000;
 constexpr float kLeastFirst = 0x1p-112f, kLeastSecond = 0x1p-58f;
 
 INFINITY_DEVICE inline std::uint16_t* halves(const Moments& at) { return static_cast<std::uint16_t*>(at.values); }
@@ -142,7 +142,7 @@ INFINITY_INLINE typename V::Reg least(typename V::Reg x, float bound) {
 // 16 random bits as a number between 0 and 1, neither included: exact.
 template <class V>
 INFINITY_INLINE typename V::Reg unit(typename V::Bits noise) {
-  return (V::to_float(bit_cast<typename V::Ints>(noise & 0xffffu)) + 0.5f) * 0x1p-16f;
+  return (V::to_float(bit_cast<typename V::Ints>(noise)) + 0.5f) * 0x1p-16f;
 }
 
 template <class V, Format format, Moment moment>
@@ -168,7 +168,7 @@ INFINITY_INLINE void load(const Moments& from, std::size_t i, typename V::Reg (&
   }
 }
 
-// The greatest of the group's bit patterns: of magnitudes, or of a second moment, where every negative number and NaN is above infinity.
+// The greatest of the group's bit patterns: of magnitudes, or of roots, where every negative number and NaN is above infinity.
 template <class V>
 INFINITY_INLINE std::uint32_t greatest(const typename V::Bits (&bits)[kRegs<V>]) {
   auto most = bits[0];
@@ -176,15 +176,50 @@ INFINITY_INLINE std::uint32_t greatest(const typename V::Bits (&bits)[kRegs<V>])
   return V::max(most);
 }
 
+// The 16 bits of an element's noise that belong to a moment.
+template <class V, Moment moment>
+INFINITY_INLINE typename V::Bits share(typename V::Bits noise) {
+  if constexpr (moment == Moment::first) {
+    return noise & 0xffffu;
+  } else {
+    return noise >> 16;
+  }
+}
+
+// The code of what is z/127^2 (first) or z/255^2 (second) of the scale; its lowest byte. native/cuda has one of its own.
+template <class V>
+struct Code {
+  using Reg = typename V::Reg;
+  using Bits = typename V::Bits;
+  using Ints = typename V::Ints;
+
+  // With the sign of x. c and c + 1 stand for c^2 and (c + 1)^2.
+  INFINITY_INLINE static Bits first(Reg z, Reg x, Bits noise) {
+    const Ints zero{}, one = zero + 1, low = V::to_int(V::sqrt(z));
+    const Reg c = V::to_float(low), square = c * c, u = unit<V>(share<V, Moment::first>(noise));
+    const Ints code = low + (u * (2.0f * c + 1.0f) < z - square ? one : zero), sign = bit_cast<Ints>(bits_of<V>(x)) >> 31;
+    return bit_cast<Bits>((code ^ sign) - sign) & 0xffu;
+  }
+  // At least 1 unless the root is zero. c and c + 1 stand for c^4 and (c + 1)^4.
+  INFINITY_INLINE static Bits second(Reg z, Reg root, Bits noise) {
+    const Ints zero{}, one = zero + 1, low = V::to_int(V::sqrt(z));
+    const Reg c = V::to_float(low), square = c * c, u = unit<V>(share<V, Moment::second>(noise));
+    const Ints code = low + (u * ((2.0f * c + 1.0f) * (2.0f * (square + c) + 1.0f)) < (z - square) * (z + square) ? one : zero);
+    const Ints positive = root > V::all(0) ? one : zero;
+    return bit_cast<Bits>(code > positive ? code : positive);
+  }
+};
+
+// `x` is a first moment, or the root of a second one.
 template <class V, Moment moment>
 INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
                                 const typename V::Bits (&noise)[kRegs<V>]) {
   using Reg = typename V::Reg;
   using Bits = typename V::Bits;
-  using Ints = typename V::Ints;
+  constexpr bool first = moment == Moment::first;
   Bits bits[kRegs<V>];
   INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
-    bits[k] = moment == Moment::first ? bits_of<V>(magnitude<V>(x[k])) : bits_of<V>(x[k] + 0.0f);  // -0 + 0 is 0
+    bits[k] = bits_of<V>(first ? magnitude<V>(x[k]) : x[k] + 0.0f);  // -0 + 0 is 0
   }
   const std::uint32_t most = greatest<V>(bits);
   if (most == 0 || most >= 0x7f800000) {
@@ -192,38 +227,32 @@ INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename
     Group<V>::store_bytes(codes(to) + i, [](std::size_t) INFINITY_INLINE_LAMBDA { return Bits{}; });
     return;
   }
-  constexpr float top = moment == Moment::first ? 127 : 255;
-  const float size = moment == Moment::first ? from_bits(most) : root_of(from_bits(most));
-  const float smallest = moment == Moment::first ? kLeastFirst : kLeastSecond, scale = size < smallest ? smallest : size;
+  constexpr float top = first ? 127 : 255, smallest = first ? kLeastFirst : kLeastSecond;
+  const float size = from_bits(most), scale = size < smallest ? smallest : size;
   Group<V>::store_scale(to.scales + i / kGroup, scale);
   const float inverse = top * top / scale;
-  const Ints zero{}, one = zero + 1;
   Group<V>::store_bytes(codes(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
-    const Reg z = least<V>((moment == Moment::first ? magnitude<V>(x[k]) : V::sqrt(x[k])) * inverse, top * top);
-    const Ints low = V::to_int(V::sqrt(z));
-    const Reg c = V::to_float(low), square = c * c, u = unit<V>(noise[k]);
-    if constexpr (moment == Moment::first) {  // c and c + 1 stand for c^2 and (c + 1)^2
-      const Ints code = low + (u * (2.0f * c + 1.0f) < z - square ? one : zero), sign = bit_cast<Ints>(bits_of<V>(x[k])) >> 31;
-      return bit_cast<Bits>((code ^ sign) - sign) & 0xffu;
-    } else {  // c and c + 1 stand for c^4 and (c + 1)^4
-      const Ints code = low + (u * ((2.0f * c + 1.0f) * (2.0f * (square + c) + 1.0f)) < (z - square) * (z + square) ? one : zero);
-      const Ints positive = bits[k] > 0u ? one : zero;
-      return bit_cast<Bits>(code > positive ? code : positive);
+    const Reg z = least<V>((first ? magnitude<V>(x[k]) : x[k]) * inverse, top * top);
+    if constexpr (first) {
+      return Code<V>::first(z, x[k], noise[k]);
+    } else {
+      return Code<V>::second(z, x[k], noise[k]);
     }
   });
 }
 
-// `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest. int8 is never `streamed`: it is bound by compute.
+// `root` is that of a second moment. `noise`: 16 random bits for either moment of each element; kNearest for all of them rounds to nearest.
+// int8 is never `streamed`: it is bound by compute.
 template <class V, Format format, Moment moment>
-INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
+INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Reg (&root)[kRegs<V>],
                            const typename V::Bits (&noise)[kRegs<V>], bool streamed = false) {
   if constexpr (format == Format::int8) {
-    store_int8<V, moment>(to, i, x, noise);
+    store_int8<V, moment>(to, i, moment == Moment::first ? x : root, noise);
   } else if constexpr (format == Format::fp32) {
     put<V>(floats(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return canonical<V>(x[k]); });
   } else {  // whatever is cut off goes up with the probability of its size
     put_halves<V>(halves(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
-      return (bits_of<V>(canonical<V>(x[k])) + (noise[k] & 0xffffu)) >> 16;
+      return (bits_of<V>(canonical<V>(x[k])) + share<V, moment>(noise[k])) >> 16;
     });
   }
 }

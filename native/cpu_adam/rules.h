@@ -1,5 +1,8 @@
 // The update rules, one element or one register of them at a time. Each is torch.optim's with foreach=False in this order of operations;
 // `g` is the gradient in fp32 times c.grad_scale. sgd is two rules, for without momentum there is no moment.
+//
+// Rules with a second moment have two parts: `begin` makes the moments, and `finish` takes the step with its root. They divide and take
+// roots by `A`, so that native/cuda can ask in between how large the numbers of a group are.
 #pragma once
 
 #include "convert.h"
@@ -7,17 +10,35 @@
 namespace infinity::cpu_adam {
 namespace {
 
+// Any numbers.
+template <class V>
+struct Exact {
+  using Reg = typename V::Reg;
+  INFINITY_INLINE static Reg root(Reg x) { return V::sqrt(x); }
+  INFINITY_INLINE static Reg quotient(Reg x, Reg y) { return x / y; }
+  INFINITY_INLINE static Reg quotient(Reg x, float y, float) { return x / y; }  // the third is 1 / y, rounded
+};
+
+// What takes fewer instructions than Exact for ordinary numbers, with the same bits, where an instruction set has it: of native/cuda.
+template <class V>
+struct Quick {
+  static constexpr bool known = false;
+};
+
 template <class V>
 struct Adam {
   static constexpr bool first = true, second = true;
   using Reg = typename V::Reg;
-  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg& v) {
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg& v) {
     if (c.decay && c.decoupled) w = w * c.keep_weight;
     if (c.decay && !c.decoupled) g = g + c.weight_decay * w;
     m = c.beta1 * m + c.rest1 * g;
     v = c.beta2 * v + (c.rest2 * g) * g;
-    const Reg d = V::sqrt(v) / c.correction2 + c.eps;
-    w = w - c.step * (m / d);
+  }
+  template <class A>
+  INFINITY_INLINE static void finish(const Constants& c, Reg& w, Reg, Reg m, Reg root) {
+    const Reg d = A::quotient(root, c.correction2, c.inverse2) + c.eps;
+    w = w - c.step * A::quotient(m, d);
   }
 };
 
@@ -25,10 +46,13 @@ template <class V>
 struct Adagrad {  // v is the sum of squares
   static constexpr bool first = false, second = true;
   using Reg = typename V::Reg;
-  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg& v) {
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg&, Reg& v) {
     if (c.decay) g = g + c.weight_decay * w;
     v = v + g * g;
-    w = w - c.lr * (g / (V::sqrt(v) + c.eps));
+  }
+  template <class A>
+  INFINITY_INLINE static void finish(const Constants& c, Reg& w, Reg g, Reg, Reg root) {
+    w = w - c.lr * A::quotient(g, root + c.eps);
   }
 };
 
@@ -36,7 +60,7 @@ template <class V>
 struct Lion {  // arXiv 2302.06675
   static constexpr bool first = true, second = false;
   using Reg = typename V::Reg;
-  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg&) {
     if (c.decay) w = w * c.keep_weight;
     const Reg u = c.beta1 * m + c.rest1 * g, zero = V::all(0);
     const Reg other = u * 0.0f;  // of zero: zero; of NaN: NaN
@@ -49,7 +73,7 @@ template <class V>
 struct Sgd {
   static constexpr bool first = false, second = false;
   using Reg = typename V::Reg;
-  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg&) {
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg&, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;
     w = w - c.lr * g;
   }
@@ -59,7 +83,7 @@ template <class V>
 struct Momentum {
   static constexpr bool first = true, second = false;
   using Reg = typename V::Reg;
-  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;
     m = c.first_step ? g : c.momentum * m + c.undamped * g;
     w = w - c.lr * (c.nesterov ? g + c.momentum * m : m);

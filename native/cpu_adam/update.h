@@ -71,30 +71,53 @@ INFINITY_INLINE void store_masters(const Run& to, std::size_t i, const typename 
   }
 }
 
+// The part of a rule that needs the root of the second moment.
+template <class V, class Rule, class A>
+INFINITY_INLINE void finish(const Constants& c, typename V::Reg& w, typename V::Reg g, typename V::Reg m, typename V::Reg v,
+                            typename V::Reg& root) {
+  root = A::root(v);
+  Rule::template finish<A>(c, w, g, m, root);
+}
+
+template <class V, class Rule>
+INFINITY_INLINE void apply(const Constants& c, typename V::Reg (&w)[kRegs<V>], typename V::Reg (&g)[kRegs<V>],
+                           typename V::Reg (&m)[kRegs<V>], typename V::Reg (&v)[kRegs<V>], typename V::Reg (&root)[kRegs<V>]) {
+  constexpr bool asks = Rule::second && Quick<V>::known;
+  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
+    g[k] = g[k] * c.grad_scale;
+    Rule::begin(c, w[k], g[k], m[k], v[k]);
+    if constexpr (Rule::second && !asks) finish<V, Rule, Exact<V>>(c, w[k], g[k], m[k], v[k], root[k]);
+  }
+  if constexpr (asks) {
+    if (Quick<V>::template ordinary<Rule>(c, g, m, v)) {
+      INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) finish<V, Rule, Quick<V>>(c, w[k], g[k], m[k], v[k], root[k]);
+    } else {
+      INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) finish<V, Rule, Exact<V>>(c, w[k], g[k], m[k], v[k], root[k]);
+    }
+  }
+  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) w[k] = canonical<V>(w[k]);
+}
+
 // The group that begins with element i of the run; what becomes of it is written to where `to` lies, which may be the run itself.
 template <class V, template <class> class RuleOf, Format format>
 INFINITY_INLINE void update_group(const Run& run, const Run& to, const Constants& c, std::size_t i) {
   using Rule = RuleOf<V>;
-  typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>];
+  typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>], root[kRegs<V>];
   if constexpr (Rule::first) load<V, format, Moment::first>(run.first, i, m);
   if constexpr (Rule::second) load<V, format, Moment::second>(run.second, i, v);
   load_masters<V>(run, i, w);
   load_gradients<V>(run, i, g);
-  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
-    Rule::apply(c, w[k], g[k] * c.grad_scale, m[k], v[k]);
-    w[k] = canonical<V>(w[k]);
-  }
+  apply<V, Rule>(c, w, g, m, v, root);
   store_masters<V>(to, i, w);
-  typename V::Bits noise[kRegs<V>] = {}, other[kRegs<V>] = {};
+  typename V::Bits noise[kRegs<V>] = {};
   if constexpr (format != Format::fp32) {
     const std::uint32_t begun = begin_noise(run.noise, run.number + static_cast<std::uint32_t>(i));
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
       noise[k] = kept(end_noise(run.noise, (V::lanes() + static_cast<std::uint32_t>(k * Group<V>::step)) ^ begun));
-      other[k] = noise[k] >> 16;
     }
   }
-  if constexpr (Rule::first) store<V, format, Moment::first>(to.first, i, m, noise, to.streamed == Streamed::all);
-  if constexpr (Rule::second) store<V, format, Moment::second>(to.second, i, v, other, to.streamed == Streamed::all);
+  if constexpr (Rule::first) store<V, format, Moment::first>(to.first, i, m, m, noise, to.streamed == Streamed::all);
+  if constexpr (Rule::second) store<V, format, Moment::second>(to.second, i, v, root, noise, to.streamed == Streamed::all);
 }
 
 }  // namespace
