@@ -32,9 +32,10 @@ INFINITY_EVERYWHERE T* offset(T* from, std::size_t bytes) {
 template <bool there = false>
 INFINITY_EVERYWHERE Moments locate(void* block, Format format, std::size_t at) {
   if (format != Format::int8) return {offset<there>(block, at * bytes_of(format)), nullptr};
-  void* const superblock = offset<there>(block, at / kSuperblock * kSuperblockBytes);
-  void* const scale = offset<there>(superblock, kSuperblock + at % kSuperblock / kGroup * sizeof(float));
-  return {offset<there>(superblock, at % kSuperblock), static_cast<float*>(scale)};
+  // The scales of the superblocks before it lie between the codes, and their codes between the scales.
+  const std::size_t before = at / kSuperblock, scales = kSuperblockBytes - kSuperblock;
+  void* const scale = offset<there>(block, kSuperblock + at / kGroup * sizeof(float) + before * kSuperblock);
+  return {offset<there>(block, at + before * scales), static_cast<float*>(scale)};
 }
 
 // The run of n elements from `at`, which must lie in one piece and share their noise.

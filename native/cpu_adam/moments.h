@@ -20,6 +20,8 @@
 // NaN, an infinity or (second) a negative number is NaN as a whole: its scale is, and its codes are zeros. Zero bytes are zeros.
 #pragma once
 
+#include <type_traits>
+
 #include "convert.h"
 #include "cpu_adam.h"
 
@@ -42,6 +44,14 @@ INFINITY_DEVICE inline std::uint8_t* codes(const Moments& at) { return static_ca
 
 template <class V>
 constexpr std::size_t kRegs = kGroup / V::width;  // registers in a group
+
+template <class To, class From>
+INFINITY_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
 
 // A group in memory: calls `f(k, x)` with the content of register k, or stores what `f(k)` gives. `step` is how many elements apart the same
 // lane of two neighbouring registers is. native/cuda has one of its own.
@@ -69,6 +79,14 @@ struct Group {
   INFINITY_INLINE static void load_bytes(const std::uint8_t* from, F f) {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load_bytes(from + k * step));
   }
+  // Bytes as numbers: those of first moments have signs.
+  template <Moment moment, class F>
+  INFINITY_INLINE static void load_codes(const std::uint8_t* from, F f) {
+    using Ints = typename V::Ints;
+    load_bytes(from, [&](std::size_t k, typename V::Bits byte) INFINITY_INLINE_LAMBDA {
+      f(k, V::to_float(moment == Moment::first ? bit_cast<Ints>(byte << 24) >> 24 : bit_cast<Ints>(byte)));
+    });
+  }
   template <class F>
   INFINITY_INLINE static void store(float* to, F f) {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store(to + k * step, f(k));
@@ -84,6 +102,15 @@ struct Group {
   template <class F>
   INFINITY_INLINE static void stream_halves(std::uint16_t* to, F f) {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::stream_halves(to + k * step, f(k));
+  }
+  // Of 32 bits the upper half.
+  template <class F>
+  INFINITY_INLINE static void store_upper(std::uint16_t* to, F f) {
+    store_halves(to, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return f(k) >> 16; });
+  }
+  template <class F>
+  INFINITY_INLINE static void stream_upper(std::uint16_t* to, F f) {
+    stream_halves(to, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return f(k) >> 16; });
   }
   template <class F>
   INFINITY_INLINE static void store_bytes(std::uint8_t* to, F f) {
@@ -110,13 +137,13 @@ INFINITY_INLINE void put_halves(std::uint16_t* to, bool streamed, F f) {
     Group<V>::store_halves(to, f);
   }
 }
-
-template <class To, class From>
-INFINITY_INLINE To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
+template <class V, class F>
+INFINITY_INLINE void put_upper(std::uint16_t* to, bool streamed, F f) {
+  if (streamed) {
+    Group<V>::stream_upper(to, f);
+  } else {
+    Group<V>::store_upper(to, f);
+  }
 }
 
 template <class V>
@@ -126,7 +153,11 @@ INFINITY_INLINE typename V::Bits bits_of(typename V::Reg x) {
 
 template <class V>
 INFINITY_INLINE typename V::Reg magnitude(typename V::Reg x) {
-  return bit_cast<typename V::Reg>(bits_of<V>(x) & 0x7fffffffu);
+  if constexpr (std::is_same_v<typename V::Reg, float>) {
+    return __builtin_fabsf(x);  // a GPU has it for nothing where it is an operand
+  } else {
+    return bit_cast<typename V::Reg>(bits_of<V>(x) & 0x7fffffffu);
+  }
 }
 
 template <class V>
@@ -149,19 +180,17 @@ template <class V, Format format, Moment moment>
 INFINITY_INLINE void load(const Moments& from, std::size_t i, typename V::Reg (&x)[kRegs<V>]) {
   using Reg = typename V::Reg;
   using Bits = typename V::Bits;
-  using Ints = typename V::Ints;
   if constexpr (format == Format::fp32) {
     Group<V>::load(floats(from) + i, [&](std::size_t k, Reg value) INFINITY_INLINE_LAMBDA { x[k] = value; });
   } else if constexpr (format == Format::bf16) {
     Group<V>::load_halves(halves(from) + i, [&](std::size_t k, Bits half) INFINITY_INLINE_LAMBDA { x[k] = bit_cast<Reg>(half << 16); });
   } else {
     const float scale = from.scales[i / kGroup];
-    Group<V>::load_bytes(codes(from) + i, [&](std::size_t k, Bits byte) INFINITY_INLINE_LAMBDA {
+    Group<V>::template load_codes<moment>(codes(from) + i, [&](std::size_t k, Reg code) INFINITY_INLINE_LAMBDA {
       if constexpr (moment == Moment::first) {
-        const Reg code = V::to_float(bit_cast<Ints>(byte << 24) >> 24);
         x[k] = scale * (code * magnitude<V>(code) * (1 / 16129.0f));  // 16129 (1 / 16129) is 1 in fp32 too
       } else {
-        const Reg code = V::to_float(bit_cast<Ints>(byte)), root = scale * (code * code * (1 / 65025.0f));
+        const Reg root = scale * (code * code * (1 / 65025.0f));
         x[k] = root * root;
       }
     });
@@ -186,7 +215,7 @@ INFINITY_INLINE typename V::Bits share(typename V::Bits noise) {
   }
 }
 
-// The code of what is z/127^2 (first) or z/255^2 (second) of the scale; its lowest byte. native/cuda has one of its own.
+// The codes of what is z/127^2 (first) or z/255^2 (second) of the scale: their lowest bytes. native/cuda has one of its own.
 template <class V>
 struct Code {
   using Reg = typename V::Reg;
@@ -208,13 +237,19 @@ struct Code {
     const Ints positive = root > V::all(0) ? one : zero;
     return bit_cast<Bits>(code > positive ? code : positive);
   }
+  // Of a group; `x` is a first moment or the root of a second one, of which z(k) is made.
+  template <Moment moment, class F>
+  INFINITY_INLINE static void store(std::uint8_t* to, const Reg (&x)[kRegs<V>], const Bits (&noise)[kRegs<V>], F z) {
+    Group<V>::store_bytes(to, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
+      return moment == Moment::first ? first(z(k), x[k], noise[k]) : second(z(k), x[k], noise[k]);
+    });
+  }
 };
 
 // `x` is a first moment, or the root of a second one.
 template <class V, Moment moment>
 INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
                                 const typename V::Bits (&noise)[kRegs<V>]) {
-  using Reg = typename V::Reg;
   using Bits = typename V::Bits;
   constexpr bool first = moment == Moment::first;
   Bits bits[kRegs<V>];
@@ -231,13 +266,8 @@ INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename
   const float size = from_bits(most), scale = size < smallest ? smallest : size;
   Group<V>::store_scale(to.scales + i / kGroup, scale);
   const float inverse = top * top / scale;
-  Group<V>::store_bytes(codes(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
-    const Reg z = least<V>((first ? magnitude<V>(x[k]) : x[k]) * inverse, top * top);
-    if constexpr (first) {
-      return Code<V>::first(z, x[k], noise[k]);
-    } else {
-      return Code<V>::second(z, x[k], noise[k]);
-    }
+  Code<V>::template store<moment>(codes(to) + i, x, noise, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
+    return least<V>((first ? magnitude<V>(x[k]) : x[k]) * inverse, top * top);
   });
 }
 
@@ -251,8 +281,8 @@ INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::R
   } else if constexpr (format == Format::fp32) {
     put<V>(floats(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return canonical<V>(x[k]); });
   } else {  // whatever is cut off goes up with the probability of its size
-    put_halves<V>(halves(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
-      return (bits_of<V>(canonical<V>(x[k])) + share<V, moment>(noise[k])) >> 16;
+    put_upper<V>(halves(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
+      return bits_of<V>(canonical<V>(x[k])) + share<V, moment>(noise[k]);
     });
   }
 }

@@ -47,11 +47,6 @@ INFINITY_INLINE void load_masters(const Run& run, std::size_t i, typename V::Reg
 // same parameters bit for bit, bf16 parameters are rounded this way everywhere. fp16 has no split and stays with ties to even.
 // low == 0 is the parameter, widened: a master that was never written reads as zeros.
 template <class V>
-INFINITY_INLINE typename V::Bits to_bf16(typename V::Reg x) {
-  return (bits_of<V>(x) + 0x8000u) >> 16;
-}
-
-template <class V>
 INFINITY_INLINE void store_masters(const Run& to, std::size_t i, const typename V::Reg (&w)[kRegs<V>]) {
   const bool all = to.streamed == Streamed::all;
   if (to.master_format != Master::split) {
@@ -63,7 +58,7 @@ INFINITY_INLINE void store_masters(const Run& to, std::size_t i, const typename 
   if (to.param_dtype == Dtype::fp16) {
     put_halves<V>(param, all, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return V::to_fp16(w[k]); });
   } else {
-    put_halves<V>(param, to.streamed != Streamed::nothing, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return to_bf16<V>(w[k]); });
+    put_upper<V>(param, to.streamed != Streamed::nothing, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]) + 0x8000u; });
   }
   if (to.master_format == Master::split) {  // the lower 16 bits of M - (P << 16) are those of M
     put_halves<V>(static_cast<std::uint16_t*>(to.master) + i, all,

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "device.h"
 #include "launch.h"
 #include "norm.h"
 

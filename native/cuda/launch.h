@@ -11,20 +11,26 @@ namespace {
 
 using namespace cpu_adam;
 
-// Elements [begin, end) of a chunk, in groups that begin at multiples of kGroup: number first, first + step, ... `count` of them.
+// Elements [begin, end) of a chunk, in groups that begin at multiples of kGroup: `count` of them, the first one, and those from `rest` on.
 struct Launch {
   Chunk chunk;
   Constants constants;
   Noise noise;
-  std::size_t begin, end, first, step, count;
+  std::size_t begin, end, first, rest, count;
 };
 
+// The octets of a warp exchange values together, so a loop is as long for all of them.
+constexpr std::size_t kTogether = 4;
+
 // The groups of this thread's octet are every so many-th one from its own.
-INFINITY_INLINE std::size_t first_octet() { return (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x) / 8; }
-INFINITY_INLINE std::size_t octets() { return std::size_t{gridDim.x} * blockDim.x / 8; }
+INFINITY_INLINE unsigned first_octet() { return (blockIdx.x * blockDim.x + threadIdx.x) / 8; }
+INFINITY_INLINE unsigned octets() { return gridDim.x * blockDim.x / 8; }
+// The first of the four elements of a group that are this thread's.
+INFINITY_INLINE unsigned first_of_lane() { return threadIdx.x % 8 * 4; }
 
 // Groups that are updated as a whole, at addresses that are multiples of four elements, in formats that the compiler knows: only then the
-// loads of a group are all under way before the first of them is waited for.
+// loads of a group are all under way before the first of them is waited for. Elements are counted in 32 bits, of which an address is one
+// instruction; `count` is a multiple of kTogether.
 template <template <class> class RuleOf, Format format, Dtype grad, Master master>
 INFINITY_INLINE void update_whole(const Launch& launch) {
   Chunk chunk = launch.chunk;
@@ -37,16 +43,19 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   if (master == Master::none) chunk.master = chunk.param;
   if (!RuleOf<Octet>::first) chunk.first = chunk.param;
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;
-  for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
-    const Run run = run_at<true>(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, Streamed::nothing);
+  const auto first = static_cast<unsigned>(launch.first), count = static_cast<unsigned>(launch.count);
+  for (unsigned k = first_octet(); k < count; k += octets()) {
+    const unsigned at = (first + k) * static_cast<unsigned>(kGroup) + first_of_lane();
+    const Run run = run_at<true>(chunk, std::size_t{at}, kGroup, launch.noise, Streamed::nothing);
     if (!run.grad) __builtin_unreachable();
     update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
   }
 }
 
-// Room for the five parts of a group.
+// Room for the five parts of a group, and for a scale that nobody reads.
 struct alignas(16) Stage {
   unsigned char parts[5][kGroup * sizeof(float)];
+  float scale[1];
 };
 
 // Any groups, also those of which only a part is updated, at any addresses, in any formats: copied beside zeros, updated, copied back.
@@ -55,32 +64,35 @@ template <template <class> class RuleOf, Format format>
 INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
   Chunk chunk = launch.chunk;
   chunk.moments = format;
-  for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
-    const std::size_t at = (launch.first + k * launch.step) * kGroup, mine = at + Octet::lanes();
-    const std::size_t from = mine > launch.begin ? mine : launch.begin, to = mine + 4 < launch.end ? mine + 4 : launch.end;
+  for (std::size_t k = first_octet(); k / kTogether * kTogether < launch.count; k += octets()) {
+    const bool idle = k >= launch.count;  // comes along for the exchanges
+    const std::size_t at = (k == 0 || idle ? launch.first : launch.rest + (k - 1)) * kGroup + first_of_lane();
+    const std::size_t from = at > launch.begin ? at : launch.begin, to = idle ? from : at + 4 < launch.end ? at + 4 : launch.end;
     Run run = run_at(chunk, at, kGroup, launch.noise, Streamed::nothing);
+    if (idle) run.first.scales = run.second.scales = stage.scale;
     void* const parts[5] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values};
     const std::size_t widths[5] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
                                    bytes_of(format)};
     INFINITY_UNROLL for (int part = 0; part < 5; ++part) {
       const std::size_t width = widths[part];
-      unsigned char* const copy = stage.parts[part];
-      for (std::size_t byte = Octet::lanes() * width; byte < (Octet::lanes() + 4) * width; ++byte) copy[byte] = 0;
+      unsigned char* const copy = stage.parts[part] + first_of_lane() * width;
+      for (std::size_t byte = 0; byte < 4 * width; ++byte) copy[byte] = 0;
       if (!parts[part]) continue;
       const auto* const there = static_cast<const unsigned char*>(parts[part]);
       for (std::size_t i = from; i < to; ++i) {
         for (std::size_t byte = (i - at) * width; byte < (i - at + 1) * width; ++byte) copy[byte] = there[byte];
       }
     }
-    run.grad = run.grad ? stage.parts[0] : nullptr;
-    run.param = stage.parts[1];
-    run.master = stage.parts[2];
-    run.first.values = stage.parts[3];
-    run.second.values = stage.parts[4];
+    const auto staged = [&](int part) { return stage.parts[part] + first_of_lane() * widths[part]; };
+    run.grad = run.grad ? staged(0) : nullptr;
+    run.param = staged(1);
+    run.master = staged(2);
+    run.first.values = staged(3);
+    run.second.values = staged(4);
     update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
     INFINITY_UNROLL for (int part = 1; part < 5; ++part) {
       const std::size_t width = widths[part];
-      const unsigned char* const copy = stage.parts[part];
+      const unsigned char* const copy = stage.parts[part] + first_of_lane() * width;
       if (!parts[part]) continue;
       auto* const there = static_cast<unsigned char*>(parts[part]);
       for (std::size_t i = from; i < to; ++i) {
@@ -130,6 +142,23 @@ inline bool aligned(const void* address, std::size_t width) {
   return width == 0 || reinterpret_cast<std::uintptr_t>(address) % (4 * width) == 0;
 }
 
+// The chunk from the superblock on in which a group lies.
+inline Chunk from_superblock(const Chunk& chunk, std::size_t group) {
+  const std::size_t at = group * kGroup / kSuperblock * kSuperblock;
+  const Run run = run_at(chunk, at, 0, {}, Streamed::nothing);
+  Chunk rest = chunk;
+  rest.grad = run.grad;
+  rest.param = run.param;
+  rest.master = run.master;
+  rest.first = run.first.values;
+  rest.second = run.second.values;
+  rest.position += at;
+  return rest;
+}
+
+// Of one launch, so that its elements, and those of a superblock before them, are counted in 32 bits.
+constexpr std::size_t kMostElements = std::size_t{1} << 31;
+
 // Checks the arguments of update() and calls submit(kernel, launch) for each of its launches.
 template <class Kernels, class Submit>
 void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper& hyper, const Submit& submit) {
@@ -145,22 +174,24 @@ void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper
                     aligned(chunk.first, bytes_of(chunk.moments)) && aligned(chunk.second, bytes_of(chunk.moments));
   while (begin < end) {
     const std::uint64_t number = chunk.position + begin;
-    const std::size_t stop = begin + same_noise(chunk.moments, number, end - begin);
-    Launch launch{chunk, constants, make_noise(chunk.key, number), begin, stop, begin / kGroup, 1, 0};
-    const std::size_t whole = (begin + kGroup - 1) / kGroup, whole_end = stop / kGroup, last = (stop - 1) / kGroup;
-    if (!fast || whole >= whole_end) {
+    std::size_t stop = begin + same_noise(chunk.moments, number, end - begin);
+    stop = std::min(stop, begin / kGroup * kGroup + kMostElements);
+    Launch launch{chunk, constants, make_noise(chunk.key, number), begin, stop, begin / kGroup, begin / kGroup + 1, 0};
+    const std::size_t whole = (begin + kGroup - 1) / kGroup, last = (stop - 1) / kGroup;
+    const std::size_t whole_end = fast && whole < stop / kGroup ? whole + (stop / kGroup - whole) / kTogether * kTogether : whole;
+    if (whole == whole_end) {
       launch.count = last - launch.first + 1;
       submit(kernels.any, launch);
     } else {
-      const bool head = launch.first < whole, tail = last >= whole_end;
-      if (head || tail) {
-        launch.first = head ? launch.first : last;
-        launch.step = last - launch.first;
-        launch.count = head && tail ? 2 : 1;
+      const std::size_t head = whole - launch.first, tail = last + 1 - whole_end;
+      if (head + tail > 0) {
+        launch.first = head > 0 ? launch.first : whole_end;
+        launch.rest = head > 0 ? whole_end : whole_end + 1;
+        launch.count = head + tail;
         submit(kernels.any, launch);
       }
-      launch.first = whole;
-      launch.step = 1;
+      launch.chunk = from_superblock(chunk, whole);
+      launch.first = whole % (kSuperblock / kGroup);
       launch.count = whole_end - whole;
       submit(kernels.whole[static_cast<int>(chunk.grad_dtype)][static_cast<int>(chunk.master_format)], launch);
     }

@@ -123,7 +123,7 @@ function(check_widths mangled loads stores)
   set(wrong "${wrong}" PARENT_SCOPE)
 endfunction()
 
-file(STRINGS "${PTX}" lines REGEX "\\.entry |[ \t](ld|st)\\.[^p]")  # no ld.param
+file(STRINGS "${PTX}" lines REGEX "\\.entry |[ \t](ld|st)\\.[^pc]")  # no ld.param and no ld.const
 set(wholes 0)
 set(kernel "")
 foreach(line IN LISTS lines ITEMS ".entry end(")

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -22,12 +23,36 @@ struct alignas(8) uint2 {
   std::uint32_t x, y;
 };
 
-// In double the sum is exact, or so near to one of the operands that it is cut off.
-inline float __fadd_rz(float a, float b) {
-  const double sum = static_cast<double>(a) + b;
-  const float nearest = static_cast<float>(sum);
-  return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __saturatef(float x) { return x > 1 ? 1 : x > 0 ? x : 0; }
+
+// Each digit of `choice`, the lowest first, names a byte: 0 to 3 of x, 4 to 7 of y.
+inline std::uint32_t __byte_perm(std::uint32_t x, std::uint32_t y, std::uint32_t choice) {
+  const std::uint64_t both = std::uint64_t{y} << 32 | x;
+  std::uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= static_cast<std::uint32_t>(both >> 8 * (choice >> 4 * i & 7) & 0xff) << 8 * i;
+  return bytes;
 }
+
+namespace infinity::cpu_adam {
+namespace {
+
+// A number that is off by a few units in the last place, now up, now down.
+inline float blurred(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (bits << 1 == 0) return x;
+  bits += bits * 0x9e3779b9u % 9 - 4;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// native/cuda/device.h
+constexpr std::uint32_t kLarge = 0x4b000000;
+inline float approximate_root(float x) { return x < 0x1p-126f ? 0 : blurred(std::sqrt(x)); }
+
+}  // namespace
+}  // namespace infinity::cpu_adam
 
 // Eight lanes that exchange what they hold. Who waits lets others run, for there are more lanes than CPUs.
 class Meeting {
@@ -56,16 +81,18 @@ class Meeting {
   std::uint32_t held_[8];
 };
 inline Meeting meeting;
+inline thread_local unsigned long exchanges = 0;
 
-
-// Fails for lanes outside the mask, which a GPU would wait for.
+// Fails for lanes of another octet, for one octet runs after the other.
 inline std::uint32_t __shfl_xor_sync(unsigned mask, std::uint32_t value, int apart) {
   const unsigned octet = threadIdx.x / 8, other = threadIdx.x ^ static_cast<unsigned>(apart);
-  if (mask != 0xffu << 8 * octet || other / 8 != octet) std::abort();
+  if (mask != 0xffffffffu || other / 8 != octet) std::abort();
+  ++exchanges;
   return meeting.exchange(value, threadIdx.x % 8, other % 8);
 }
 
-// Runs work(octet) in every lane of every one of so many blocks, one octet after the other.
+// Runs work(octet) in every lane of every one of so many blocks, which are a warp each, one octet after the other. Fails when one of a warp
+// exchanges values oftener than another, for which a GPU would wait.
 template <class Work>
 void run_grid(unsigned blocks, const Work& work) {
   gridDim.x = blocks;
@@ -73,7 +100,13 @@ void run_grid(unsigned blocks, const Work& work) {
   for (unsigned lane = 0; lane < 8; ++lane) {
     lanes.emplace_back([&work, lane] {
       for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        for (threadIdx.x = lane; threadIdx.x < blockDim.x; threadIdx.x += 8) work(threadIdx.x / 8);
+        unsigned long of_first = 0;
+        for (threadIdx.x = lane; threadIdx.x < blockDim.x; threadIdx.x += 8) {
+          exchanges = 0;
+          work(threadIdx.x / 8);
+          if (threadIdx.x == lane) of_first = exchanges;
+          if (exchanges != of_first) std::abort();
+        }
       }
     });
   }
