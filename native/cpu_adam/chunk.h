@@ -28,22 +28,23 @@ INFINITY_EVERYWHERE T* offset(T* from, std::size_t bytes) {
   return there || from ? static_cast<Byte*>(from) + bytes : nullptr;
 }
 
-// Where element `at` of a block of moments begins; for int8 its group's scale too.
-template <bool there = false>
-INFINITY_EVERYWHERE Moments locate(void* block, Format format, std::size_t at) {
-  if (format != Format::int8) return {offset<there>(block, at * bytes_of(format)), nullptr};
+// Where element `at` of a block of moments begins; for int8 its group's scale too. `Count` has room for the bytes before it.
+template <bool there = false, class Count>
+INFINITY_EVERYWHERE Moments locate(void* block, Format format, Count at) {
+  if (format != Format::int8) return {offset<there>(block, at * static_cast<Count>(bytes_of(format))), nullptr};
   // The scales of the superblocks before it lie between the codes, and their codes between the scales.
-  const std::size_t before = at / kSuperblock, scales = kSuperblockBytes - kSuperblock;
-  void* const scale = offset<there>(block, kSuperblock + at / kGroup * sizeof(float) + before * kSuperblock);
+  constexpr Count superblock = kSuperblock, scales = kSuperblockBytes - kSuperblock;
+  const Count before = at / superblock;
+  void* const scale = offset<there>(block, superblock + at / Count{kGroup} * Count{sizeof(float)} + before * superblock);
   return {offset<there>(block, at + before * scales), static_cast<float*>(scale)};
 }
 
 // The run of n elements from `at`, which must lie in one piece and share their noise.
-template <bool there = false>
-INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, std::size_t at, std::size_t n, const Noise& noise, Streamed streamed) {
-  return {offset<there>(chunk.grad, at * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
-          offset<there>(chunk.param, at * bytes_of(chunk.param_dtype)), chunk.param_dtype,
-          offset<there>(chunk.master, at * bytes_of(chunk.master_format)), chunk.master_format,
+template <bool there = false, class Count>
+INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, Count at, std::size_t n, const Noise& noise, Streamed streamed) {
+  return {offset<there>(chunk.grad, at * static_cast<Count>(bytes_of(chunk.grad_dtype))), chunk.grad_dtype,
+          offset<there>(chunk.param, at * static_cast<Count>(bytes_of(chunk.param_dtype))), chunk.param_dtype,
+          offset<there>(chunk.master, at * static_cast<Count>(bytes_of(chunk.master_format))), chunk.master_format,
           locate<there>(chunk.first, chunk.moments, at), locate<there>(chunk.second, chunk.moments, at),
           n, static_cast<std::uint32_t>(chunk.position + at), noise, streamed};
 }

@@ -55,6 +55,7 @@ struct Constants {
         first_step(h.first_step) {}
   float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, inverse2, eps, step, lr, momentum, undamped;
   bool decay, decoupled, nesterov, first_step;
+  std::uint32_t ordinary = 0;  // native/cuda: what a Quick rule compares with (octet.h)
 };
 
 // Addresses of one chunk of each block of a unit. All but int8 moments may lie at any multiple of their element size; streaming stores are

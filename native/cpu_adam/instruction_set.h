@@ -46,7 +46,7 @@ void encode_run(const Moments& to, const float* from, std::size_t n) {
   for (std::size_t i = 0; i < n; i += kGroup) {
     for (std::size_t k = 0; k < kRegs<V>; ++k) {
       x[k] = V::load(from + i + k * V::width);
-      root[k] = V::sqrt(x[k]);
+      root[k] = V::sqrt(x[k]) + 0.0f;  // of -0, which no update makes, 0
     }
     store<V, format, moment>(to, i, x, root, noise);
   }

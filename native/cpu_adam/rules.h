@@ -19,12 +19,6 @@ struct Exact {
   INFINITY_INLINE static Reg quotient(Reg x, float y, float) { return x / y; }  // the third is 1 / y, rounded
 };
 
-// What takes fewer instructions than Exact for ordinary numbers, with the same bits, where an instruction set has it: of native/cuda.
-template <class V>
-struct Quick {
-  static constexpr bool known = false;
-};
-
 template <class V>
 struct Adam {
   static constexpr bool first = true, second = true;

@@ -31,9 +31,8 @@ INFINITY_INLINE void load_masters(const Run& run, std::size_t i, typename V::Reg
   if (run.master_format == Master::split) {
     const auto* const param = static_cast<const std::uint16_t*>(run.param) + i;
     const auto* const lacking = static_cast<const std::uint16_t*>(run.master) + i;
-    Group<V>::load_halves(param, lacking, [&](std::size_t k, Bits high, Bits half) INFINITY_INLINE_LAMBDA {
-      const auto low = bit_cast<typename V::Ints>(half << 16) >> 16;
-      w[k] = bit_cast<Reg>((high << 16) + bit_cast<Bits>(low));
+    Group<V>::load_pairs(param, lacking, [&](std::size_t k, Bits high, typename V::Ints low) INFINITY_INLINE_LAMBDA {
+      w[k] = bit_cast<Reg>(high + bit_cast<Bits>(low));
     });
   } else {
     const auto* const values = static_cast<const float*>(run.master_format == Master::fp32 ? run.master : run.param) + i;
@@ -61,8 +60,7 @@ INFINITY_INLINE void store_masters(const Run& to, std::size_t i, const typename 
     put_upper<V>(param, to.streamed != Streamed::nothing, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]) + 0x8000u; });
   }
   if (to.master_format == Master::split) {  // the lower 16 bits of M - (P << 16) are those of M
-    put_halves<V>(static_cast<std::uint16_t*>(to.master) + i, all,
-                  [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]) & 0xffffu; });
+    put_lower<V>(static_cast<std::uint16_t*>(to.master) + i, all, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]); });
   }
 }
 

@@ -16,6 +16,16 @@ __device__ inline float approximate_root(float x) {  // 2^-23 of it
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
+__device__ inline float approximate_inverse(float x) {  // a unit in the last place
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+__device__ inline float approximate_inverse_root(float x) {  // 2^-22.9 of it
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
 
 }  // namespace
 }  // namespace infinity::cpu_adam

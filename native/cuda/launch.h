@@ -29,8 +29,8 @@ INFINITY_INLINE unsigned octets() { return gridDim.x * blockDim.x / 8; }
 INFINITY_INLINE unsigned first_of_lane() { return threadIdx.x % 8 * 4; }
 
 // Groups that are updated as a whole, at addresses that are multiples of four elements, in formats that the compiler knows: only then the
-// loads of a group are all under way before the first of them is waited for. Elements are counted in 32 bits, of which an address is one
-// instruction; `count` is a multiple of kTogether.
+// loads of a group are all under way before the first of them is waited for. Elements and bytes are counted in 32 bits; `count` is a
+// multiple of kTogether.
 template <template <class> class RuleOf, Format format, Dtype grad, Master master>
 INFINITY_INLINE void update_whole(const Launch& launch) {
   Chunk chunk = launch.chunk;
@@ -43,10 +43,11 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   if (master == Master::none) chunk.master = chunk.param;
   if (!RuleOf<Octet>::first) chunk.first = chunk.param;
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;
-  const auto first = static_cast<unsigned>(launch.first), count = static_cast<unsigned>(launch.count);
-  for (unsigned k = first_octet(); k < count; k += octets()) {
-    const unsigned at = (first + k) * static_cast<unsigned>(kGroup) + first_of_lane();
-    const Run run = run_at<true>(chunk, std::size_t{at}, kGroup, launch.noise, Streamed::nothing);
+  constexpr auto group = static_cast<unsigned>(kGroup);
+  const auto first = static_cast<unsigned>(launch.first) * group, end = first + static_cast<unsigned>(launch.count) * group;
+  const unsigned step = kept(octets() * group);
+  for (unsigned at = first + first_octet() * group + first_of_lane(); at < end; at += step) {
+    const Run run = run_at<true>(chunk, at, kGroup, launch.noise, Streamed::nothing);
     if (!run.grad) __builtin_unreachable();
     update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
   }
@@ -156,15 +157,16 @@ inline Chunk from_superblock(const Chunk& chunk, std::size_t group) {
   return rest;
 }
 
-// Of one launch, so that its elements, and those of a superblock before them, are counted in 32 bits.
-constexpr std::size_t kMostElements = std::size_t{1} << 31;
+// Of one launch, so that its bytes, and those of a superblock before them, are counted in 32 bits.
+constexpr std::size_t kMostElements = std::size_t{1} << 29;
 
 // Checks the arguments of update() and calls submit(kernel, launch) for each of its launches.
 template <class Kernels, class Submit>
 void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper& hyper, const Submit& submit) {
   check(rule, chunk, begin, end, hyper);
   const DefaultFloatEnvironment environment;  // as on the CPU, whatever rounding mode the caller is in
-  const Constants constants(hyper);
+  Constants constants(hyper);
+  constants.ordinary = Quick<Octet>::ordinary(rule, constants);
   if (!has_first(rule, hyper)) chunk.first = nullptr;  // whatever a rule does not use is left alone
   if (!has_second(rule)) chunk.second = nullptr;
   if (!chunk.first && !chunk.second) chunk.moments = Format::fp32;

@@ -8,15 +8,16 @@ if(NOT text MATCHES "\\.target sm_")
   message(FATAL_ERROR "${PTX} is no PTX")
 endif()
 foreach(wanted "div\\.rn\\.f32" "sqrt\\.rn\\.f32" "mul\\.rn\\.f32" "add\\.rn\\.f32" "add\\.rn\\.f64" "fma\\.rn\\.f32"
-               "sqrt\\.approx\\.ftz\\.f32" "shfl\\.sync")
+               "[ \t]sqrt\\.approx\\.ftz\\.f32" "rcp\\.approx\\.ftz\\.f32" "rsqrt\\.approx\\.ftz\\.f32" "shfl\\.sync")
   file(STRINGS "${PTX}" found REGEX "${wanted}" LIMIT_COUNT 1)
   if(NOT found)
     message(FATAL_ERROR "there is no ${wanted}: what is checked is not what was meant")
   endif()
 endforeach()
 file(STRINGS "${PTX}" wrong
-  REGEX "[ \t]mad\\.[a-z.]*f(16|32|64)|[ \t](add|sub|mul|div|sqrt|rcp|fma)\\.(f32|f64)[ \t]|\\.ftz|\\.approx|\\.full|\\.r[mpz]\\.f|[ \t]fma\\.[a-z.]*f(16|64)")
-list(FILTER wrong EXCLUDE REGEX "[ \t]sqrt\\.approx\\.ftz\\.f32[ \t]")
+  REGEX
+  "[ \t]mad\\.[a-z.]*f(16|32|64)|[ \t]fma\\.[a-z.]*f(16|64)|[ \t](add|sub|mul|div|sqrt|rcp|fma)\\.(f32|f64)[ \t]|\\.r[mpz]\\.f|\\.ftz|\\.approx|\\.full")
+list(FILTER wrong EXCLUDE REGEX "[ \t](sqrt|rcp|rsqrt)\\.approx\\.ftz\\.f32[ \t]")
 
 set(kernels 0)
 set(bare 0)

@@ -1,6 +1,6 @@
-// Are the codes of octet.h those of the specification? They are found from a rough root and another number than the specification's, so what
-// counts is where a code changes: next to squares, where that number does, and where the comparison with the noise turns. `codes all` takes
-// every noise there, in a minute; without it the least, the greatest and every 61st.
+// Are the codes of octet.h those of the specification? They are found from a rough root and another number than the specification's, so
+// what counts is where a code changes: next to squares, where that number does, and where the comparison with the noise turns. With an
+// argument it takes every noise there, in half a minute; without it the least, the greatest and every 61st.
 #include "lanes.h"
 
 #include <cstdio>
@@ -39,7 +39,9 @@ void compare(float z, float x, std::uint32_t noise) {
   for (int k = 0; k < 4; ++k) {
     const std::uint32_t code = first ? Code<Plain>::first(zs[k], xs[k], noises[k]) : Code<Plain>::second(zs[k], xs[k], noises[k]);
     if (code == bytes[k]) continue;
-    if (++wrong < 10) std::printf("moment %d, z %a, x %a, noise %08x: %u instead of %u\n", first ? 1 : 2, zs[k], xs[k], noises[k], bytes[k], code);
+    if (++wrong < 10) {
+      std::printf("moment %d, z %a, x %a, noise %08x: %u instead of %u\n", first ? 1 : 2, zs[k], xs[k], noises[k], bytes[k], code);
+    }
   }
 }
 
@@ -63,7 +65,8 @@ void compare_all(bool all) {
     for (int c = 0; c <= (first ? 127 : 255); ++c) {
       const double square = c * c, next = (c + 1) * (c + 1);
       compare_around<moment>(square, noise);
-      compare_around<moment>(first ? square + u * (next - square) : std::sqrt(square * square + u * (next * next - square * square)), noise);
+      const double turn = first ? square + u * (next - square) : std::sqrt(square * square + u * (next * next - square * square));
+      compare_around<moment>(turn, noise);
     }
   }
   compare<moment>(0, first ? -0.0f : 0, first ? 0xffff : 0xffff0000);

@@ -2,11 +2,14 @@
 // any value, parts of groups, odd addresses, however many blocks share the work?
 #include "lanes.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "cpu_adam.h"
 #include "pool.h"
@@ -157,6 +160,35 @@ bool agree(unsigned seed, Rule rule, const Formats& f, std::size_t n, std::size_
   return true;
 }
 
+// Of a chunk of more elements than a launch counts; nothing of it is read.
+bool every_group_once() {
+  static unsigned char there[4];
+  const Chunk chunk{there, Dtype::fp32, there, Dtype::fp32, nullptr, Master::none, there, there, Format::fp32, 0, 0};
+  const std::size_t begin = 37, end = 2 * kMostElements + 1000;
+  std::vector<std::pair<std::size_t, std::size_t>> stretches;
+  cut<Kernels>(Rule::adam, chunk, begin, end, Hyper{}, [&](Kernel* kernel, const Launch& launch) {
+    if (kernel == Kernels::row(Rule::adam, Format::fp32, Hyper{}).any) {
+      stretches.emplace_back(launch.first, launch.first + 1);
+      stretches.emplace_back(launch.rest, launch.rest + launch.count - 1);
+    } else {
+      const auto before = reinterpret_cast<std::uintptr_t>(launch.chunk.param) - reinterpret_cast<std::uintptr_t>(chunk.param);
+      const std::size_t first = before / (kGroup * sizeof(float)) + launch.first;
+      stretches.emplace_back(first, first + launch.count);
+      if ((launch.first + launch.count) * kGroup * sizeof(float) >> 32 != 0) stretches.clear();
+    }
+  });
+  std::sort(stretches.begin(), stretches.end());
+  std::size_t next = begin / kGroup;
+  for (const auto& [first, last] : stretches) {
+    if (first == last) continue;
+    if (first != next) break;
+    next = last;
+  }
+  if (next == (end + kGroup - 1) / kGroup) return true;
+  std::printf("group %zu is updated twice or not at all\n", next);
+  return false;
+}
+
 }  // namespace
 
 int main() {
@@ -178,8 +210,10 @@ int main() {
       }
       const Formats formats{Dtype::bf16, Dtype::bf16, Master::split, moments};
       well &= agree(++seed, rule, formats, kSuperblock + 77, 0, kSuperblock - 64, kSuperblock + 77, 0, pool);  // two superblocks
+      well &= agree(++seed, rule, formats, kSuperblock + 500, 0, kSuperblock + 96, kSuperblock + 500, 0, pool);      // the second alone
     }
   }
+  well &= every_group_once();
   if (wholes < 100 || others < 100) {
     std::printf("only %d and %d launches of either kind\n", wholes, others);
     well = false;

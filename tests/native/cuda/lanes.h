@@ -50,6 +50,8 @@ inline float blurred(float x) {
 // native/cuda/device.h
 constexpr std::uint32_t kLarge = 0x4b000000;
 inline float approximate_root(float x) { return x < 0x1p-126f ? 0 : blurred(std::sqrt(x)); }
+inline float approximate_inverse(float x) { return static_cast<float>(1 / static_cast<double>(x)); }  // to the nearest: octet.h says why
+inline float approximate_inverse_root(float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); }
 
 }  // namespace
 }  // namespace infinity::cpu_adam
