@@ -45,7 +45,7 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;
   constexpr auto group = static_cast<unsigned>(kGroup);
   const auto first = static_cast<unsigned>(launch.first) * group, end = first + static_cast<unsigned>(launch.count) * group;
-  const unsigned step = kept(octets() * group);
+  const unsigned step = format == Format::fp32 ? octets() * group : kept(octets() * group);  // not at every turn, where registers suffice
   for (unsigned at = first + first_octet() * group + first_of_lane(); at < end; at += step) {
     const Run run = run_at<true>(chunk, at, kGroup, launch.noise, Streamed::nothing);
     if (!run.grad) __builtin_unreachable();
@@ -192,9 +192,8 @@ void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper
         launch.count = head + tail;
         submit(kernels.any, launch);
       }
-      launch.chunk = from_superblock(chunk, whole);
-      launch.first = whole % (kSuperblock / kGroup);
-      launch.count = whole_end - whole;
+      const std::size_t first = whole % (kSuperblock / kGroup), count = whole_end - whole;
+      launch = {from_superblock(chunk, whole), constants, launch.noise, first * kGroup, (first + count) * kGroup, first, first + 1, count};
       submit(kernels.whole[static_cast<int>(chunk.grad_dtype)][static_cast<int>(chunk.master_format)], launch);
     }
     begin = stop;

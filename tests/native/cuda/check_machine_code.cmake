@@ -159,7 +159,7 @@ if(NOT wholes EQUAL 117)
 endif()
 
 # What an element costs. Measured on disassembled code of nvcc 13.0 for sm_90 (bf16 gradient, split master), instructions of the loop per
-# element without subroutines: Adam 50, 66.5 and 126 with moments of fp32, bf16 and int8; 65.5, 86 and 211 before octet.h had roots,
+# element without subroutines: Adam 51, 66.5 and 126 with moments of fp32, bf16 and int8; 65.5, 86 and 211 before octet.h had roots,
 # quotients and codes of its own. What fits into a command of CMake is counted here: hashes of the noise, of which a compiler likes to make
 # two for each element, and exact roots and divisions, ten instructions each, which belong to the ways out of the ordinary alone. How many
 # instructions the machine code has says little: the ways out are half of it.

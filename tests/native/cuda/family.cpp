@@ -162,8 +162,8 @@ bool agree(unsigned seed, Rule rule, const Formats& f, std::size_t n, std::size_
 
 // Of a chunk of more elements than a launch counts; nothing of it is read.
 bool every_group_once() {
-  static unsigned char there[4];
-  const Chunk chunk{there, Dtype::fp32, there, Dtype::fp32, nullptr, Master::none, there, there, Format::fp32, 0, 0};
+  alignas(16) static unsigned char there[16];
+  const Chunk chunk{there, Dtype::bf16, there, Dtype::fp32, nullptr, Master::none, there, there, Format::fp32, 0, 0};
   const std::size_t begin = 37, end = 2 * kMostElements + 1000;
   std::vector<std::pair<std::size_t, std::size_t>> stretches;
   cut<Kernels>(Rule::adam, chunk, begin, end, Hyper{}, [&](Kernel* kernel, const Launch& launch) {
