@@ -56,7 +56,8 @@ struct Quick<Octet> {
   // What a launch has as Constants::ordinary: with other constants nothing is ordinary.
   static std::uint32_t ordinary(Rule rule, const Constants& c) {
     const bool eps = c.eps >= 0 && c.eps <= 0x1p16f, correction = c.correction2 >= 0x1p-16f && c.correction2 <= 1;
-    return eps && (correction || rule != Rule::adam) ? to_bits(0x1p32f) - to_bits(0x1p-96f) : 0;
+    constexpr std::uint32_t range = 0x4f800000 - 0x0f800000;  // the bits of 2^32 less those of 2^-96
+    return eps && (correction || rule != Rule::adam) ? range : 0;
   }
   template <class RuleOf>
   INFINITY_INLINE static bool ordinary(const Constants& c, const float (&g)[4], const float (&m)[4], const float (&v)[4]) {
