@@ -228,6 +228,8 @@ class Build:
         for unit in self.units:
             unit.renew()
         self.undo.pop_all()
+        if self.durability is not None:
+            self.durability.seal()
 
     # What changes nothing
 
@@ -263,6 +265,13 @@ class Build:
             raise ConfigError(
                 "durability='step' works with one rank so far; set durability='off' and save "
                 "checkpoints, or give group=None"
+            )
+        if self._config.durability != "off" and not any(
+            parameter.requires_grad for parameter in self._model.parameters()
+        ):
+            raise ConfigError(
+                "durability='step' commits what is trained, and all parameters are frozen; set "
+                "durability='off'"
             )
 
     def group(self, given: Units, values: FirstValues | None) -> None:

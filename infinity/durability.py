@@ -116,8 +116,7 @@ class Durability:
         )
 
     def connect(self, model: nn.Module, updater: Updater) -> None:
-        """Whose states these are: the last step of building. What was taken over goes on at its
-        step."""
+        """Whose states these are. What was taken over goes on at its step."""
         self._model = weakref.ref(model)
         self._updater = updater
         if self._found is not None:
@@ -126,8 +125,6 @@ class Durability:
             with torch.no_grad():
                 for name, buffer in persistent_buffers(model):
                     local(buffer).copy_(self._found.buffers[name])
-        else:
-            self.seal()
 
     @property
     def committed_step(self) -> int | None:
@@ -139,12 +136,12 @@ class Durability:
 
     def before_forward(self) -> None:
         """A training forward begins."""
-        self.seal()
         if self._random is None:
             if self._found is not None and not self._has_begun:
                 _set_random_states(self._device, self._found.random)
             self._has_begun = True
             self._random = _random_states(self._device)
+        self.seal()
 
     def before_step(self) -> None:
         """A step begins: the one before is committed, so a kill costs one step at most."""

@@ -81,8 +81,14 @@ def unwrap(engine: Engine, model: nn.Module) -> KeptValues:
     """Close `engine`, whose parameters are plain ones then. `model` holds them, and maybe more;
     what is returned has its names. Every rank calls it.
 
-    Raises `ConfigError` for DTensors, and inside of a forward, before anything is changed.
+    Raises `ConfigError` for DTensors, for committed states, and inside of a forward, before
+    anything is changed.
     """
+    if engine.config.durability != "off":
+        raise ConfigError(
+            "the model got parameters after wrap, and the states that are committed are those of "
+            "before; with durability='step' add adapters before wrap"
+        )
     _check(engine.units)
     engine.drain()
     kept: dict[int, KeptValue] = {}

@@ -18,7 +18,6 @@ from infinity.cli.ranks import joined
 LEFT_OUT = (
     "algorithm",  # it trains with AdamW
     "stage",
-    "durability",  # it saves checkpoints
     *("split_master", "copy_on_write", "collective_timeout", "poison"),
     *("device", "instruction_set", "threads"),
     "read_in_place",  # it freezes nothing

@@ -155,7 +155,10 @@ class FinetuneJob:
             trainer = Trainer(
                 model, engine, optimizer, windows, self.schedule(), device, checkpoints, world
             )
-            if last is not None:
+            engine.track(run=trainer)
+            if engine.committed_step:
+                display.note(f"going on from committed step {engine.committed_step}")
+            elif last is not None:
                 trainer.resume(last)
             return self._train(display, tokenizer, trainer, parts, world)
         finally:
@@ -167,9 +170,10 @@ class FinetuneJob:
     ) -> tuple[CheckpointFolders | None, Path | None]:
         """Where to save, and what to go on from."""
         if self.checkpoint is None:
-            if self.resume:
+            if self.resume and self.knobs["durability"] == "off":
                 raise ValueError(
-                    "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+                    "--resume needs --checkpoint DIR, the directory of the run that it goes on "
+                    "with, or --durability step, which goes on from the states in --nvme"
                 )
             return None, None
         checkpoints = CheckpointFolders(
@@ -272,7 +276,14 @@ def assemble(
         weights = open_weights(source.directory, model)
         check_complete(weights, model)
     try:
-        model = infinity.wrap(model, config, weights=weights, seed=job.seed, group=world.group)
+        model = infinity.wrap(
+            model,
+            config,
+            weights=weights,
+            seed=job.seed,
+            group=world.group,
+            resume=job.resume and config.durability != "off",
+        )
     except BudgetError as error:
         shared = [
             option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)

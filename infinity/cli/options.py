@@ -186,7 +186,8 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on from the last checkpoint, or from the beginning if there is none.",
+        help="Go on from the last committed step (--durability step), else from the last "
+        "checkpoint, or from the beginning if there is none.",
         rich_help_panel=_CHECKPOINTS,
     ),
 ]

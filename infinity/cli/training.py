@@ -35,6 +35,9 @@ class TrainedEngine(Saver, Protocol):
     @property
     def device(self) -> torch.device: ...
     def report(self) -> Report: ...
+    @property
+    def committed_step(self) -> int | None: ...
+    def track(self, **objects: Any) -> None: ...
     def memory(self) -> dict[str, int]: ...
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def close(self) -> None: ...
@@ -133,13 +136,7 @@ class Trainer:
         Raises `ValueError` when what decides on the batches or on their use is not as it was then.
         """
         state = self.engine.load_checkpoint(checkpoint, self.optimizer)
-        for option, now in self._fixed().items():
-            if state["fixed"][option] != now:
-                raise ValueError(
-                    f"{checkpoint} was made with {option} {state['fixed'][option]}, and now it is "
-                    f"{now}; go on with the same, or start anew with another --checkpoint"
-                )
-        self.scheduler.load_state_dict(state["scheduler"])
+        self._take(state, str(checkpoint), "--checkpoint")
         # The number of ranks was another one: that of the first is all there is.
         if state.get("rank", 0) != self._world.rank:
             self._world.seed(self.windows.seed, len(state["steps"]))
@@ -147,23 +144,38 @@ class Trainer:
             torch.set_rng_state(state["rng"])
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, for the engine to commit with every step: it has the random states."""
+        return {
+            "fixed": self._fixed(),
+            "scheduler": self.scheduler.state_dict(),
+            "steps": [tuple(step) for step in self.history.steps],
+            "validations": [tuple(validation) for validation in self.history.validations],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the step that was committed. Raises `ValueError` like `resume`."""
+        self._take(state, "the run in --nvme", "--nvme")
+
+    def _take(self, state: dict[str, Any], where: str, option: str) -> None:
+        for name, now in self._fixed().items():
+            if state["fixed"][name] != now:
+                raise ValueError(
+                    f"{where} was made with {name} {state['fixed'][name]}, and now it is {now}; "
+                    f"go on with the same, or start anew with another {option}"
+                )
+        self.scheduler.load_state_dict(state["scheduler"])
         self.history.validations = [Validation(*values) for values in state["validations"]]
         steps = [StepRecord(*values) for values in state["steps"]]
-        shift = time.perf_counter() - steps[-1].end  # as if they had just been made
+        shift = time.perf_counter() - steps[-1].end if steps else 0  # as if they had just been made
         self.history.steps = [
             step._replace(start=step.start + shift, end=step.end + shift) for step in steps
         ]
 
     def _state(self) -> dict[str, Any]:
         """What `resume` needs beside the engine and the optimizer."""
-        state = {
-            "fixed": self._fixed(),
-            "scheduler": self.scheduler.state_dict(),
-            "rank": self._world.rank,
-            "rng": torch.get_rng_state(),
-            "steps": [tuple(step) for step in self.history.steps],
-            "validations": [tuple(validation) for validation in self.history.validations],
-        }
+        state = self.state_dict() | {"rank": self._world.rank, "rng": torch.get_rng_state()}
         if self.device.type != "cpu":
             state["device_rng"] = torch.get_device_module(self.device).get_rng_state(self.device)
         return state

@@ -177,8 +177,9 @@ def refuse_kept(place: Directory) -> None:
     if place.check(MANIFEST_NAME) is not None:
         raise ConfigError(
             f"nvme directory {place.path} holds the committed states of an earlier run; go on "
-            "from them with infinity.wrap(model, config, resume=True), take another directory, or "
-            f"remove them with: infinity gc --committed {place.path}"
+            "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
+            "--resume, take another directory, or remove them with: infinity gc --committed "
+            f"{place.path}"
         )
 
 

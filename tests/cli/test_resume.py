@@ -22,6 +22,7 @@ from infinity.cli.main import app
 from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
 from support import threads
+from support.durable import finetune_in_a_process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,9 +267,9 @@ def test_another_placement_goes_on_with_the_same_bits(
 
 
 def test_resume_needs_a_directory(common: list[Any]) -> None:
-    assert (
-        refusal(*common, "--resume")
-        == "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+    assert refusal(*common, "--resume") == (
+        "--resume needs --checkpoint DIR, the directory of the run that it goes on with, or "
+        "--durability step, which goes on from the states in --nvme"
     )
 
 
@@ -451,3 +452,36 @@ def test_weights_whose_export_dies_are_not_lost(
     assert isinstance(result.exception, Killed)
     assert f"step-{STEPS}" in names(tmp_path / "steps")
     expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))
+
+
+@pytest.mark.parametrize("every", [60, 171, 390])
+def test_a_run_that_commits_its_steps_goes_on_without_checkpoints(
+    every: int, common: list[Any], tmp_path: Path
+) -> None:
+    """Killed again and again, after so many writes and a few more each time."""
+    expected = finished(*common, "--output", tmp_path / "expected")
+    options = [*common, "--durability", "step", "--resume", "--output", tmp_path / "found"]
+    kill, ends = every, [1]
+    while ends[-1]:
+        ends.append(finetune_in_a_process(tmp_path, [*options, "--overwrite"], kill))
+        assert ends[-1] in (0, -signal.SIGKILL)
+        kill += 50
+    found = json.loads((tmp_path / "summary").read_text())
+    assert (found["loss"], found["steps"]) == (expected["loss"], expected["steps"])
+    name = "model.safetensors"
+    assert same(load_file(tmp_path / "found" / name), load_file(tmp_path / "expected" / name))
+    assert len(ends) > 2
+
+
+def test_a_run_that_commits_its_steps_is_neither_lost_nor_changed(
+    common: list[Any], tmp_path: Path
+) -> None:
+    options = [*common, "--durability", "step"]
+    finished(*options)
+    assert "go on from them with" in refusal(*options)
+    assert "holds the committed states of an earlier run" in refusal(*common)
+    assert "was made with --batch-size 2, and now it is 4" in refusal(
+        *options, "--resume", "--batch-size", 4
+    )
+    assert "--resume needs --checkpoint DIR" in refusal(*common, "--resume")
+    assert finished(*options, "--resume", "--steps", STEPS + 2)["steps"] == STEPS + 2

@@ -72,6 +72,7 @@ FINETUNE = {
     "activations": "gpu",
     "precision": "bf16",
     "moment_precision": "fp32",
+    "durability": "off",
     "nvme_memory": None,
     "nvme_shares": "measured",
     "cache": "auto",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import infinity
 from infinity.directories.commits import DurableFiles
@@ -121,6 +122,28 @@ def in_a_process(place: Path, folders: list[Path], kill: int = -1, **options: An
     """`train` in a process, with `place` for what it says, its log and its result; its exit."""
     arguments = (place / "errors.txt", folders, place / "log", kill, place / "result", options)
     process = SERVER.Process(target=_work, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode not in (0, -signal.SIGKILL):
+        sys.stderr.write((place / "errors.txt").read_text())
+    return process.exitcode or 0
+
+
+def _finetune(errors: Path, arguments: list[str], kill: int, summary: Path) -> None:
+    from infinity.cli.main import app
+
+    become_rank(errors)
+    if kill >= 0:
+        kill_at(kill)
+    result = CliRunner().invoke(app, ["finetune", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    summary.write_text(result.stdout)
+
+
+def finetune_in_a_process(place: Path, arguments: list[Any], kill: int = -1) -> int:
+    """`infinity finetune` in a process, which writes what it prints to `place / "summary"`."""
+    given = (place / "errors.txt", list(map(str, arguments)), kill, place / "summary")
+    process = SERVER.Process(target=_finetune, args=given)
     process.start()
     process.join()
     if process.exitcode not in (0, -signal.SIGKILL):
