@@ -229,7 +229,7 @@ class Build:
             unit.renew()
         self.undo.pop_all()
         if self.durability is not None:
-            self.durability.seal()
+            self.durability.begin()
 
     # What changes nothing
 
@@ -416,7 +416,7 @@ class Build:
         if self.store.is_durable:
             self.durability = Durability(self.store, self.jobs, self.device, self._recorder)
             self.undo.callback(self.durability.give_up)
-        kept = self.durability is not None and self.durability.restore_blocks()
+        kept = self.durability is not None and self.durability.restore_blocks(model)
         fill_units(model, self.units, self._empty, values, seed, kept)
 
     def move_buffers(self) -> None:

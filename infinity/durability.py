@@ -3,14 +3,18 @@ and who gets it back.
 
 [Note: between two steps]
 The record of a step is fixed when the next training forward begins. Schedulers have stepped by
-then, and the random numbers of that forward are still to come. It is fixed sooner where states are
-about to change otherwise: a second step without a forward, a write outside of steps, the end. When
-an earlier run is taken over, the first training forward draws what the next one there would have
-drawn.
+then, and the random numbers of that forward are still to come: after a resume, the first training
+forward draws them. `close` fixes the record of the last step; there is no forward then, so `wrap`
+gives the random states back. Where a step updates once more what no forward has used since the last
+one, that is fixed before.
+
+[Note: writes outside of steps]
+What was written since the last record takes part in the next one. So a block is rewritten in its
+place as long as no record speaks of its content, and beside it otherwise.
 
 [Note: a load that is cut off]
-A checkpoint replaces states one by one, and may have to have one committed before it can replace it
-once more. Such a record says that it is not whole, and is not taken over.
+Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
+is not whole, and is not taken over.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +42,7 @@ from infinity.optim.job import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import StepListeners, Updater
 from infinity.sharding.tensor_parallel import local
+from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store, Version
 
@@ -53,9 +59,8 @@ class CommittedStep:
             values: dict[str, Any] = read_item(content)
             if values["version"] != VERSION:
                 raise ValueError(f"it is of version {values['version']!r}, and {VERSION} is known")
-            self.step = int(values["step"])
-            self.skipped = int(values["skipped"])
-            self.is_whole = bool(values["whole"])
+            self.posted, self.skipped = int(values["posted"]), int(values["skipped"])
+            self.is_whole, self.in_forward = bool(values["whole"]), bool(values["in_forward"])
             self.versions = [
                 Version(each & 1, bool(each & 2)) for each in values["blocks"].tolist()
             ]
@@ -68,6 +73,17 @@ class CommittedStep:
                 f"the record of the committed states cannot be read: {error}; go on from a "
                 "checkpoint, in another directory"
             ) from error
+
+
+@dataclass
+class _Known:
+    """An optimizer, and what a record says of it, as of its last step."""
+
+    optimizer: weakref.ref[Optimizer]
+    header: dict[str, Any]
+    parameters: frozenset[int]
+    saved: dict[str, Any] | None = None
+    """What it took over."""
 
 
 class Durability:
@@ -84,18 +100,31 @@ class Durability:
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
         self._tracked: dict[str, Any] = {}
+        self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
-        self._is_sealed = self._is_loading = self._has_begun = False
+        self._buffers: dict[str, torch.Tensor] = {}  # as it began, too
+        self._is_sealed = self._is_loading = False
+        self._has_begun = self._found is None or not self._found.in_forward
 
-    def restore_blocks(self) -> bool:
+    # Building
+
+    def restore_blocks(self, model: nn.Module) -> bool:
         """Give the blocks what they had; False where there is nothing to go on from. Raises
-        `CheckpointError` for a record that is not whole."""
+        `CheckpointError` for a record that is not whole, and `ConfigError` for other buffers."""
         if self._found is None:
             return False
         if not self._found.is_whole:
             raise CheckpointError(
                 "the earlier run was killed while it loaded a checkpoint, so its states are in "
                 "part of that: load the checkpoint into an engine with another directory"
+            )
+        here = {name: _form(buffer) for name, buffer in persistent_buffers(model)}
+        there = {name: _form(buffer) for name, buffer in self._found.buffers.items()}
+        if here != there:
+            name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
+            raise ConfigError(
+                f"the states that are committed are of another model: the buffer {name} was "
+                f"{there.get(name, 'not there')}, and is {here.get(name, 'not there')} here"
             )
         self._store.restore(self._found.versions)
         return True
@@ -106,79 +135,104 @@ class Durability:
 
     def listeners(self, others: StepListeners) -> StepListeners:
         """What the updater tells, to `others` and to this."""
-
-        def before_step() -> None:
-            others.before_step()
-            self.before_step()
-
         return others._replace(
-            before_step=before_step, made=self.restore, before_write=self.before_write
+            before_step=self.before_step,
+            made=self.restore,
+            stepped_by=self.stepped_by,
+            before_write=self.before_write,
         )
 
     def connect(self, model: nn.Module, updater: Updater) -> None:
         """Whose states these are. What was taken over goes on at its step."""
         self._model = weakref.ref(model)
         self._updater = updater
-        if self._found is not None:
-            updater.posted_steps, updater.skipped_steps = self._found.step, self._found.skipped
-            self._is_sealed = True
-            with torch.no_grad():
-                for name, buffer in persistent_buffers(model):
-                    local(buffer).copy_(self._found.buffers[name])
+        if self._found is None:
+            return
+        updater.posted_steps, updater.skipped_steps = self._found.posted, self._found.skipped
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(model):
+                local(buffer).copy_(self._found.buffers[name])
+        if not self._found.in_forward:
+            _set_random_states(self._device, self._found.random)
+
+    def begin(self) -> None:
+        """`wrap` has succeeded: commit what it made, until the first forward does so."""
+        if self._found is None:
+            self.seal()
+        self._is_sealed = self._found is not None
 
     @property
     def committed_step(self) -> int | None:
         """The last step that would survive a power cut; None while there is none."""
         committed = self._committer.committed_step
-        return self._found.step if committed is None and self._found is not None else committed
+        if committed is None and self._found is not None:
+            return self._found.posted + self._found.skipped
+        return committed
 
     # Fixing records
 
     def before_forward(self) -> None:
         """A training forward begins."""
-        if self._random is None:
-            if self._found is not None and not self._has_begun:
-                _set_random_states(self._device, self._found.random)
-            self._has_begun = True
-            self._random = _random_states(self._device)
+        if self._random is not None:
+            return  # of a cycle that has begun
+        if not self._has_begun and self._found is not None:
+            _set_random_states(self._device, self._found.random)
+        self._has_begun = True
+        self._random, self._buffers = _random_states(self._device), self._buffers_now()
         self.seal()
 
-    def before_step(self) -> None:
-        """A step begins: the one before is committed, so a kill costs one step at most."""
-        self.seal()
+    def before_step(self, units: Sequence[Unit]) -> None:
+        """A step of `units` begins. What was sealed is committed, so a kill costs one step at
+        most."""
+        if not all(unit.states.is_free for unit in units):
+            self.seal()
         self.rest()
         self._is_sealed, self._random = False, None
+
+    def stepped_by(self, optimizer: Optimizer) -> None:
+        """A step of `optimizer` has been fixed: this is what a record says of it, if it is gone by
+        then."""
+        known = self._known(optimizer)
+        if known is not None:
+            known.header |= optimizer.header()
 
     def before_write(self, blocks: Sequence[Block]) -> None:
         """`blocks` are about to be rewritten outside of a step; returns when they may be.
 
-        Raises `ConfigError` before anything is changed for those that have one place only.
+        Raises `ConfigError` before anything is changed for those that have one place only, but
+        while a checkpoint is loaded.
         """
         fixed = next((block for block in blocks if _is_fixed(block)), None)
-        if fixed is not None:
+        if fixed is not None and (not self._is_loading or fixed.spec.in_files):
             raise ConfigError(
                 f"{fixed.name} cannot be changed with durability='step': what is frozen has one "
                 "place on nvme, and a kill meanwhile would leave a part of it; change it before "
                 "wrap, or set durability='off'"
             )
-        if not all(block.home.is_free for block in blocks):
+        if fixed is not None:
+            self._is_sealed = False
             self.seal()
+        if fixed is not None or not all(b.home.is_free or b.home.rewrite() for b in blocks):
             self.rest()
         self._is_sealed = False
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, states are replaced one by one; see [Note: a load that is cut off]."""
+        """Inside, states are replaced one by one; what they are then is committed."""
         self._is_loading = True
         try:
             yield
         finally:
             self._is_loading = False
+        self._is_sealed = False
+        self.seal()
+        self.rest()
 
     def seal(self) -> None:
         """Have the states as they are after all posted steps committed; returns at once."""
         if not self._is_sealed:
-            self._committer.seal(self._updater.posted_steps, self._content)
+            step = self._updater.posted_steps + self._updater.skipped_steps
+            self._committer.seal(step, self._content)
             self._is_sealed = True
 
     def rest(self) -> None:
@@ -188,11 +242,13 @@ class Durability:
         self._store.latch.check()
 
     def close(self) -> None:
-        """Commit the last step, and end the thread. What failed, or has lost its model or its
-        optimizer, stays at the step that was committed last. May be called twice."""
+        """Commit the last step, and end the thread. What failed stays at the step that was
+        committed last, and so does a model that is gone with its buffers. May be called twice."""
         try:
-            lost = self._model() is None or self._updater.owners.have_gone()
-            if not self._store.latch.failed and not lost:
+            if not self._store.latch.failed and (self._model() is not None or not self._buffers):
+                # Between two steps buffers and rates may have changed; a forward that led to no
+                # step has not.
+                self._is_sealed &= self._random is not None
                 self.seal()
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
@@ -200,51 +256,75 @@ class Durability:
             self._committer.close()
 
     def _content(self, versions: Sequence[Version]) -> bytes:
-        model, updater = self._model(), self._updater
+        updater = self._updater
         blocks = [version.extent | version.is_written << 1 for version in versions]
+        tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
+        _check_tracked(tracked)
+        random_states = self._random
+        if not self._has_begun and self._found is not None:
+            random_states = self._found.random
         values = {
             "version": VERSION,
-            "step": updater.posted_steps,
+            "posted": updater.posted_steps,
             "skipped": updater.skipped_steps,
             "whole": not self._is_loading,
-            "blocks": torch.tensor(blocks, dtype=torch.uint8),
-            "optimizers": [_described(each) for each in updater.owners.all()] + self._waiting,
-            "random": self._random or _random_states(self._device),
-            "buffers": {} if model is None else _buffers_of(model),
-            "tracked": self._states | {name: x.state_dict() for name, x in self._tracked.items()},
+            "in_forward": random_states is not None,
+            "blocks": torch.tensor(blocks, dtype=torch.uint8, device="cpu"),
+            "optimizers": [_plain(each) for each in self._headers()],
+            "random": random_states or _random_states(self._device),
+            "buffers": self._buffers if self._random is not None else self._buffers_now(),
+            "tracked": tracked,
         }
         stream = io.BytesIO()
-        try:
-            torch.save(values, stream)
-            read_item(stream.getvalue())
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                "the states of what is tracked may have numbers, texts and tensors in dicts, lists "
-                f"and tuples only: {reason}"
-            ) from error
+        torch.save(values, stream)
         return stream.getvalue()
+
+    def _headers(self) -> list[dict[str, Any]]:
+        """What the record says of each optimizer, in the order in which they were made; of those
+        that were not made again what the last one said."""
+        for known in self._optimizers:
+            optimizer = known.optimizer()
+            if optimizer is not None:
+                known.header |= optimizer.header()
+        return [known.header for known in self._optimizers] + self._waiting
+
+    def _buffers_now(self) -> dict[str, torch.Tensor]:
+        model = self._model()
+        if model is None:
+            return self._buffers
+        return {name: local(b).detach().clone() for name, b in persistent_buffers(model)}
+
+    def _known(self, optimizer: Optimizer) -> _Known | None:
+        return next((k for k in self._optimizers if k.optimizer() is optimizer), None)
 
     # Giving back
 
     def restore(self, optimizer: Optimizer) -> None:
         """An optimizer was made: it goes on as the one in its place did, if there was one. Raises
         `ConfigError` where it is another one."""
-        if self._found is None:
-            return
-        if not self._waiting:
-            optimizer.forget_states()
-            return
-        saved, here = self._waiting[0], _described(optimizer)
-        for key in ("kind", "names"):
-            if saved.get(key) != here[key]:
+        known = _describe(optimizer)
+        for other in self._optimizers:
+            if other.optimizer() is not None and not other.parameters & known.parameters:
+                raise ConfigError(
+                    "durability='step' commits the steps of one optimizer, and there is another "
+                    "one: give one all parameters, in groups, or set durability='off'"
+                )
+        if self._waiting:
+            saved, here = self._waiting[0], known.header
+            if any(saved.get(key) != here[key] for key in ("kind", "names")):
                 raise ConfigError(
                     "the states that were taken over belong to another optimizer "
                     f"({saved.get('kind')}), or to other parameters in its groups; make the same "
-                    "optimizers in the same order, or begin anew in another directory"
+                    "optimizers in the same order, with all groups, or begin anew in another "
+                    "directory"
                 )
-        optimizer.take_header(saved)
-        self._waiting.pop(0)
+            optimizer.take_header(saved)
+            known.saved = self._waiting.pop(0)
+        elif self._found is not None:
+            optimizer.forget_states()
+        self._optimizers = [
+            other for other in self._optimizers if not other.parameters & known.parameters
+        ] + [known]
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See `Engine.track`."""
@@ -256,25 +336,26 @@ class Durability:
                 )
             if name in self._tracked:
                 raise ConfigError(f"{name} is tracked already; choose another name")
+        _check_tracked({name: value.state_dict() for name, value in objects.items()})
+        given = [name for name in objects if name in self._states]
         for name, value in objects.items():
-            if name in self._states:
+            if name in given:
                 value.load_state_dict(self._states.pop(name))
             self._tracked[name] = value
-        if self._found is not None:  # a scheduler sets the rate of its first step as it is made
-            saved = {tuple(header["names"][0]): header for header in self._found.optimizers}
-            for optimizer in self._updater.owners.all():
-                header = saved.get(tuple(_described(optimizer)["names"][0]))
-                if header is not None and not self._has_begun:
-                    optimizer.take_groups(header)
+        for known in self._optimizers if given else ():
+            optimizer = known.optimizer()
+            if optimizer is not None and known.saved is not None and self._random is None:
+                optimizer.take_groups(known.saved)  # a scheduler has set its first rate
 
 
 def _is_fixed(block: Block) -> bool:
-    """Whether what was committed of a block would be rewritten in place."""
+    """Whether what is committed of a block, or lies in files of the user, would be rewritten in its
+    only place."""
     home = block.home
-    return home.sealed is not None and len(home.extents) < 2
+    return block.spec.in_files or (home.sealed is not None and len(home.extents) < 2)
 
 
-def _described(optimizer: Optimizer) -> dict[str, Any]:
+def _describe(optimizer: Optimizer) -> _Known:
     """An optimizer, and whose it is: the names of the parameters in its groups."""
     names = {
         id(parameter): name
@@ -282,11 +363,36 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
         for parameter, name in zip(unit.parameters, unit.names, strict=True)
     }
     groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-    return optimizer.header() | {"kind": type(optimizer).__name__, "names": groups}
+    header = optimizer.header() | {"kind": type(optimizer).__name__, "names": groups}
+    return _Known(weakref.ref(optimizer), header, frozenset(names))
 
 
-def _buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: local(buffer).detach() for name, buffer in persistent_buffers(model)}
+def _form(buffer: torch.Tensor) -> str:
+    return f"{buffer.dtype} {list(local(buffer).shape)}"
+
+
+def _plain(header: dict[str, Any]) -> dict[str, Any]:
+    """A header whose numbers are Python's: a rate may be one of numpy's."""
+    groups = [
+        {key: v.item() if isinstance(v, np.generic) else v for key, v in group.items()}
+        for group in header["param_groups"]
+    ]
+    return header | {"param_groups": groups}
+
+
+def _check_tracked(states: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for what could not be read again without running its code."""
+    for name, state in states.items():
+        stream = io.BytesIO()
+        try:
+            torch.save(state, stream)
+            read_item(stream.getvalue())
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"the state of {name} may have numbers, texts and tensors in dicts, lists and "
+                f"tuples only: {reason}"
+            ) from error
 
 
 def _random_states(device: ComputeDevice) -> dict[str, Any]:
@@ -296,8 +402,8 @@ def _random_states(device: ComputeDevice) -> dict[str, Any]:
     name, keys, position, has_gauss, cached = found
     return {
         "torch": device.random_state(),
-        "python": [version, torch.tensor(words), gauss],
-        "numpy": [name, torch.tensor(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": [version, torch.tensor(words, device="cpu"), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
     }
 
 

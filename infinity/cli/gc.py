@@ -18,8 +18,7 @@ from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.quantities import format_bytes
-from infinity.tiers.drives import STATES_NAME
-from infinity.tiers.durable import DURABLE_NAMES, MANIFEST_NAME
+from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed
 
 
 def collect(directory: Path, committed: bool = False) -> dict[str, int]:
@@ -52,7 +51,7 @@ def _collect_all(place: Directory, committed: bool) -> dict[str, int]:
 def _collect(place: Directory, committed: bool) -> dict[str, int]:
     """`collect` without what is below."""
     benchmark = leftovers(place.path)
-    kept = place.check(MANIFEST_NAME) is not None and not committed
+    kept = holds_committed(place) and not committed
     states = () if kept else (STATES_NAME, *DURABLE_NAMES)
     ours = {name: place.check(name) for name in (*states, LOCK_NAME)}
     found = {

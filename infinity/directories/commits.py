@@ -50,8 +50,12 @@ class DurableFiles:
     def create(self, name: str, content: bytes) -> None:
         """A new file, which is there as a whole or not at all."""
         self._directory.remove(DRAFT_NAME)  # of a job that was killed here
-        self._write(self._directory.create(DRAFT_NAME), content)
-        self._directory.rename(DRAFT_NAME, name)
+        try:
+            self._write(self._directory.create(DRAFT_NAME), content)
+            self._directory.rename(DRAFT_NAME, name)
+        except BaseException:
+            self._directory.remove(DRAFT_NAME)
+            raise
         self._directory.sync()
 
     def overwrite(self, name: str, content: bytes) -> None:
@@ -112,16 +116,22 @@ class CommitLog:
         """Make `content` the last record; returns its sequence when it would survive a power cut,
         and the one before is not read any more."""
         sequence, at = self._sequence + 1, 1 - self._at
-        name, before = COMMIT_NAMES[at], COMMIT_NAMES[1 - at]
+        name = COMMIT_NAMES[at]
         record = _encoded(sequence, content)
         if self._files.read(name) is None:
             self._files.create(name, record)
         else:
             self._files.overwrite(name, record)
         self._sequence, self._at = sequence, at
-        if sequence > 1:
-            self._files.overwrite(before, b"")
+        self.settle()
         return sequence
+
+    def settle(self) -> None:
+        """Nobody reads the record before the last one from now on; a kill may have come before
+        that."""
+        before = COMMIT_NAMES[1 - self._at]
+        if self._files.read(before):
+            self._files.overwrite(before, b"")
 
     def remove(self) -> None:
         """Remove all records, the older one first."""

@@ -60,11 +60,11 @@ class Committer:
         """Have what the blocks are after all posted updates committed, with the record that
         `content` makes of it; returns at once."""
         jobs, versions = self._jobs.versions(self._store.durable_blocks())
-        self._store.seal(versions)
         sealed = _Sealed(step, jobs, versions, content(versions))
+        self._store.seal(versions)
         with self._changed:
+            self._sealed.put(sealed)
             self._open += 1
-        self._sealed.put(sealed)
 
     def rest(self) -> None:
         """Block until all that was sealed is committed, or never will be."""

@@ -154,7 +154,11 @@ class Optimizer(torch.optim.Optimizer):
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
         super().__init__(params, defaults)
         if self._shares:
-            self.updater.made(self)
+            try:
+                self.updater.made(self)
+            except BaseException:
+                self.updater.owners.release(self)
+                raise
 
     # What a rule adds
 
@@ -350,6 +354,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._last_norm = norm
             if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
                 self.loss_scaler.update(finite=True)
+        self.updater.stepped_by(self)
         return loss
 
     def _measure(self, shares: Sequence[UnitShare]) -> Norms:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from infinity.errors import ConfigError
 from infinity.optim.kernels import Segment
@@ -36,7 +36,6 @@ class Owners:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._of: dict[Unit, dict[int, weakref.ref[Owner]]] = {}  # by the index of the parameter
-        self._made: list[weakref.ref[Owner]] = []
 
     def check_free(self, share: UnitShare, optimizer: Owner) -> None:
         """Raise `ConfigError` when another optimizer updates one of these parameters."""
@@ -57,21 +56,15 @@ class Owners:
 
     def assign(self, share: UnitShare, optimizer: Owner) -> None:
         """`optimizer` updates these parameters from now on; see `check_free`."""
-        if all(ref() is not optimizer for ref in self._made):
-            self._made = [ref for ref in self._made if ref() is not None]
-            self._made.append(weakref.ref(optimizer))
         self._of.setdefault(share.unit, {}).update(
             (index, weakref.ref(optimizer)) for index in share.positions
         )
 
-    def all(self) -> list[Any]:
-        """The optimizers that there are, in the order in which they were made."""
-        made = (ref() for ref in self._made)
-        return [optimizer for optimizer in made if optimizer is not None]
-
-    def have_gone(self) -> bool:
-        """Whether parameters had an optimizer that is gone, and have no other one."""
-        return any(ref() is None for owners in self._of.values() for ref in owners.values())
+    def release(self, optimizer: Owner) -> None:
+        """`optimizer` was refused: its parameters are as if it had never been made."""
+        for owners in self._of.values():
+            for index in [index for index, ref in owners.items() if ref() is optimizer]:
+                del owners[index]
 
     def only(self, unit: Unit) -> Owner | None:
         """The optimizer of `unit`, where there is one for all that any updates."""

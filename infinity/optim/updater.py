@@ -43,12 +43,16 @@ from infinity.tiers.store import Store
 class StepListeners(NamedTuple):
     """Who is told of steps, on the thread that runs the model: given at construction."""
 
-    before_step: Callable[[], None]
-    """Called before a step is fixed, to end a backward that an exception cut off."""
+    before_settling: Callable[[], None]
+    """Called before gradients become final, to end a backward that an exception cut off."""
     stepped: Callable[[StepRun], None]
     """Called when a step has been fixed, before its updates start, with what became of the last."""
+    before_step: Callable[[Sequence[Unit]], None] = lambda units: None
+    """Called before these units are updated, when no update is under way."""
     made: Callable[[Any], None] = lambda optimizer: None
     """Called with an optimizer that was made, when it has its parameters."""
+    stepped_by: Callable[[Any], None] = lambda optimizer: None
+    """Called with an optimizer whose step has been fixed, or left out."""
     before_write: Callable[[Sequence[Block]], None] = lambda blocks: None
     """Called before blocks are rewritten outside of a step; returns when they may be."""
 
@@ -112,6 +116,10 @@ class Updater(Updates):
         """`optimizer` was made, and has its parameters."""
         self._listeners.made(optimizer)
 
+    def stepped_by(self, optimizer: Owner) -> None:
+        """A step of `optimizer` has been fixed, or left out."""
+        self._listeners.stepped_by(optimizer)
+
     def before_write(self, blocks: Sequence[Block]) -> None:
         """These are about to be rewritten, outside of a step."""
         self._listeners.before_write(blocks)
@@ -174,7 +182,7 @@ class Updater(Updates):
         """
         self._await_updates()
         self._store.latch.check_usable()
-        self._listeners.before_step()
+        self._listeners.before_settling()
         added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
@@ -271,6 +279,7 @@ class Updater(Updates):
                 f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered"
             )
         self.land()
+        self._listeners.before_step(units)
 
     def _announce(self) -> None:
         """A step has been fixed, and its updates have yet to start."""

@@ -24,7 +24,7 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
-from infinity.tiers.durable import MANIFEST_NAME, DurableStates, refuse_kept
+from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, DurableStates, refuse_kept
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
 
@@ -37,7 +37,6 @@ REQUEST_BYTES = 1 << 20
 DIRECT_THREADS = 8
 """For each drive that writes to a GPU: so many requests are under way at once, for one takes a
 thread until it has ended."""
-STATES_NAME = "infinity-states.bin"
 
 
 class Extent(NamedTuple):
@@ -202,7 +201,7 @@ class NvmeTier:
     @property
     def _taken_over(self) -> bool:
         """Whether the files hold the states of an earlier run, which go on."""
-        return self._durable is not None and self._durable.found is not None
+        return self._durable is not None and self._durable.content is not None
 
     def _open_file(self, place: Directory) -> Any:
         """The states file that is taken over, or a new one in place of one that a dead run left."""
@@ -227,8 +226,8 @@ class NvmeTier:
         """What is closed leaves nothing, unless it was committed."""
         if self._durable is None or not self._durable.committed:
             place.remove(STATES_NAME)
-            if self._durable is not None:
-                place.remove(MANIFEST_NAME)
+            for name in DURABLE_NAMES if self._durable is not None else ():
+                place.remove(name)
 
     def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)
@@ -248,7 +247,7 @@ class NvmeTier:
 
         Raises `BudgetError` when all together do not have it.
         """
-        if self._durable is not None and self._durable.found is not None:
+        if self._taken_over and self._durable is not None and self._durable.found is not None:
             found = self._durable.found
             self._durable.check()
             self._take_over(stripes, found.shares, found.rooms)

@@ -3,10 +3,11 @@ may take it over.
 
 [Note: a directory that holds states]
 Every directory has a manifest, `infinity-manifest.json`: the run, its number among the directories,
-how the address space is striped over them, and where each block lies. The first directory also has
-the record of the last commit (`infinity.directories.commits`). The manifests come before the first
-commit and never change. Where there is a manifest, nobody reclaims the states: they are taken over
-(`resume`), or refused.
+how the address space is striped over them, where each block lies, and whether anything was
+committed. The first directory also has the record of the last commit
+(`infinity.directories.commits`), which names the run. The manifests come before the first commit,
+and say so after it. Where something was committed, nobody reclaims the states: they are taken over
+(`resume`), or refused. What was not is reclaimed as what any dead run left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
@@ -25,6 +26,9 @@ from infinity.errors import CheckpointError, ConfigError
 MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
+STATES_NAME = "infinity-states.bin"
+RUN_BYTES = 32
+"""What a record begins with: the name of its run."""
 VERSION = 1
 _MOST_BYTES = 1 << 30
 
@@ -47,6 +51,7 @@ class StatesManifest:
     `Stripes`."""
 
     run: str
+    is_committed: bool
     stripe_bytes: int
     shares: tuple[float, ...]
     rooms: tuple[int, ...]
@@ -89,8 +94,8 @@ def _shown(value: Any) -> str:
 
 
 class DurableStates:
-    """What the directories of one engine hold beyond its life. `find` comes first, then `begin` or
-    `take_over`, then `commit` again and again, by one thread."""
+    """What the directories of one engine hold beyond its life. `find` comes first, then `commit`
+    again and again, by one thread."""
 
     def __init__(self, resume: bool) -> None:
         """`resume`: states that are there are taken over; without it they are refused."""
@@ -113,33 +118,39 @@ class DurableStates:
         """
         self._places = list(places)
         self._log = CommitLog(DurableFiles(places[0]))
-        kept = [place for place in places if place.check(MANIFEST_NAME) is not None]
-        if kept and not self._resume:
-            refuse_kept(kept[0])
-        if not kept:
-            return
-        manifests = [_read(place) for place in kept]
-        if len(kept) < len(places) or any(
-            (manifest, number) != (manifests[0][0], at)
-            for at, (manifest, number) in enumerate(manifests)
-        ):
+        kept = {place: _read(place) for place in places if has_manifest(place)}
+        commit = self._log.last()
+        if commit is None and not any(manifest.is_committed for manifest, _ in kept.values()):
+            return  # killed before the first commit: nothing is lost
+        if not self._resume:
+            raise _refusal(next(iter(kept), places[0]))
+        found = kept[places[0]][0] if places[0] in kept else None
+        if commit is None or found is None or commit.content[:RUN_BYTES] != found.run.encode():
+            raise CheckpointError(
+                f"{places[0].path} lacks a part of the states of an earlier run "
+                f"({MANIFEST_NAME}, {' and '.join(COMMIT_NAMES)}), or it is of another run; give "
+                "all nvme directories of that run in the order in which they were, or go on from a "
+                "checkpoint, in another directory"
+            )
+        runs = [(manifest.run, number) for manifest, number in kept.values()]
+        if len(found.shares) != len(places) or runs != [
+            (found.run, at) for at in range(len(places))
+        ]:
             numbers = ", ".join(
                 f"{place.path} is number {number + 1} of run {manifest.run[:8]}"
-                for place, (manifest, number) in zip(kept, manifests, strict=True)
+                for place, (manifest, number) in kept.items()
             )
             raise ConfigError(
-                "the nvme directories do not hold the states of one run together, in this order "
-                f"({numbers}); give all directories of that run, in the order in which they were"
+                f"the nvme directories do not hold the states of one run together: {numbers}; it "
+                f"has {len(found.shares)}, to be given in the order in which they were"
             )
-        commit = self._log.last()
-        if commit is None:  # killed before the first one: nothing is lost
-            return
-        if len(manifests[0][0].shares) != len(places):
-            raise ConfigError(
-                f"the states in {places[0].path} lie in {len(manifests[0][0].shares)} nvme "
-                f"directories, and {len(places)} are given; give all, in the same order"
+        missing = [place.path for place in places if place.check(STATES_NAME) is None]
+        if missing:
+            raise CheckpointError(
+                f"{missing[0] / STATES_NAME} is gone, and with it the states of an earlier run; go "
+                "on from a checkpoint, in another directory"
             )
-        self.found, self.content, self.committed = manifests[0][0], commit.content, True
+        self.found, self.content, self.committed = found, commit.content[RUN_BYTES:], True
 
     def describe(self, blocks: Sequence[StoredBlock]) -> None:
         """These are the states of the engine, in their order."""
@@ -154,33 +165,66 @@ class DurableStates:
             )
 
     def begin(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
-        """The states lie so, and nothing was committed yet: write the manifests, in place of those
-        of a run that was killed before its first commit."""
+        """The states lie so, and nothing was committed yet: describe them, in place of those of a
+        run that was killed before its first commit."""
         run = uuid.uuid4().hex
-        manifest = StatesManifest(run, stripe_bytes, tuple(shares), tuple(rooms), self._blocks)
-        files = [DurableFiles(place) for place in self._places]
-        for each in files:
-            each.remove(MANIFEST_NAME)
-        for number, each in enumerate(files):
-            each.create(MANIFEST_NAME, manifest.encode(number))
+        shown = StatesManifest(run, False, stripe_bytes, tuple(shares), tuple(rooms), self._blocks)
+        self.found = shown
+        for place in reversed(self._places):
+            DurableFiles(place).remove(MANIFEST_NAME)
+        if self._log is not None:
+            self._log.remove()
+        self._write_manifests(shown)
+
+    def settle(self) -> None:
+        """From now on nobody reads a record before the last one."""
+        if self._log is not None:
+            self._log.settle()
 
     def commit(self, content: bytes) -> None:
         """Make `content` the last record, when all that it speaks of is on the drives."""
-        if self._log is None:
+        if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
-        self._log.write(content)
+        self._log.write(self.found.run.encode() + content)
+        if not self.found.is_committed:
+            self.found = replace(self.found, is_committed=True)
+            self._write_manifests(self.found)
         self.committed = True
+
+    def _write_manifests(self, manifest: StatesManifest) -> None:
+        for number, place in enumerate(self._places):
+            DurableFiles(place).create(MANIFEST_NAME, manifest.encode(number))
+
+
+def has_manifest(place: Directory) -> bool:
+    """Whether states were, or are to be, committed there."""
+    return place.check(MANIFEST_NAME) is not None
+
+
+def holds_committed(place: Directory) -> bool:
+    """Whether states that were committed lie there, as far as that can be read."""
+    if not has_manifest(place):
+        return False
+    try:
+        committed = CommitLog(DurableFiles(place)).last() is not None
+        return committed or _read(place)[0].is_committed
+    except CheckpointError:
+        return True
 
 
 def refuse_kept(place: Directory) -> None:
     """Raise `ConfigError` where `place` holds states that outlived their process."""
-    if place.check(MANIFEST_NAME) is not None:
-        raise ConfigError(
-            f"nvme directory {place.path} holds the committed states of an earlier run; go on "
-            "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
-            "--resume, take another directory, or remove them with: infinity gc --committed "
-            f"{place.path}"
-        )
+    if holds_committed(place):
+        raise _refusal(place)
+
+
+def _refusal(place: Directory) -> ConfigError:
+    return ConfigError(
+        f"nvme directory {place.path} holds the committed states of an earlier run; go on "
+        "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
+        "--resume, take another directory, or remove them with: infinity gc --committed "
+        f"{place.path}"
+    )
 
 
 def _read(place: Directory) -> tuple[StatesManifest, int]:

@@ -41,6 +41,7 @@ class Home:
         """Which of them the next commit speaks of, or did: once it is the content, nobody writes
         there either."""
         self._flips = self._sealed_flips = 0
+        self._is_rewritten = False
 
     @property
     def buffer(self) -> Lease | None:
@@ -80,6 +81,8 @@ class Home:
     @property
     def target(self) -> int:
         """Which of the extents or buffers the next update writes."""
+        if self._is_rewritten:
+            return self.version
         return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
 
     @property
@@ -87,6 +90,13 @@ class Home:
         """Whether an update may write: what it overwrites is in no commit that is still needed."""
         was_sealed = self.target == self.sealed and self._flips > self._sealed_flips
         return self.target != self.durable and not was_sealed
+
+    def rewrite(self) -> bool:
+        """What is written next, all of it, takes the place of the content where no commit speaks of
+        that; False where one does."""
+        sealed = self.version == self.sealed and self._flips >= self._sealed_flips
+        self._is_rewritten = self.version != self.durable and not sealed
+        return self._is_rewritten
 
     def seal(self, extent: int) -> None:
         """The next commit speaks of `extent`: the current one, or the target of an update that has
@@ -96,8 +106,9 @@ class Home:
 
     def flip(self) -> None:
         """An update has written all of the target: that is the content from now on."""
+        self._flips += not self._is_rewritten
         self.version = self.target
-        self._flips += 1
+        self._is_rewritten = False
         self.written = True
         if self.version and self.extents and isinstance(self.extents[0], FileExtent):
             self.extents = self.extents[1:]

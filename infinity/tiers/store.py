@@ -278,6 +278,8 @@ class Store:
 
     def restore(self, versions: Sequence[Version]) -> None:
         """The states that were taken over are at these versions, of `durable_blocks`."""
+        if self._durable is not None:
+            self._durable.settle()
         for block, version in zip(self.durable_blocks(), versions, strict=True):
             block.home.version, block.home.written = version
             block.home.durable = version.extent
@@ -295,7 +297,7 @@ class Store:
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._nvme.flush()
-        if not self._durable.committed:
+        if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
         self._durable.commit(content)
         with self._changed:

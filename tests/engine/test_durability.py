@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
+import math
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.cli.gc import collect
 from infinity.directories.commits import COMMIT_NAMES, CommitLog
-from infinity.optim.committer import Committer
-from infinity.tiers.drives import STATES_NAME, NvmeTier
-from infinity.tiers.durable import MANIFEST_NAME
+from infinity.directories.lock import LOCK_NAME
+from infinity.tiers.drives import NvmeTier
+from infinity.tiers.durable import MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import LEAST, STEPS, Model, in_a_process, logged, train
 from support.models import text_batch
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,6 +122,139 @@ def test_writes_outside_of_steps_are_committed_with_the_next_one(tmp_path: Path)
     assert same(weights[1], weights[0])
 
 
+def start(folders: list[Path], **options: Any) -> tuple[Model, infinity.Engine, Any]:
+    """A resumed run, with its optimizer."""
+    model = Model()
+    infinity.wrap(model, config_of(nvme=folders, **LEAST | options), resume=True)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
+    return model, infinity.engine(model), optimizer
+
+
+BETWEEN: dict[str, Callable[[Any, Any, Any], object]] = {
+    "norm of the gradients": lambda model, engine, optimizer: engine.clip_grad_norm_(1.0),
+    "torch's norm": lambda model, engine, optimizer: nn.utils.clip_grad_norm_(
+        model.parameters(), 1.0
+    ),
+    "a gradient": lambda model, engine, optimizer: next(model.parameters()).grad.sum(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_record_is_of_the_beginning_of_a_forward(between: str, tmp_path: Path) -> None:
+    """Whatever comes between the backward and its step: a kill there draws the same again."""
+    losses = []
+    for place, kills in (("whole", False), ("killed", True)):
+        (folder,) = folders_in(tmp_path / place)
+        for steps in (2, 4) if kills else (4,):
+            torch.manual_seed(7)
+            model, engine, optimizer = start([folder])
+            found = []
+            for number in range(engine.committed_step or 0, steps):
+                loss = model(**text_batch(number)).loss
+                loss.backward()
+                BETWEEN[between](model, engine, optimizer)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                found.append(loss.item())
+            if steps == 2:
+                model(**text_batch(2)).loss.backward()
+                BETWEEN[between](model, engine, optimizer)
+                Probe(engine).committer.rest()
+                copy = tmp_path / "copy"
+                shutil.copytree(folder, copy)  # as a kill leaves it
+                (copy / LOCK_NAME).unlink()
+                engine.close()
+                folder = copy
+        losses.append(found[-2:])
+    assert losses[0] == losses[1]
+
+
+def test_steps_that_are_left_out_count(tmp_path: Path) -> None:
+    model, engine, optimizer = start(folders_in(tmp_path))
+    for number in range(3):
+        loss = model(**text_batch(number)).loss
+        (loss * math.nan if number == 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    assert start([tmp_path / "nvme0"])[1].committed_step == 3
+
+
+def test_an_optimizer_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    folders = folders_in(tmp_path)
+    train(folders, tmp_path / "log", steps=2)
+    model = Model()
+    infinity.wrap(model, config_of(nvme=folders, **LEAST), resume=True)
+    with pytest.raises(infinity.ConfigError, match="belong to another optimizer"):
+        infinity.Adam(model.parameters())
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+    assert moments and all(bool(moment.any()) for moment in moments[-4:])
+    infinity.engine(model).close()
+
+
+def test_one_optimizer_has_all_that_is_trained(tmp_path: Path) -> None:
+    model = Model()
+    infinity.wrap(model, config_of(nvme=folders_in(tmp_path), **LEAST))
+    first, *rest = model.inner.blocks
+    optimizer = infinity.AdamW(first.parameters())
+    with pytest.raises(infinity.ConfigError, match="commits the steps of one optimizer"):
+        infinity.AdamW(rest[0].parameters())
+    del optimizer
+    infinity.AdamW(rest[0].parameters())
+    infinity.engine(model).close()
+
+
+def test_the_last_step_is_committed_without_its_optimizer(tmp_path: Path) -> None:
+    folders = folders_in(tmp_path)
+
+    def steps() -> Any:
+        model, _, optimizer = start(folders)
+        model(**text_batch(0)).loss.backward()
+        optimizer.step()
+        return model
+
+    model = steps()
+    gc.collect()
+    infinity.engine(model).close()
+    assert start(folders)[1].committed_step == 1
+
+
+def test_a_record_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    (folder,) = folders_in(tmp_path)
+    train([folder], tmp_path / "log", steps=4)
+    for name in (MANIFEST_NAME, STATES_NAME):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        with pytest.raises(infinity.CheckpointError, match=r"lacks a part|is gone"):
+            start([folder])
+        (folder / name).write_bytes(content)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest | {"run": "0" * 32}))
+    with pytest.raises(infinity.CheckpointError, match="or it is of another run"):
+        start([folder])
+
+
+def test_a_checkpoint_that_is_loaded_is_committed(tmp_path: Path) -> None:
+    folders = folders_in(tmp_path)
+    model, engine, optimizer = start(folders)
+    for number in range(2):
+        model(**text_batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            engine.save_checkpoint(tmp_path / "first", optimizer)
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.load_checkpoint(tmp_path / "first", optimizer)
+    copy = tmp_path / "copy"
+    shutil.copytree(folders[0], copy)  # as a kill leaves it
+    (copy / LOCK_NAME).unlink()
+    engine.close()
+    again, engine, _ = start([copy])
+    assert engine.committed_step == 1 and same(again.state_dict(), expected)
+    engine.close()
+
+
 class Slow:
     """Commits that end when the backward after them has ended; every write is looked at."""
 
@@ -161,30 +300,23 @@ def test_no_update_writes_where_something_is_committed(
     assert slow.writes > written[-1] > written[1]
 
 
-def test_writes_before_the_first_commit_leave_it_whole(
+def test_writes_outside_of_steps_leave_what_is_to_be_committed_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody waits for a commit: what no record speaks of is rewritten in its place."""
     slow = Slow(monkeypatch)
-
-    def rest(committer: Committer, real: Any = Committer.rest) -> None:
-        slow.go_on.set()
-        real(committer)
-
-    monkeypatch.setattr(Committer, "rest", rest)
     model = Model()
     infinity.wrap(model, config_of(nvme=folders_in(tmp_path), **LEAST))
     weight = model.inner.blocks[0].up.weight
-    waited = []
     for value in (1.0, 2.0, 3.0):
         with infinity.gathered([weight], write=True), torch.no_grad():
             weight.fill_(value)
-        waited.append(slow.go_on.is_set())
-    assert waited == [False, True, True], "who writes twice waits for the commit"
-    assert bool((weight == 3.0).all())
+    assert not slow.go_on.is_set() and bool((weight == 3.0).all())
+    slow.go_on.set()
     infinity.engine(model).close()
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_commit_that_fails_ends_all_who_wait(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +337,7 @@ def test_a_commit_that_fails_ends_all_who_wait(
     gc.collect()  # the engine of the run that failed
     before = len(logged(tmp_path))
     train(folders, tmp_path / "log", steps=5)
-    assert logged(tmp_path)[before:][0][0] == max(at - 1, 0)
+    assert logged(tmp_path)[before:][0][0] == max(at - 2, 0)
 
 
 def test_gc_removes_what_is_committed_only_when_it_is_told_to(tmp_path: Path) -> None:
@@ -239,8 +371,9 @@ def test_states_are_neither_lost_nor_taken_for_others(tmp_path: Path) -> None:
     refused("holds the committed states", folders, False, **off)
     refused("the states of another model or configuration: format of", folders, precision="fp32")
     refused("another model or configuration", folders, moment_precision="bf16")
-    refused("lie in 2 nvme directories, and 1 are given", folders[:1])
-    refused("give all directories of that run, in the order", folders[::-1])
+    refused("do not hold the states of one run together", folders[:1])
+    refused("give all nvme directories of that run in the order", folders[::-1])
+    refused("give all nvme directories of that run in the order", folders[1:])
     refused("resume=True goes on from committed states", folders, durability="off")
 
 

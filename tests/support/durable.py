@@ -40,7 +40,7 @@ class Counter(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        self.seen += self.training
         return x
 
 

@@ -51,6 +51,11 @@ class Probe:
         return self.engine._runtime.trace
 
     @property
+    def committer(self) -> Any:
+        """What commits steps."""
+        return self.engine._durability._committer
+
+    @property
     def exchange(self) -> Any:
         """What runs collectives; None for one rank."""
         return self.engine._exchange
