@@ -102,7 +102,7 @@ class Durability:
         self._tracked: dict[str, Any] = {}
         self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
-        self._buffers: dict[str, torch.Tensor] = {}  # as it began, too
+        self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
         self._is_sealed = self._is_loading = False
         self._has_begun = self._found is None or not self._found.in_forward
 
@@ -146,6 +146,7 @@ class Durability:
         """Whose states these are. What was taken over goes on at its step."""
         self._model = weakref.ref(model)
         self._updater = updater
+        self._buffers = self._buffers_now()
         if self._found is None:
             return
         updater.posted_steps, updater.skipped_steps = self._found.posted, self._found.skipped

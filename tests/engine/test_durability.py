@@ -220,6 +220,17 @@ def test_the_last_step_is_committed_without_its_optimizer(tmp_path: Path) -> Non
     assert start(folders)[1].committed_step == 1
 
 
+def test_a_model_that_is_collected_before_its_first_step_can_be_resumed(tmp_path: Path) -> None:
+    """Its buffers are gone, so what `wrap` committed stays the last record."""
+    folders = folders_in(tmp_path)
+    for _ in range(2):
+        model, engine, _ = start(folders)
+        assert engine.committed_step in (None, 0)
+        del model, engine
+        gc.collect()
+    train(folders, tmp_path / "log", steps=1)
+
+
 def test_a_record_of_another_run_is_not_taken(tmp_path: Path) -> None:
     (folder,) = folders_in(tmp_path)
     train([folder], tmp_path / "log", steps=4)

@@ -115,6 +115,23 @@ def test_no_older_record_is_taken_for_the_last_one(count: int, at: int, bit: int
         CommitLog(files).last()
 
 
+@pytest.mark.parametrize("begins", ["writes", "only looks"])
+def test_a_kill_before_the_older_record_was_emptied(begins: str) -> None:
+    """The next job empties it before it overwrites what that spoke of."""
+    files = SimulatedFiles()
+    log = CommitLog(files)
+    log.write(b"first")
+    files.kill_at, files.mask = 1, 0
+    with pytest.raises(Killed):
+        log.write(b"second")
+    files.kill_at = -1
+    again = CommitLog(files)
+    last = again.last()
+    assert last is not None and last.content == b"second"
+    again.settle() if begins == "only looks" else again.write(b"third")
+    assert sorted(map(bool, files.content.values())) == [False, True]
+
+
 def test_real_files(tmp_path: Path) -> None:
     with Directory(tmp_path) as directory:
         log = CommitLog(DurableFiles(directory))
