@@ -46,6 +46,8 @@ SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval
 class StandIn:
     """An engine that leaves the model where it is; `model` is the one it was made for."""
 
+    committed_step = None
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.recorder = Recorder()
@@ -57,6 +59,9 @@ class StandIn:
         assert not self.closed
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def track(self, **objects: Any) -> None:
+        pass
 
     def memory(self) -> dict[str, int]:
         return {"gpu": 3 * KIB, "cpu": 2 * KIB, "nvme": KIB}

@@ -156,15 +156,19 @@ class QueuedDevice(ComputeDevice):
         return torch.device(NAME, 0)
 
 
-def let_gloo_reach_it() -> None:
+def let_gloo_reach_it() -> SimpleNamespace:
     """Let groups of this process gather and reduce tensors of the device, as NCCL does those of a
-    GPU: the host learns that all ranks have come, and what they bring then comes by itself."""
+    GPU: the host learns that all ranks have come, and what they bring then comes by itself.
+
+    `before_gathered()` of the result is called before what was gathered is queued to come."""
+    told = SimpleNamespace(before_gathered=lambda: None)
     arriving = []  # for good: what a copy reads stays
     backends, real_gather = vars(collectives)["_backends"], vars(collectives)["_gather"]
 
     def gather(full: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup) -> None:
         arriving.append(torch.empty(full.shape, dtype=full.dtype))
         real_gather(arriving[-1], shard.cpu(), group=group)
+        told.before_gathered()
         full.copy_(arriving[-1], non_blocking=True)
 
     def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -178,6 +182,7 @@ def let_gloo_reach_it() -> None:
         _reduce_scatter=reduce_scatter,
         _backends=lambda group: {**backends(group), NAME: "gloo"},
     )
+    return told
 
 
 def move(model: nn.Module) -> nn.Module:
