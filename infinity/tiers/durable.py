@@ -17,7 +17,6 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
@@ -83,14 +82,10 @@ class StatesManifest:
             for key, value in asdict(mine).items():
                 if (here := getattr(other, key)) != value:
                     of = f" of {mine.name}" * (key != "name")
-                    return f"{key}{of} was {_shown(value)}, and is {_shown(here)} here"
+                    return f"{key}{of} was {value}, and is {here} here"
         if len(self.blocks) != len(blocks):
             return f"there were {len(self.blocks)} blocks, and are {len(blocks)} here"
         return ""
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
 
 
 class DurableStates:
@@ -186,10 +181,10 @@ class DurableStates:
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
         self._log.write(self.found.run.encode() + content)
+        self.committed = True
         if not self.found.is_committed:
             self.found = replace(self.found, is_committed=True)
             self._write_manifests(self.found)
-        self.committed = True
 
     def _write_manifests(self, manifest: StatesManifest) -> None:
         for number, place in enumerate(self._places):

@@ -120,12 +120,17 @@ def _work(
 
 def in_a_process(place: Path, folders: list[Path], kill: int = -1, **options: Any) -> int:
     """`train` in a process, with `place` for what it says, its log and its result; its exit."""
-    arguments = (place / "errors.txt", folders, place / "log", kill, place / "result", options)
-    process = SERVER.Process(target=_work, args=arguments)
+    return _run(_work, place, folders, place / "log", kill, place / "result", options)
+
+
+def _run(work: Callable[..., None], place: Path, *arguments: Any) -> int:
+    """`work` in a process, whose errors are shown unless it was killed; its exit."""
+    errors = place / "errors.txt"
+    process = SERVER.Process(target=work, args=(errors, *arguments))
     process.start()
     process.join()
     if process.exitcode not in (0, -signal.SIGKILL):
-        sys.stderr.write((place / "errors.txt").read_text())
+        sys.stderr.write(errors.read_text())
     return process.exitcode or 0
 
 
@@ -142,13 +147,7 @@ def _finetune(errors: Path, arguments: list[str], kill: int, summary: Path) -> N
 
 def finetune_in_a_process(place: Path, arguments: list[Any], kill: int = -1) -> int:
     """`infinity finetune` in a process, which writes what it prints to `place / "summary"`."""
-    given = (place / "errors.txt", list(map(str, arguments)), kill, place / "summary")
-    process = SERVER.Process(target=_finetune, args=given)
-    process.start()
-    process.join()
-    if process.exitcode not in (0, -signal.SIGKILL):
-        sys.stderr.write((place / "errors.txt").read_text())
-    return process.exitcode or 0
+    return _run(_finetune, place, list(map(str, arguments)), kill, place / "summary")
 
 
 def logged(place: Path) -> list[tuple[int, float, float]]:
