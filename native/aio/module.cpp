@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "aio.h"
+#include "crc32c.h"
 
 namespace py = pybind11;
 
@@ -253,6 +254,25 @@ PYBIND11_MODULE(_aio, module) {
   using namespace py::literals;
   module.doc() = "Asynchronous file I/O: one contract, an io_uring and a POSIX engine (see native/aio/aio.h).";
   module.attr("ALIGNMENT") = kAlignment;
+  module.attr("crc32c_kind") = crc32c_kind();
+  module.def(
+      "crc32c",
+      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t crc) {
+        py::gil_scoped_release release;
+        return crc32c(reinterpret_cast<const void*>(address), nbytes, crc);
+      },
+      "address"_a, "nbytes"_a, "crc"_a = 0, "CRC32C (RFC 3720) of bytes that follow those that gave `crc`.");
+  module.def(
+      "crc32c_pieces",
+      [](std::uintptr_t address, std::size_t nbytes, std::size_t piece, py::array_t<std::uint32_t> sums) {
+        if (piece == 0 || sums.ndim() != 1 || static_cast<std::size_t>(sums.size()) != (nbytes + piece - 1) / piece)
+          throw py::value_error("sums must have one dimension and an element for each piece");
+        std::uint32_t* target = sums.mutable_data();
+        py::gil_scoped_release release;
+        crc32c_pieces(reinterpret_cast<const void*>(address), nbytes, piece, target);
+      },
+      "address"_a, "nbytes"_a, "piece"_a, py::arg("sums").noconvert(),
+      "Fill `sums` (uint32) with the CRC32C of every `piece` bytes; the last piece may be shorter.");
   module.def(
       "io_uring_available",
       [] {
