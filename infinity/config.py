@@ -174,7 +174,7 @@ class Tuning(_Knobs):
     """How much of `cpu_memory` may keep a part of what is on NVMe; "auto" is what homes and staging
     leave, 0 is none.
 
-    What is kept never moves.
+    What is kept is never read from NVMe. With `durability="step"` each step still writes it there.
     """
     gpu_cache: BytesOrAuto = "auto"
     """How much of `gpu_memory` keeps all states of the first units; "auto" is what pays on a GPU, 0
@@ -243,6 +243,13 @@ class Tuning(_Knobs):
 
     The error says what each rank is at. Set more than a rank may compute between two units while
     others wait. Over NCCL torch ends the process ten minutes later, or more.
+    """
+    verify: Literal["resume", "always"] = "resume"
+    """When checksums of what lies on NVMe are checked: "resume" where committed states are taken
+    over, "always" also on every read.
+
+    A CRC32C of every piece is taken as it is written. A piece that differs raises
+    `CorruptStateError`, and nothing is trained on it.
     """
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at
@@ -353,8 +360,8 @@ class Config(_Knobs):
 
     With "step" the states in the `nvme` directories stay there, and `infinity.wrap(...,
     resume=True)` goes on from the last committed step with the same bits, whatever ended the
-    process. It needs parameters and optimizer states on nvme, none of which is cached, and one
-    rank.
+    process. It needs parameters and optimizer states on nvme, and one rank. What is cached of them
+    is written with each step.
     """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
@@ -434,7 +441,6 @@ class Config(_Knobs):
             "parameters": ("nvme", self.parameters),
             "optimizer": ("nvme", self.optimizer),
             "copy_on_write": (True, self.tuning.copy_on_write),
-            "cache": (0, 0 if self.tuning.cache == "auto" else self.tuning.cache),
             "gpu_cache": (0, 0 if self.tuning.gpu_cache == "auto" else self.tuning.gpu_cache),
         }
         wrong = [f"{name}={want!r}" for name, (want, has) in needed.items() if has != want]

@@ -92,6 +92,26 @@ class NvmeError(InfinityError, OSError):
         self.done = done
 
 
+class CorruptStateError(InfinityError, RuntimeError):
+    """What lies on NVMe is not what was written there.
+
+    Attributes: the `unit` and the `kind` of its state, and the `path` and `offset` (bytes) of the
+    first damaged piece.
+    """
+
+    def __init__(self, unit: str, kind: str, path: str, offset: int, pieces: int = 1) -> None:
+        more = f", the first of {pieces} damaged pieces" if pieces > 1 else ""
+        super().__init__(
+            f"{path} is damaged at offset {offset}{more}: the checksum of {unit} ({kind}) is not "
+            "that of what was written; the drive or the memory lost bits; go on from a "
+            "checkpoint, in another directory"
+        )
+        self.unit = unit
+        self.kind = kind
+        self.path = path
+        self.offset = offset
+
+
 def in_words(value: object) -> str:
     """A value of a wrong kind, in a few words: "None", "'x'", "the class Linear", "a value of type
     dict"."""

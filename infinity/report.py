@@ -42,13 +42,17 @@ class Report:
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
     cached: int
-    """Bytes of the states whose tier is nvme that are cached in host memory, and so never move."""
+    """Bytes of the states whose tier is nvme that are cached in host memory. They are never
+    read."""
     on_nvme: int
     """Bytes of all those states, each counted once."""
     peaks: dict[str, int]
     """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
     budgets: dict[str, int]
     """Budget per tier, same keys."""
+    written_through: int = 0
+    """Those of the cached bytes that each step writes to NVMe all the same, with
+    `durability="step"`."""
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite; not among `steps`."""
     copied_to_device: int = 0
@@ -220,6 +224,7 @@ class Reporter:
             activations_peak=0 if activations is None else activations.peak,
             waits=self._recorder.seconds("wait nvme"),
             cached=cached,
+            written_through=self._store.written_through(),
             on_nvme=on_nvme,
             in_files=self._store.in_files(),
             gpu_resident=self._store.layout.placement.gpu_cache_bytes,

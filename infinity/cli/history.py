@@ -82,8 +82,10 @@ class History:
 
 def cached_text(cached: dict[str, int]) -> str:
     """How much of what is on NVMe is cached in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1
-    MiB of 1 GiB"."""
-    return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}"
+    MiB of 1 GiB"; and what of that each step writes all the same, if anything."""
+    through = cached.get("written_through", 0)
+    also = f"; each step writes {format_bytes(through)} of it" if through else ""
+    return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}{also}"
 
 
 def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
@@ -115,6 +117,7 @@ def shared_by(tier: str, per_node: int) -> int:
 
 _MOVED = (
     "cached",
+    "written_through",
     "on_nvme",
     "gpu_resident",
     "copied_to_device",
@@ -198,7 +201,11 @@ def summarize(
         },
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
-        "cached": {"bytes": report.cached, "of": report.on_nvme},
+        "cached": {
+            "bytes": report.cached,
+            "of": report.on_nvme,
+            "written_through": report.written_through,
+        },
         "gpu_resident": report.gpu_resident,
         "activations": {
             "offloaded": report.activations_offloaded,

@@ -78,6 +78,7 @@ LEFT_OUT = (
     "io_engine",
     "gpu_direct",
     "collective_timeout",
+    "verify",
     "poison",
     "instruction_set",
     "delayed_after",

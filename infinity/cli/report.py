@@ -57,7 +57,7 @@ def _cards(summary: dict[str, Any]) -> str:
             card(
                 "Cached in host memory",
                 cached_text(summary["cached"]),
-                "of what lives on NVMe: it never moves",
+                "of what lives on NVMe: it is never read",
             )
         )
     if summary["gpu_resident"]:

@@ -42,6 +42,9 @@ class Ticket:
         self._lock = threading.RLock()
         self._complete = False
         self._stopped: Any = None  # the first request that failed
+        self.check: Callable[[], object] | None = None
+        """Called by `wait` when all bytes have moved, until it has returned once: it raises where
+        they are not what they should be."""
         self.reported = False
         """Whether `wait` has raised what failed, or nobody will ask."""
 
@@ -60,7 +63,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and
-        done.
+        done, and what `check` raises.
 
         Where several requests failed the error is that of the first.
         """
@@ -70,6 +73,9 @@ class Ticket:
         self.reported = True
         if self._stopped is not None:
             self._stopped.wait()  # raises a new error each time: one that is raised grows
+        if self.check is not None:
+            self.check()
+            self.check = None
 
     def promote(self) -> None:
         """Somebody waits for it now: what was submitted in the background goes on in the

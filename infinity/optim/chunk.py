@@ -57,6 +57,11 @@ class Chunk:
     running: Copy | None = None
     placing: PlaceCopy | None = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether anything of it is written: also of what is in memory, where commits need it."""
+        return any(out.writes for kind, out in self.outs.items() if kind is not Kind.GRAD)
+
     def may_go_on(self) -> bool:
         """Whether the update may be made, or never will be."""
         return self.job.state is JobState.ENDED or self.job.may_update(self.begin)

@@ -193,14 +193,16 @@ class Pipeline:
 
     def _update_in_memory(self, turn: _Turn) -> bool:
         """Update a chunk that needs no I/O, where none that has been read is needed sooner."""
+        if self._store.is_durable and not turn.may_write:  # it may be written through
+            return False
         before = turn.first.job.place if turn.first is not None and turn.arrived else math.inf
         taken = self.jobs.take_in_memory(before)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
-        if chunk is not None:
-            self._update(
-                chunk, Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING
-            )
-        return chunk is not None
+        if chunk is None:
+            return False
+        in_memory = Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING
+        self._update(chunk, Phase.WRITING if chunk.writes else in_memory)
+        return True
 
     def _await_device(self, turn: _Turn) -> bool:
         """Wait for the compute device before anything else is waited for: it takes no time, and the

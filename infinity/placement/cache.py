@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from infinity.placement.spec import BlockSpec, Kind, units_of
-from infinity.placement.traffic import traffic
+from infinity.placement.traffic import traffic, written
 
 
 class Candidate(NamedTuple):
@@ -77,18 +77,22 @@ def choose(
     granule: int,
     speculative: bool,
     resident: float,
+    write_through: bool = False,
     never: Collection[Kind] = (),
 ) -> dict[BlockSpec, int]:
     """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in
     `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
-    step. The compute device has room for `resident` of all parameters. What is in `never` is not
-    cached.
+    step. The compute device has room for `resident` of all parameters. With `write_through` what is
+    cached is written all the same. What is in `never` is not cached.
     """
     units = units_of(blocks)
     groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
-    candidates = [_candidate(group, units[group[0].unit], granule, resident) for group in groups]
+    candidates = [
+        _candidate(group, units[group[0].unit], granule, resident, write_through)
+        for group in groups
+    ]
     shares = zip(groups, distribute(budget, candidates), strict=True)
     return {block: min(cached, block.elements) for group, cached in shares for block in group}
 
@@ -112,9 +116,16 @@ def _groups(
 
 
 def _candidate(
-    group: Sequence[BlockSpec], unit: Mapping[Kind, BlockSpec], granule: int, resident: float
+    group: Sequence[BlockSpec],
+    unit: Mapping[Kind, BlockSpec],
+    granule: int,
+    resident: float,
+    write_through: bool,
 ) -> Candidate:
-    saved = sum(traffic(block.kind, unit, resident) * block.nbytes for block in group)
+    saved = sum(
+        (traffic(b.kind, unit, resident) - (write_through and written(b.kind, unit))) * b.nbytes
+        for b in group
+    )
     nbytes = sum(block.nbytes for block in group)
     piece = sum(block.format.bytes_of(granule) for block in group)
     return Candidate(max(block.elements for block in group), granule, piece, nbytes, saved / nbytes)

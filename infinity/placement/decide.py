@@ -221,7 +221,8 @@ class Placement:
             plan, _ = self._divide_host(self.budgets.cpu - homes, homes)
         except BudgetError:  # if nothing can be, `layout` says so
             return None
-        return moves(self.specs, resident, self._choose(plan.cache, resident))
+        cached = self._choose(plan.cache, resident)
+        return moves(self.specs, resident, cached, self._is_durable)
 
     def travelling(self) -> list[BlockSpec]:
         """Parameters that come to the compute device for each use."""
@@ -255,6 +256,15 @@ class Placement:
     def _is_durable(self) -> bool:
         """Whether all that a commit speaks of has to lie on NVMe."""
         return self.config.durability != "off"
+
+    def _is_written_through(self, spec: BlockSpec) -> bool:
+        """Whether what is cached of a block lies on NVMe, too, for commits."""
+        return (
+            self._is_durable
+            and spec.tier == "nvme"
+            and spec.kind is not Kind.GRAD
+            and not spec.in_files
+        )
 
     def _copies(self, spec: BlockSpec) -> int:
         """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of
@@ -318,6 +328,7 @@ class Placement:
                 spec,
                 copies=2 if spec in shadowed else self._copies(spec),
                 cached_elements=cached.get(spec, 0),
+                write_through=self._is_written_through(spec),
             )
             for spec in self.specs
         )
@@ -365,8 +376,6 @@ class Placement:
                 f"({format_bytes(least)})"
             )
         cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
-        if self._is_durable:
-            cache = 0
         return divide_with_activations(available, staged, cache, wanted)
 
     @property
@@ -400,6 +409,7 @@ class Placement:
             self._granule,
             speculative,
             resident,
+            self._is_durable,
             never=self._shadowed_kinds,
         )
 

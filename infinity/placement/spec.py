@@ -105,12 +105,13 @@ class Placed:
 
     It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old
     content. The first `cached_elements` elements of a block on NVMe are at home in host memory
-    instead.
+    instead; with `write_through` they are written to its extents besides, and never read there.
     """
 
     spec: BlockSpec
     copies: int = 1
     cached_elements: int = 0
+    write_through: bool = False
 
     @property
     def cached_bytes(self) -> int:
@@ -119,14 +120,23 @@ class Placed:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of
-        another tier."""
+        """Bytes that come from NVMe when the block is read whole; 0 for a block of another tier."""
         return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that go to NVMe when it is written whole."""
+        return self.moved_bytes + (self.cached_bytes if self.write_through else 0)
+
+    @property
+    def extent_begin(self) -> int:
+        """The byte of the block with which its extents begin."""
+        return 0 if self.write_through else self.cached_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that each of its homes takes of the NVMe directories."""
-        return 0 if self.spec.in_files else self.moved_bytes
+        return 0 if self.spec.in_files else self.written_bytes
 
 
 def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:

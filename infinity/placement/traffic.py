@@ -25,9 +25,15 @@ class Moves(NamedTuple):
         return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
 
 
-def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpec, int]) -> Moves:
+def moves(
+    blocks: Iterable[BlockSpec],
+    resident: float,
+    cached: Mapping[BlockSpec, int],
+    write_through: bool = False,
+) -> Moves:
     """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of
-    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory.
+    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory;
+    with `write_through` these are written all the same.
 
     Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
     to each use that finds it gone. If the update puts it there for the first use, that is one of
@@ -50,9 +56,9 @@ def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpe
             elif block.tier == "gpu":
                 upload, download = upload + block.nbytes, download + block.nbytes
             if block.tier == "nvme":
-                nvme += traffic(kind, unit, resident) * (
-                    block.nbytes - block.format.bytes_of(cached.get(block, 0))
-                )
+                in_memory = block.format.bytes_of(cached.get(block, 0))
+                nvme += traffic(kind, unit, resident) * (block.nbytes - in_memory)
+                nvme += in_memory * (write_through and written(kind, unit))
         updates += trains * unit[Kind.PARAM].elements
     return Moves(upload, download, nvme, updates)
 
@@ -70,6 +76,11 @@ def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> floa
         written, read = (1, 1 if is_rounded(unit) else 2) if Kind.GRAD in unit else (0, 2)
         return written + read * (1 - resident)
     return 3 if kind is Kind.GRAD else 2
+
+
+def written(kind: Kind, unit: Mapping[Kind, BlockSpec]) -> int:
+    """How often a step writes the states of `kind` that a commit speaks of."""
+    return int(kind is not Kind.GRAD and Kind.GRAD in unit)
 
 
 def is_rounded(unit: Mapping[Kind, BlockSpec]) -> bool:

@@ -247,7 +247,7 @@ def _mode(
     wanted = config.tuning.update
     if wanted != "auto":
         return wanted
-    on_nvme = any(work.moved(*work.blocks) for work in works)
+    on_nvme = any(work.written(*work.blocks) for work in works)
     if speeds.unified and not on_nvme:
         return "plain"
     if not any(work.has_shadow for work in works):

@@ -95,8 +95,12 @@ class UnitWork:
         return sum(2 * b.spec.nbytes for b in self.blocks.values())
 
     def moved(self, *kinds: Kind) -> int:
-        """NVMe bytes of these blocks."""
+        """NVMe bytes that reading these blocks takes."""
         return sum(self.blocks[kind].moved_bytes for kind in kinds if kind in self.blocks)
+
+    def written(self, *kinds: Kind) -> int:
+        """NVMe bytes that writing these blocks takes."""
+        return sum(self.blocks[kind].written_bytes for kind in kinds if kind in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -326,7 +330,7 @@ class Steps:
         """Read, update and write a unit, whose gradient is `ready`; returns the last update."""
         unit, speeds, name = self._units[number], self._speeds, f"update {self._units[number].name}"
         read = unit.moved(*STATES, Kind.GRAD) + unit.cost.old * reads_old
-        written = unit.moved(*STATES, Kind.PARAM)
+        written = unit.written(*STATES, Kind.PARAM)
         elements = unit.param.spec.elements
         pieces = MOST_PIECES if read + written else 1
         placed = 0.0 if unit.param.spec.permanent else unit.param.spec.nbytes / speeds.up

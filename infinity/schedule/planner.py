@@ -66,13 +66,14 @@ def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) 
         return sum(unit[kind].moved_bytes for kind in kinds if kind in unit)
 
     states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
+    written = sum(unit[kind].written_bytes for kind in (*STATES, Kind.PARAM) if kind in unit)
     spec = unit[Kind.PARAM].spec
     slots = 0 if spec.permanent else round_up(spec.span, SLOT_BYTES) // SLOT_BYTES
     old = 0 if is_rounded({kind: block.spec for kind, block in unit.items()}) else param
     # A gradient is written by every backward, and read by all but the first, by each norm and by
     # the update.
     read = states + gradient * (cycles + norms)
-    return UnitCost(slots, param, old, read, states + param + gradient * cycles, trains)
+    return UnitCost(slots, param, old, read, written + gradient * cycles, trains)
 
 
 @dataclass(frozen=True)

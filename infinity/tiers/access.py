@@ -167,6 +167,11 @@ class Checkout:
             copy(self.tensor, self.source)
             self.source = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether `commit` has anything to write."""
+        return self._write is not None
+
     def commit(self, background: bool = False) -> None:
         """Start writing the content back; in the `background` when nobody waits for it."""
         if self._write is not None:

@@ -25,6 +25,7 @@ it, after anything in flight has landed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -35,8 +36,9 @@ from typing import NamedTuple
 
 import torch
 
+from infinity import native
 from infinity.device import ComputeDevice, huge_pages
-from infinity.errors import EngineClosedError, NvmeError
+from infinity.errors import CorruptStateError, EngineClosedError, NvmeError
 from infinity.observe import Meter, Recorder
 from infinity.quantities import round_up
 from infinity.tiers.arena import POISON
@@ -79,12 +81,15 @@ class Activations:
         nvme: NvmeTier | None,
         recorder: Recorder,
         poison: bool = False,
+        verifies: bool = False,
     ) -> None:
+        """With `verifies` what comes back from `nvme` is compared with what was written."""
         self._device = device
         self._memory = memory
         self._nvme = nvme
         self._recorder = recorder
         self._poison = poison
+        self._verifies = verifies
         self._lock = threading.Lock()
         self._closed = False
         self._capacity = memory.numel()
@@ -267,6 +272,8 @@ class Activations:
         if saved.extent is None:
             return False
         address = saved.slot.data_ptr()
+        if self._verifies:
+            saved.checksum = native.aio().crc32c(address, nbytes)
         saved.ticket = self._nvme.write(
             saved.extent, 0, nbytes, address, "activations", self.meter, background=True
         )
@@ -300,7 +307,8 @@ class Activations:
         """The content of `saved` on the compute device, for what the caller queues from now on; may
         be called again.
 
-        Raises `NvmeError` where it could not be written or read, `EngineClosedError` after `close`.
+        Raises `NvmeError` where it could not be written or read, `CorruptStateError` where it came
+        back changed, and `EngineClosedError` after `close`.
         """
         with self._locked():
             if saved.state is StorageState.ENDED:
@@ -363,16 +371,27 @@ class Activations:
             self._in_memory[saved] = None
         address = saved.slot.data_ptr()
         saved.ticket = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
+        if self._verifies:
+            saved.ticket.check = functools.partial(self._check, saved)
         saved.state = StorageState.READING
         self._reading.append(saved)
         return True
+
+    def _check(self, saved: SavedStorage) -> None:
+        """Raise `CorruptStateError` where what was read is not what was written."""
+        if saved.slot is None or saved.extent is None or self._nvme is None:
+            raise RuntimeError("a saved storage is on no drive")
+        found = native.aio().crc32c(saved.slot.data_ptr(), saved.extent.nbytes)
+        if found != saved.checksum:
+            where = self._nvme.where(saved.extent, 0)
+            raise CorruptStateError("what autograd saved", "activation", *where)
 
     def _finish_reading(self, saved: SavedStorage) -> None:
         if saved.ticket is None:
             raise RuntimeError("nothing is being read")
         try:
             saved.ticket.wait()
-        except NvmeError:
+        except (NvmeError, CorruptStateError):
             self._free_slot(saved)
             saved.state = StorageState.AWAY
             if saved.stack is not None:

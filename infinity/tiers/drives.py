@@ -513,6 +513,11 @@ class NvmeTier:
             address += length
         return Ticket(requests, self._spanning(f"nvme {operation}", name))
 
+    def where(self, extent: Extent, begin: int) -> tuple[str, int]:
+        """The path, and the offset in that file, of byte `begin` of `extent`."""
+        number, offset, _ = next(iter(self._stripes.pieces(extent.start + begin, 1)))
+        return self._files[number].path, offset
+
     def flush(self) -> None:
         """Return when all that was written, and has ended, would survive a power cut."""
         for file in self._files:

@@ -28,7 +28,7 @@ DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 STATES_NAME = "infinity-states.bin"
 RUN_BYTES = 32
 """What a record begins with: the name of its run."""
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 1 << 30
 
 

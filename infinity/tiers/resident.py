@@ -54,13 +54,12 @@ from typing import NamedTuple
 import torch
 
 from infinity.device import ComputeDevice, Copy, Mark
-from infinity.observe import Meter
 from infinity.placement.decide import Layout
 from infinity.tiers.access import Fetch, Mover, Pending, PlaceCopy
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState, DeviceCopy
+from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import NvmeTier
 from infinity.tiers.latch import Latch
 from infinity.tiers.staging import ChunkRequest, Staging
 
@@ -71,16 +70,14 @@ class Loader:
     def __init__(
         self,
         device: ComputeDevice,
-        drives: NvmeTier,
+        io: BlockIo,
         staging: Staging,
         chunks: Chunks,
-        meter: Meter,
     ) -> None:
         self._device = device
-        self._drives = drives
+        self._io = io
         self._staging = staging
         self._chunks = chunks
-        self._meter = meter
 
     def missing(self, block: Block) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) that the place of `block` lacks."""
@@ -113,22 +110,19 @@ class Loader:
             block.copy.arriving = self._device.begin_upload(part, source, used)
             return None
         # cuFile moves whole pages, and tensors lie anywhere in files of the user.
-        direct = bool(self._drives.direct) and block.home.original is None
+        direct = self._io.direct and block.home.original is None
         if not self._device.unified_memory and not (direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
-        at -= block.placed.cached_bytes
         if direct:
             return functools.partial(self._fill_directly, block, at, part, used)
-        where = (at, nbytes, part.data_ptr(), block.name, self._meter)
-        return self._drives.read(block.home.extent, *where).wait
+        return self._io.read(block, at, nbytes, part.data_ptr()).wait
 
     def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
         """The drive knows no streams: who finishes the fetch first waits until the model has left
         the place, and what was copied there has ended."""
         self._device.reach(used)
         self._device.await_copies()
-        where = (at, part.numel(), part.data_ptr(), block.name, self._meter)
-        self._drives.read(block.home.extent, *where, direct=True).wait()
+        self._io.read(block, at, part.numel(), part.data_ptr(), direct=True).wait()
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
         """While chunks are copied the next ones are read."""

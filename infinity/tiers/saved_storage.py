@@ -57,6 +57,7 @@ class SavedStorage:
         self.start: int | None = start
         self.slot: torch.Tensor | None = slot
         self.extent: Extent | None = None
+        self.checksum = 0  # of what the extent has, where that is verified
         self.origin = StorageWeakRef(storage)
         self.address = storage.data_ptr()
         self.source: torch.Tensor | None = source  # keeps the origin while it is copied

@@ -28,8 +28,8 @@ from infinity.observe import Meter
 from infinity.tiers.access import Checkout
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState
+from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import NvmeTier
 from infinity.tiers.latch import Latch
 
 IN_TURN = 4
@@ -62,20 +62,18 @@ class Staging:
     def __init__(
         self,
         device: ComputeDevice,
-        drives: NvmeTier,
+        io: BlockIo,
         arena: Arena,
         chunks: Chunks,
         latch: Latch,
         changed: threading.Condition,
-        meter: Meter,
     ) -> None:
         self._device = device
-        self._drives = drives
+        self._io = io
         self._arena = arena
         self._chunks = chunks
         self._latch = latch
         self._changed = changed
-        self._meter = meter
         self._tokens = itertools.count()
 
     # What passes through slots
@@ -266,6 +264,9 @@ class Staging:
         memory = home.memory_of(request.begin)
         if memory is None:
             raise RuntimeError(f"{block.name} has no home in memory")
+        if block.placed.write_through:
+            tensor = memory[at : at + nbytes]
+            return Checkout(tensor, write=self._write_to_drive(block, at, tensor, request.meter))
         if len(home.buffers) < 2 or (load and not request.updates):
             return Checkout(memory[at : at + nbytes])
         new = home.buffers[home.target].tensor[at : at + nbytes]
@@ -275,9 +276,9 @@ class Staging:
         """A chunk that is a copy in `slot`: its bytes are under way."""
         at, nbytes = self._bytes_of(block, request)
         home, load = block.home, block in request.load
-        place, shift = at - block.placed.cached_bytes, 0
+        shift = 0
         if home.original is not None:  # whole pages then go straight to the slot
-            shift = home.original.shift(place, nbytes)
+            shift = home.original.shift(at - block.placed.extent_begin, nbytes)
             shift = shift if shift + nbytes <= slot.tensor.numel() else 0
         tensor = slot.tensor[shift : shift + nbytes]
         arrive: Ticket | Copy | Callable[[], object] | None = None
@@ -288,17 +289,15 @@ class Staging:
                 arrive = self._device.begin_download(tensor, there)
             write = functools.partial(self._write_home, there, tensor, block.copy.used)
         else:
-            meter = request.meter or self._meter
-            where = (place, nbytes, tensor.data_ptr(), block.name, meter)
             if load and request.updates:
                 arrive = self._copy_back(block, request.begin, tensor)
             if not load or arrive is not None:
                 pass
             elif home.written:
-                arrive = self._drives.read(home.extent, *where)
+                arrive = self._io.read(block, at, nbytes, tensor.data_ptr(), request.meter)
             else:
                 arrive = functools.partial(zero_alone, tensor)
-            write = functools.partial(self._drives.write, home.extents[home.target], *where)
+            write = self._write_to_drive(block, at, tensor, request.meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
     def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> Copy | None:
@@ -321,6 +320,13 @@ class Staging:
                 copy.leaving = leaving or copy.leaving
                 self._changed.notify_all()
         return leaving
+
+    def _write_to_drive(
+        self, block: Block, at: int, tensor: torch.Tensor, meter: Meter | None
+    ) -> Callable[[bool], Ticket]:
+        target = block.home.extents[block.home.target]
+        where = (at, tensor.numel(), tensor.data_ptr(), meter)
+        return functools.partial(self._io.write, block, target, *where)
 
     def _write_home(
         self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, _background: bool

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -33,13 +34,14 @@ from infinity.quantities import format_bytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
+from infinity.tiers.block_io import BlockIo, Sums, pack_sums, unpack_sums
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, Extent, NvmeTier
 from infinity.tiers.durable import DurableStates, StoredBlock
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
-from infinity.tiers.staging import Staging
+from infinity.tiers.staging import ChunkRequest, Staging
 
 log = logging.getLogger("infinity")
 
@@ -115,6 +117,8 @@ class Store:
         that."""
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
+        self._verifies = config.tuning.verify == "always"
+        self._io = BlockIo(self._nvme, self.meter, self._durable is not None, self._verifies)
 
     # Declaration
 
@@ -158,11 +162,11 @@ class Store:
             self._device.await_stream()
             gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
             self.copy_slots = layout.copy_bytes // ALIGNMENT
-            parts = self._device, self._nvme
+            parts = self._device, self._io
             self.staging = Staging(
-                *parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter
+                *parts, self._arenas["staging"], chunks, self.latch, self._changed
             )
-            loader = Loader(*parts, self.staging, chunks, self.meter)
+            loader = Loader(*parts, self.staging, chunks)
             latch, lock = self.latch, self._changed
             self.resident = Residency(
                 self._device, gpu, self._blocks, layout, loader, latch, lock, listeners
@@ -176,12 +180,12 @@ class Store:
         """Reserve the places of all blocks on NVMe, and make the files."""
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
-            if not block.moved_bytes:
+            if not placed.written_bytes:
                 continue
             if block in self._originals:
-                block.home.extents = (self._originals[block].after(placed.cached_bytes),)
+                block.home.extents = (self._originals[block].after(placed.extent_begin),)
             else:
-                places = (self._nvme.reserve(block.moved_bytes) for _ in range(placed.copies))
+                places = (self._nvme.reserve(placed.written_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
         if self._config.activations == "nvme" or self._originals:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
@@ -205,7 +209,9 @@ class Store:
         if self.layout.placement.moves_activations():
             memory = host(rooms.saved)
             drive = self._nvme if self._config.activations == "nvme" else None
-            self.activations = Activations(self._device, memory, drive, self._recorder, poison)
+            self.activations = Activations(
+                self._device, memory, drive, self._recorder, poison, self._verifies
+            )
             self._closing.callback(self.activations.close)
             self._nvme.register(memory)
         self._nvme.register(staging.memory)
@@ -274,16 +280,47 @@ class Store:
     def taken_over(self) -> bytes | None:
         """The last record of the earlier run whose states were taken over; None where the states
         are new."""
-        return None if self._durable is None else self._durable.content
+        content = None if self._durable is None else self._durable.content
+        return None if content is None else unpack_sums(content)[1]
 
     def restore(self, versions: Sequence[Version]) -> None:
-        """The states that were taken over are at these versions, of `durable_blocks`."""
-        if self._durable is not None:
-            self._durable.settle()
+        """The states that were taken over are at these versions, of `durable_blocks`. All of them
+        are read and checked. Raises `CorruptStateError`."""
+        if self._durable is None or self._durable.content is None:
+            raise RuntimeError("nothing was taken over")
+        self._durable.settle()
         for block, version in zip(self.durable_blocks(), versions, strict=True):
             block.home.version, block.home.written = version
             block.home.durable = version.extent
             block.home.seal(version.extent)
+        start = time.perf_counter()
+        nbytes = self._check(unpack_sums(self._durable.content)[0])
+        seconds = time.perf_counter() - start
+        log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
+
+    def _check(self, sums: Sequence[Sums]) -> int:
+        """Compare what the extents have with their checksums, `sums` of the blocks that were ever
+        written, and bring what is cached. Returns how many bytes that were."""
+        blocks = [block for block in self.durable_blocks() if block.home.written]
+        for block, found in zip(blocks, sums, strict=True):
+            self._io.sums(block, block.home.extents[block.home.version])[:] = found
+        with self._io.verifying():
+            cached = [(block, block.home.cached) for block in blocks]
+            for ticket in [
+                self._io.read(block, 0, memory.numel(), memory.data_ptr())
+                for block, memory in cached
+                if memory is not None
+            ]:
+                ticket.wait()
+            requests = (
+                ChunkRequest([block], begin, load=[block])
+                for block in blocks
+                for begin in self.staging.chunks(block)
+                if begin >= block.cached_elements
+            )
+            for _ in self.staging.in_turn(requests):
+                pass  # it was checked as it came
+        return sum(block.nbytes for block in blocks)
 
     def seal(self, versions: Sequence[Version]) -> None:
         """`commit` will be told of these versions of `durable_blocks`: they are not overwritten."""
@@ -299,11 +336,21 @@ class Store:
         self._nvme.flush()
         if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
-        self._durable.commit(content)
+        self._durable.commit(self._with_sums(versions, content))
         with self._changed:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.durable = version.extent
             self._changed.notify_all()
+
+    def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
+        """`content`, behind the checksums of what blocks have at these versions."""
+        blocks = zip(self.durable_blocks(), versions, strict=True)
+        sums = [
+            self._io.sums(block, block.home.extents[version.extent])
+            for block, version in blocks
+            if version.is_written
+        ]
+        return pack_sums(sums) + content
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
@@ -352,12 +399,12 @@ class Store:
         files of the user. Raises `BudgetError` where NVMe has no room for it."""
         if block.original is None or len(block.home.extents) > 1:
             return
-        extent = self._nvme.grow(block.moved_bytes)
+        extent = self._nvme.grow(block.placed.written_bytes)
         if extent is None:
             raise BudgetError(
                 f"{block.name} is at home in files of the user, which are only read, and the nvme "
-                f"directories have no room for its {format_bytes(block.moved_bytes)} with other "
-                "values; free some, or raise nvme_memory"
+                f"directories have no room for its {format_bytes(block.placed.written_bytes)} with "
+                "other values; free some, or raise nvme_memory"
             )
         with self._changed:
             block.home.extents = (*block.home.extents, extent)
@@ -378,6 +425,11 @@ class Store:
         blocks."""
         on_nvme = [b for b in self._blocks if b.tier == "nvme"]
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
+
+    def written_through(self) -> int:
+        """Bytes of what is cached that each step writes all the same, for commits."""
+        placed = (b.placed for b in self._blocks if b.placed.write_through and not b.spec.frozen)
+        return sum(each.cached_bytes for each in placed)
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""

@@ -62,11 +62,16 @@ def test_it_changes_no_number(
     assert same(found, expected) and logged(tmp_path) == logged(place)
 
 
-@pytest.mark.parametrize("every", [3, 40, 67, 101, 139])
-@pytest.mark.parametrize("update", ["exact", "speculative"])
+PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
+"""How updates run, and how much of the states may be cached: none, all, a part."""
+
+
+@pytest.mark.parametrize("every", [3, 40, 101])
+@pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     every: int,
     update: str,
+    cache: int | str,
     uninterrupted: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
@@ -75,7 +80,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     folders, kill, ends = folders_in(tmp_path, count=2), every, []
     while not ends or ends[-1]:
         before = logged(tmp_path)
-        ends.append(in_a_process(tmp_path, folders, kill, update=update))
+        ends.append(in_a_process(tmp_path, folders, kill, update=update, cache=cache))
         after = logged(tmp_path)[len(before) :]
         if before and after:
             assert after[0][0] >= before[-1][0], "more than one step was made again"
@@ -394,7 +399,6 @@ def test_states_are_neither_lost_nor_taken_for_others(tmp_path: Path) -> None:
         ({"parameters": "cpu"}, "durability='step' needs parameters='nvme'"),
         ({"optimizer": "cpu"}, "needs optimizer='nvme'"),
         ({"copy_on_write": False}, "needs copy_on_write=True"),
-        ({"cache": "1MiB"}, "needs cache=0"),
         ({"update": "delayed"}, "needs another update than 'delayed'"),
         ({"algorithm": "other"}, "another algorithm than 'other'"),
     ],

@@ -45,6 +45,7 @@ PUBLIC = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "CorruptStateError",
     "Engine",
     "EngineClosedError",
     "InfinityError",

@@ -151,6 +151,17 @@ def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_
 # How memory is divided
 
 
+def test_what_is_written_all_the_same_is_worth_its_reads() -> None:
+    """With commits a parameter that the compute device has room for is worth nothing, and a state
+    of a unit that is read once as much as a parameter that is."""
+    blocks = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER)
+    for resident, first in ((0.0, Kind.PARAM), (0.4, Kind.PARAM), (0.6, Kind.MASTER)):
+        kept = choose(
+            blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, False, resident, write_through=True
+        )
+        assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
+
+
 def test_how_memory_is_divided() -> None:
     """The example in the docstring: six sets of long chunks, a quarter of the rest to read ahead,
     and cache."""

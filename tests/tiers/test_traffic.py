@@ -122,6 +122,29 @@ def test_traffic_of_other_placements(
         assert engine.plan().read > 0
 
 
+@pytest.mark.parametrize("update", ["exact", "plain"])
+@pytest.mark.parametrize("cache", [0, "200KiB", "auto"])
+def test_what_commits_need_is_written_wherever_it_is_cached(
+    cache: int | str, update: str, tmp_path: Path
+) -> None:
+    """14 bytes: a bf16 parameter, the other half of its master, two moments. Reads get fewer."""
+    options: dict[str, Any] = {"precision": "bf16", "update": update, "cache": cache}
+    config = config_of(nvme=[tmp_path], durability="step", **ROOMY | options)
+    model = infinity.wrap(build(), config)
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        for number in range(STEADY + 2):
+            step(model, optimizer, number)
+        check_traffic(model)
+        numel = sum(unit.layout.numel for unit in engine.units)
+        assert engine.plan().update_written == (2 + 2 + 4 + 4) * numel
+        report = engine.report()
+        assert report.written_through == report.cached
+        assert (report.cached == 0) == (cache == 0) and (engine.plan().read == 0) == (
+            cache == "auto"
+        )
+
+
 def test_nothing_on_nvme_moves_nothing(tmp_path: Path) -> None:
     model = infinity.wrap(build(), config_of(**ROOMY, parameters="cpu", optimizer="cpu"))
     with infinity.engine(model) as engine:

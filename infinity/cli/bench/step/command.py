@@ -53,6 +53,7 @@ LEFT_OUT = (
     "durability",
     "split_master",
     "collective_timeout",
+    "verify",
     "poison",
     "read_in_place",
     "instruction_set",

@@ -1,0 +1,165 @@
+"""Reads and writes of blocks on NVMe, and the checksums of what was written.
+
+[Note: pieces]
+A block has a CRC32C for every `CHUNK_ELEMENTS` elements (more where the format cannot cut there).
+Chunks begin at these borders whatever the budgets are, so a later run with other budgets checks the
+same pieces. With bf16 that is 4 bytes for every 32 KiB.
+
+[Note: when they are checked]
+On every read with `Tuning(verify="always")`. States that outlive the process are all checked when
+they are taken over: the record of a commit has their checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity import native
+from infinity.errors import CorruptStateError
+from infinity.nvme.ticket import Ticket
+from infinity.observe import Meter
+from infinity.placement.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
+from infinity.placement.spec import Placed
+from infinity.tiers.block import Block
+from infinity.tiers.drives import Extent, NvmeTier
+from infinity.tiers.originals import FileExtent
+
+Sums = npt.NDArray[np.uint32]
+
+
+def piece_bytes(placed: Placed) -> int:
+    """Bytes of a block that have one checksum; the last piece may be shorter."""
+    form = placed.spec.format
+    elements = CHUNK_ELEMENTS * WIDEST_ELEMENT // max(WIDEST_ELEMENT, form.width)
+    return form.bytes_of(max(elements, form.elements))
+
+
+def _number_of_pieces(placed: Placed) -> int:
+    return -(-placed.spec.nbytes // piece_bytes(placed))
+
+
+class BlockIo:
+    """Moves bytes of blocks between memory and their extents. Any thread may call it; the memory
+    outlives the transfer."""
+
+    def __init__(self, drives: NvmeTier, meter: Meter, keeps: bool, verifies: bool) -> None:
+        """`meter` counts what has no meter of its own. Checksums are kept where `keeps`, and
+        checked on every read where `verifies`."""
+        self._drives = drives
+        self._meter = meter
+        self._keeps = keeps or verifies
+        self._verifies = verifies
+        self._sums: dict[Extent, Sums] = {}
+
+    @property
+    def direct(self) -> bool:
+        """Whether drives write parameters straight into the memory of the compute device. There
+        nothing is checked, so never where every read is."""
+        return bool(self._drives.direct) and not self._verifies
+
+    def read(
+        self,
+        block: Block,
+        at: int,
+        nbytes: int,
+        address: int,
+        meter: Meter | None = None,
+        direct: bool = False,
+    ) -> Ticket:
+        """Start reading bytes [at, at + nbytes) of the content of `block` to `address`. `wait`
+        raises `CorruptStateError` where they are checked, and are not what was written."""
+        extent = block.home.extent
+        begin = at - block.placed.extent_begin
+        ticket = self._drives.read(
+            extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
+        )
+        if self._verifies and isinstance(extent, Extent):
+            sums = self.sums(block, extent)
+            ticket.check = lambda: self._check(block, extent, sums, at, nbytes, address)
+        return ticket
+
+    def write(
+        self,
+        block: Block,
+        extent: Extent | FileExtent,
+        at: int,
+        nbytes: int,
+        address: int,
+        meter: Meter | None = None,
+        background: bool = False,
+    ) -> Ticket:
+        """Start writing bytes [at, at + nbytes) of `block` from `address` to `extent`, one of its
+        own."""
+        if self._keeps and isinstance(extent, Extent):
+            self._of(self.sums(block, extent), block.placed, at, nbytes)[:] = _computed(
+                block.placed, nbytes, address
+            )
+        begin = at - block.placed.extent_begin
+        return self._drives.write(
+            extent, begin, nbytes, address, block.name, meter or self._meter, background
+        )
+
+    def sums(self, block: Block, extent: Extent | FileExtent) -> Sums:
+        """The checksums (uint32) of what lies in an extent of `block`, one for each piece; to be
+        filled where it was written by an earlier run."""
+        if not isinstance(extent, Extent):
+            raise RuntimeError(f"{block.name} is at home in files of the user")
+        found = self._sums.get(extent)
+        if found is None:  # two threads may meet here
+            none = np.zeros(_number_of_pieces(block.placed), np.uint32)
+            found = self._sums.setdefault(extent, none)
+        return found
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Inside, every read is checked. For a time when no other thread reads."""
+        before, self._verifies = self._verifies, True
+        try:
+            yield
+        finally:
+            self._verifies = before
+
+    def _of(self, sums: Sums, placed: Placed, at: int, nbytes: int) -> Sums:
+        """Those of the pieces that bytes [at, at + nbytes) of a block are."""
+        piece = piece_bytes(placed)
+        end = at + nbytes
+        if at % piece or (end % piece and end != placed.spec.nbytes):
+            raise RuntimeError(f"bytes {at}..{end} of {placed.spec.name} are no whole pieces")
+        return sums[at // piece : -(-end // piece)]
+
+    def _check(
+        self, block: Block, extent: Extent, sums: Sums, at: int, nbytes: int, address: int
+    ) -> None:
+        wanted = self._of(sums, block.placed, at, nbytes)
+        (wrong,) = np.nonzero(_computed(block.placed, nbytes, address) != wanted)
+        if wrong.size:
+            first = at + int(wrong[0]) * piece_bytes(block.placed)
+            path, offset = self._drives.where(extent, first - block.placed.extent_begin)
+            raise CorruptStateError(block.name, block.kind.value, path, offset, int(wrong.size))
+
+
+def _computed(placed: Placed, nbytes: int, address: int) -> Sums:
+    piece = piece_bytes(placed)
+    found = np.empty(-(-nbytes // piece), np.uint32)
+    native.aio().crc32c_pieces(address, nbytes, piece, found)
+    return found
+
+
+def pack_sums(sums: Sequence[Sums]) -> bytes:
+    """The checksums of blocks as bytes: how many blocks, how many of each, and then they,
+    little-endian."""
+    lengths = np.array([len(sums), *map(len, sums)], "<u4")
+    return b"".join([lengths.tobytes(), *(each.astype("<u4").tobytes() for each in sums)])
+
+
+def unpack_sums(content: bytes) -> tuple[list[Sums], bytes]:
+    """What `pack_sums` was given, and the bytes behind it."""
+    (count,) = np.frombuffer(content, "<u4", 1)
+    lengths = np.frombuffer(content, "<u4", count, offset=4)
+    values = np.frombuffer(content, "<u4", int(lengths.sum()), offset=4 + lengths.nbytes)
+    end = 4 + lengths.nbytes + values.nbytes
+    return np.split(values, np.cumsum(lengths)[:-1]) if count else [], content[end:]
