@@ -1,5 +1,5 @@
-"""Committed states that somebody or something changed: every change is refused with one error, or is
-provably harmless, because all values are what was committed."""
+"""Committed states that somebody or something changed: every change is refused with one error, or
+is provably harmless, because all values are what was committed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,211 @@
+"""SIGKILL at random moments: whatever a run is doing, the next process goes on with the same bits.
+
+    PYTHONPATH=tests python -m kill_runs --kills 200 --kind finetune
+
+A chain is one run. Its process is killed after a random time of its life, be it in start-up, a
+resume, a step, a commit, a save or the end, and made again, until one ends by itself. Then the
+weights and the loss of every step are compared with those of a run that nobody killed. A step is
+made at most twice for each kill. A failure names the chain's seed. The moments are of a clock, so
+the same seed does not kill at the same instruction: `tests/simulation` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import infinity
+from support.durable import train
+from support.rank_group import SERVER, become_rank
+
+STEPS = 20
+FINETUNE = (
+    "--model gpt2-tiny --sequence-length 32 --batch-size 2 --accumulate 2 --eval-every 5 "
+    "--eval-batches 2 --gpu-memory 64MiB --cpu-memory 64MiB --lr 1e-3 --seed 3 --warmup 4 "
+    f"--steps {STEPS} --json --debug --resume --overwrite --durability step"
+).split()
+Tensors = dict[str, torch.Tensor]
+
+
+def finetune(place: Path, *options: str) -> Tensors:
+    """`infinity finetune` in this process; returns what it saves."""
+    from infinity.cli import training
+    from infinity.cli.main import app
+
+    real = training.Trainer._step
+
+    def logged(trainer: training.Trainer, number: int, batches: Any) -> Any:
+        record = real(trainer, number, batches)
+        log(place, number, record.loss, record.learning_rate, record.grad_norm)
+        return record
+
+    training.Trainer._step = logged  # type: ignore[method-assign]
+    where = ["--nvme", place / "nvme", "--data", place / "text.txt", "--output", place / "output"]
+    arguments = [*map(str, where), *FINETUNE, *options]
+    result = CliRunner().invoke(app, ["finetune", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return load_file(place / "output" / "model.safetensors")
+
+
+def lora(place: Path) -> Tensors:
+    """Adapters of PEFT on a frozen model."""
+    import peft
+
+    from support.models import FAMILIES, text_batch
+
+    torch.manual_seed(0)
+    base = FAMILIES["llama"].build()
+    targets = ["q_proj", "v_proj", "up_proj"]
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=targets, r=4, lora_dropout=0.2)
+    )
+    config = infinity.Config(
+        nvme=place / "nvme",
+        gpu_memory="8MiB",
+        cpu_memory="8MiB",
+        durability="step",
+        tuning={"cache": 0},
+    )
+    infinity.wrap(model, config, resume=True)
+    engine = infinity.engine(model)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    for number in range(engine.committed_step or 0, STEPS):
+        loss = model(**text_batch(number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log(place, number, loss.item())
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.close()
+    return found
+
+
+def cached_in_part(place: Path) -> Tensors:
+    """A run of the library, a part of whose states is cached; it updates from backward on."""
+    options = {"steps": STEPS, "cache": "256KiB", "update": "speculative"}
+    return train([place / "nvme"], place / "log", **options)
+
+
+KINDS: dict[str, Callable[[Path], Tensors]] = {
+    "finetune": lambda place: finetune(place, "--cache", "0"),
+    "finetune, cached": finetune,
+    "cached in part": cached_in_part,
+    "lora": lora,
+}
+
+
+def log(place: Path, *values: Any) -> None:
+    """A step was made."""
+    with (place / "log").open("a") as lines:
+        lines.write(json.dumps(values) + "\n")
+
+
+def logged(place: Path) -> list[list[Any]]:
+    """The steps of all processes so far, in their order; a last line may be cut off."""
+    path = place / "log"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def work(errors: Path, kind: str, place: Path) -> None:
+    """One process of a chain."""
+    become_rank(errors)
+    torch.save(KINDS[kind](place), place / "result.draft")
+    (place / "result.draft").rename(place / "result")
+
+
+def prepare(place: Path) -> None:
+    """The folder of a chain."""
+    (place / "nvme").mkdir(parents=True)
+    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+
+
+def one_process(kind: str, place: Path, seconds: float | None) -> bool:
+    """Run one, and kill it after so many seconds; whether it ended by itself before."""
+    errors = place / "errors.txt"
+    process = SERVER.Process(target=work, args=(errors, kind, place))
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None and process.pid is not None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    if process.exitcode not in (0, -signal.SIGKILL):
+        raise AssertionError(f"a process failed:\n{errors.read_text()[-4000:]}")
+    return process.exitcode == 0
+
+
+def chain(kind: str, place: Path, seed: int, most: int, span: float, expected: Path) -> int:
+    """One run, killed up to `most` times; returns how often it was. Raises `AssertionError`."""
+    chance, kills = random.Random(seed), 0
+    prepare(place)
+    steps = {tuple(each[:1]): each for each in logged(expected)}
+    while True:
+        before = logged(place)
+        seconds = chance.uniform(0, span) if kills < most else None
+        if one_process(kind, place, seconds):
+            break
+        kills += 1
+        after = logged(place)[len(before) :]
+        if before and after:
+            again = max(number for number, *_ in before) + 1 - after[0][0]
+            assert again <= 1, f"{again} steps were made again"
+    found, wanted = torch.load(place / "result"), torch.load(expected / "result")
+    assert found.keys() == wanted.keys()
+    wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not wrong, f"other weights: {wrong}"
+    assert all(steps[(each[0],)] == each for each in logged(place)), "other losses"
+    return kills
+
+
+def main() -> int:
+    """Run chains until so many processes were killed; returns how many chains failed."""
+    parser = argparse.ArgumentParser(
+        prog="kill_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
+    parser.add_argument("--most", type=int, default=10, help="kills of one chain")
+    options = parser.parse_args()
+    kinds = list(KINDS) if options.kind == "all" else [options.kind]
+    failed, killed, seed = 0, Counter[str](), options.first
+    with tempfile.TemporaryDirectory(prefix="kill-runs-", dir=".") as folder:
+        top = Path(folder).resolve()
+        for kind in kinds:
+            span = uninterrupted(kind, top)
+            while killed[kind] < options.kills / len(kinds):
+                place = top / f"chain {seed}"
+                try:
+                    killed[kind] += chain(kind, place, seed, options.most, span, top / kind)
+                    shutil.rmtree(place)
+                except Exception as error:
+                    failed += 1
+                    print(f"--first {seed} --kind {kind!r}: {error}", flush=True)
+                    shutil.move(place, Path(f"failed-chain-{seed}"))
+                seed += 1
+            print(f"{kind}: {killed[kind]} kills, {failed} failures so far", flush=True)
+    print(f"{killed.total()} kills: {failed} of {seed - options.first} chains failed")
+    return failed
+
+
+def uninterrupted(kind: str, top: Path) -> float:
+    """What nobody kills; returns the seconds that a process of it takes."""
+    for name in (f"{kind}, first", kind):  # the first one may start the server
+        prepare(top / name)
+        begin = time.monotonic()
+        assert one_process(kind, top / name, None)
+    return time.monotonic() - begin
