@@ -103,7 +103,7 @@ class Durability:
         self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
-        self._is_sealed = self._is_loading = False
+        self._is_sealed = self._is_loading = self._is_discarded = False
         self._has_begun = self._found is None or not self._found.in_forward
 
     # Building
@@ -242,11 +242,17 @@ class Durability:
         self._committer.rest()
         self._store.latch.check()
 
+    def discard(self) -> None:
+        """Nothing of what was committed is needed any more: `close` removes it."""
+        self._store.discard_committed()
+        self._is_discarded = True
+
     def close(self) -> None:
         """Commit the last step, and end the thread. What failed stays at the step that was
         committed last, and so does a model that is gone with its buffers. May be called twice."""
         try:
-            if not self._store.latch.failed and (self._model() is not None or not self._buffers):
+            wanted = not self._store.latch.failed and not self._is_discarded
+            if wanted and (self._model() is not None or not self._buffers):
                 # Between two steps buffers and rates may have changed; a forward that led to no
                 # step has not.
                 self._is_sealed &= self._random is not None

@@ -316,6 +316,12 @@ class Engine:
         if self._durability is not None:
             self._durability.track(objects)
 
+    def discard_committed(self) -> None:
+        """The result is safe elsewhere: closing the engine removes what was committed, and all
+        files in the `nvme` directories. Nothing happens with `durability="off"`."""
+        if self._durability is not None:
+            self._durability.discard()
+
     # Observation and the end
 
     @property

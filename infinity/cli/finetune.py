@@ -18,6 +18,7 @@ from infinity.cli.ranks import joined
 LEFT_OUT = (
     "algorithm",  # it trains with AdamW
     "stage",
+    "durability",  # it has a third value here
     *("split_master", "copy_on_write", "collective_timeout", "poison"),
     *("device", "instruction_set", "threads"),
     "read_in_place",  # it freezes nothing
@@ -45,6 +46,7 @@ def finetune(
     skip_nonfinite: o.SkipNonfinite = False,
     eval_every: o.EvalEvery = 0,
     eval_batches: o.EvalBatches = 8,
+    durability: o.Durability = "auto",
     checkpoint: o.Checkpoint = None,
     checkpoint_every: o.CheckpointEvery = 100,
     keep_checkpoints: o.KeepCheckpoints = 2,

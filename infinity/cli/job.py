@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.cli.checkpoints import CheckpointFolders
+from infinity.cli.gc import collect
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
@@ -22,7 +23,7 @@ from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
@@ -69,6 +70,7 @@ class FinetuneJob:
     skip_nonfinite: bool
     eval_every: int
     eval_batches: int
+    durability: str
     checkpoint: Path | None
     checkpoint_every: int
     keep_checkpoints: int
@@ -81,8 +83,13 @@ class FinetuneJob:
 
     def config(self, world: World = ALONE) -> Config:
         """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and
-        no directory is given."""
-        return configured(self.knobs, world.share)
+        no directory is given, and `ConfigError`."""
+        if self.durability == "auto":
+            try:
+                return configured({**self.knobs, "durability": "step"}, world.share)
+            except ConfigError:
+                return configured(self.knobs, world.share)
+        return configured({**self.knobs, "durability": self.durability}, world.share)
 
     def schedule(self) -> Schedule:
         """Length and portions of the training."""
@@ -113,7 +120,9 @@ class FinetuneJob:
                 f"--output and --checkpoint are both {self.output}; checkpoints need a directory "
                 "of their own"
             )
-        checkpoints, last = self._checkpoints(display, world)
+        checkpoints, last = self._checkpoints(display, world, config)
+        if self.overwrite and not self.resume:
+            self._remove_committed(config, world)
         try:
             return self._run(display, world, config, checkpoints, last)
         finally:
@@ -146,6 +155,7 @@ class FinetuneJob:
         display.phase("weights")
         torch.manual_seed(self.seed)
         model, engine, optimizer, device = assemble(self, source, config, world)
+        goes_on, trainer = bool(engine.committed_step), None
         try:
             display.attach(engine)
             world.seed(self.seed)
@@ -160,20 +170,37 @@ class FinetuneJob:
                 display.note(f"going on from committed step {engine.committed_step}")
             elif last is not None:
                 trainer.resume(last)
-            return self._train(display, tokenizer, trainer, parts, world)
+            summary = self._train(display, tokenizer, trainer, parts, world)
+            if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
+                engine.discard_committed()  # it has ended, or a checkpoint has all of it
+            elif config.durability != "off":
+                kept = " and ".join(map(str, config.nvme))
+                display.note(f"the last step stays in {kept}: --resume goes on from it")
+            return summary
         finally:
+            has_begun = goes_on or (trainer is not None and trainer.history.steps)
+            if self.durability == "auto" and not has_begun:
+                engine.discard_committed()  # there is nothing to go on from
             with Interrupt():  # closing goes to its end
                 engine.close()
 
+    def _remove_committed(self, config: Config, world: World) -> None:
+        """Remove the steps that an earlier run committed; returns when all ranks have done so."""
+        if world.local_rank == 0:
+            for directory in config.nvme:
+                collect(directory, committed=True)
+        world.wait()
+
     def _checkpoints(
-        self, display: Display, world: World
+        self, display: Display, world: World, config: Config
     ) -> tuple[CheckpointFolders | None, Path | None]:
         """Where to save, and what to go on from."""
         if self.checkpoint is None:
-            if self.resume and self.knobs["durability"] == "off":
+            if self.resume and config.durability == "off":
                 raise ValueError(
                     "--resume needs --checkpoint DIR, the directory of the run that it goes on "
-                    "with, or --durability step, which goes on from the states in --nvme"
+                    "with, or steps that were committed, which takes parameters and optimizer "
+                    "states on nvme"
                 )
             return None, None
         checkpoints = CheckpointFolders(
@@ -307,6 +334,8 @@ def assemble(
             skip_nonfinite=job.skip_nonfinite,
         )
     except BaseException:
+        if job.durability == "auto" and not engine.committed_step:
+            engine.discard_committed()
         engine.close()
         raise
     return model, engine, optimizer, engine.device

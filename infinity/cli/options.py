@@ -182,12 +182,20 @@ KeepCheckpoints = Annotated[
         min=1, max=MOST, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS
     ),
 ]
+Durability = Annotated[
+    Literal["auto", "off", "step"],
+    typer.Option(
+        help="step: every step is committed in --nvme, where it stays. auto: the same where "
+        "parameters and optimizer states are on nvme, until the run has ended.",
+        rich_help_panel=_CHECKPOINTS,
+    ),
+]
 Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on from the last committed step (--durability step), else from the last "
-        "checkpoint, or from the beginning if there is none.",
+        help="Go on from the last committed step, else from the last checkpoint, or from the "
+        "beginning if there is none.",
         rich_help_panel=_CHECKPOINTS,
     ),
 ]
@@ -203,7 +211,10 @@ Output = Annotated[
 Overwrite = Annotated[
     bool,
     typer.Option(
-        "--overwrite", help="Write into an output that is not empty.", rich_help_panel=_OUTPUT
+        "--overwrite",
+        help="Write into an output that is not empty, and begin anew where an earlier run left "
+        "committed steps.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 WriteReport = Annotated[

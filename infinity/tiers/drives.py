@@ -207,6 +207,7 @@ class NvmeTier:
         """The states file that is taken over, or a new one in place of one that a dead run left."""
         path = str(place.path / STATES_NAME)
         if self._taken_over:
+            self._parts.callback(self._remove, place)
             file = native.file_at(place.open(STATES_NAME), path)
         else:
             if self._durable is None:
@@ -224,7 +225,7 @@ class NvmeTier:
 
     def _remove(self, place: Directory) -> None:
         """What is closed leaves nothing, unless it was committed."""
-        if self._durable is None or not self._durable.committed:
+        if self._durable is None or not self._durable.outlive:
             place.remove(STATES_NAME)
             for name in DURABLE_NAMES if self._durable is not None else ():
                 place.remove(name)

@@ -98,8 +98,7 @@ class DurableStates:
         self._places: list[Directory] = []
         self._log: CommitLog | None = None
         self._blocks: tuple[StoredBlock, ...] = ()
-        self.committed = False
-        """Whether what the directories hold is worth keeping."""
+        self._is_committed = self._is_discarded = False
         self.found: StatesManifest | None = None
         """Of the states that are taken over; None where the engine begins anew."""
         self.content: bytes | None = None
@@ -145,7 +144,17 @@ class DurableStates:
                 f"{missing[0] / STATES_NAME} is gone, and with it the states of an earlier run; go "
                 "on from a checkpoint, in another directory"
             )
-        self.found, self.content, self.committed = found, commit.content[RUN_BYTES:], True
+        self.found, self.content = found, commit.content[RUN_BYTES:]
+        self._is_committed = True
+
+    @property
+    def outlive(self) -> bool:
+        """Whether what the directories hold is worth keeping."""
+        return self._is_committed and not self._is_discarded
+
+    def discard(self) -> None:
+        """What was and will be committed is worth nothing any more."""
+        self._is_discarded = True
 
     def describe(self, blocks: Sequence[StoredBlock]) -> None:
         """These are the states of the engine, in their order."""
@@ -181,7 +190,7 @@ class DurableStates:
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
         self._log.write(self.found.run.encode() + content)
-        self.committed = True
+        self._is_committed = True
         if not self.found.is_committed:
             self.found = replace(self.found, is_committed=True)
             self._write_manifests(self.found)

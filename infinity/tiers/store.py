@@ -342,6 +342,11 @@ class Store:
                 block.home.durable = version.extent
             self._changed.notify_all()
 
+    def discard_committed(self) -> None:
+        """`close` leaves nothing of what was committed."""
+        if self._durable is not None:
+            self._durable.discard()
+
     def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
         """`content`, behind the checksums of what blocks have at these versions."""
         blocks = zip(self.durable_blocks(), versions, strict=True)

@@ -60,6 +60,9 @@ class StandIn:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def discard_committed(self) -> None:
+        pass
+
     def track(self, **objects: Any) -> None:
         pass
 
@@ -1086,7 +1089,7 @@ def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, text: Path, nvme: Path) -> None:
+def test_ctrl_c_saves_and_leaves_the_last_step(tmp_path: Path, text: Path, nvme: Path) -> None:
     out = tmp_path / "out"
     common = ["--data", text, *REAL, "--nvme", nvme, "--output", out, "--steps", 100_000, "--json"]
     with started(*common) as process:
@@ -1099,7 +1102,8 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, text: Path, nvme
     assert "Traceback" not in stderr
     assert torch.isfinite(logits(out)).all()
     assert (out / "report.html").is_file()
-    assert not list(nvme.iterdir())
+    assert f"the last step stays in {nvme}: --resume goes on from it" in stderr
+    assert gc.DURABLE_NAMES[-1] in {path.name for path in nvme.iterdir()}
 
 
 def test_gc_cleans_up_after_a_killed_run(text: Path, nvme: Path) -> None:
@@ -1108,6 +1112,11 @@ def test_gc_cleans_up_after_a_killed_run(text: Path, nvme: Path) -> None:
         process.kill()
         process.communicate()
     left = {path.name for path in nvme.iterdir()}
-    assert left <= {gc.LOCK_NAME, gc.STATES_NAME}
+    assert left <= {gc.LOCK_NAME, gc.STATES_NAME, *gc.DURABLE_NAMES}
     assert run("gc", nvme).exit_code == 0
+    kept = {path.name for path in nvme.iterdir()}
+    assert kept == (left - {gc.LOCK_NAME} if gc.DURABLE_NAMES[-1] in left else set()), (
+        "if committed"
+    )
+    assert run("gc", "--committed", nvme).exit_code == 0
     assert not list(nvme.iterdir())

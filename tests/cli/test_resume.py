@@ -266,10 +266,11 @@ def test_another_placement_goes_on_with_the_same_bits(
 # What is refused
 
 
-def test_resume_needs_a_directory(common: list[Any]) -> None:
-    assert refusal(*common, "--resume") == (
-        "--resume needs --checkpoint DIR, the directory of the run that it goes on with, or "
-        "--durability step, which goes on from the states in --nvme"
+@pytest.mark.parametrize("options", [["--durability", "off"], ["--optimizer", "cpu"]])
+def test_resume_needs_something_to_go_on_from(options: list[str], common: list[Any]) -> None:
+    assert refusal(*common, *options, "--resume") == (
+        "--resume needs --checkpoint DIR, the directory of the run that it goes on with, or steps "
+        "that were committed, which takes parameters and optimizer states on nvme"
     )
 
 
@@ -424,6 +425,7 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
 ) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
     arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
+    arguments += ["--durability", "off"]  # commits would fail first
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -460,7 +462,7 @@ def test_a_run_that_commits_its_steps_goes_on_without_checkpoints(
 ) -> None:
     """Killed again and again, after so many writes and a few more each time."""
     expected = finished(*common, "--output", tmp_path / "expected")
-    options = [*common, "--durability", "step", "--resume", "--output", tmp_path / "found"]
+    options = [*common, "--resume", "--output", tmp_path / "found"]
     kill, ends = every, [1]
     while ends[-1]:
         ends.append(finetune_in_a_process(tmp_path, [*options, "--overwrite"], kill))
@@ -470,7 +472,7 @@ def test_a_run_that_commits_its_steps_goes_on_without_checkpoints(
     assert (found["loss"], found["steps"]) == (expected["loss"], expected["steps"])
     name = "model.safetensors"
     assert same(load_file(tmp_path / "found" / name), load_file(tmp_path / "expected" / name))
-    assert len(ends) > 2
+    assert len(ends) > 2 and names(tmp_path / "nvme") == [], "it has ended: nothing stays"
 
 
 def test_a_run_that_commits_its_steps_is_neither_lost_nor_changed(
@@ -483,5 +485,7 @@ def test_a_run_that_commits_its_steps_is_neither_lost_nor_changed(
     assert "was made with --batch-size 2, and now it is 4" in refusal(
         *options, "--resume", "--batch-size", 4
     )
-    assert "--resume needs --checkpoint DIR" in refusal(*common, "--resume")
+    assert "--resume needs --checkpoint DIR" in refusal(*common, "--durability", "off", "--resume")
     assert finished(*options, "--resume", "--steps", STEPS + 2)["steps"] == STEPS + 2
+    assert finished(*common, "--overwrite")["steps"] == STEPS
+    assert names(tmp_path / "nvme") == []

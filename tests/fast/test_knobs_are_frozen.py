@@ -73,7 +73,6 @@ FINETUNE = {
     "activations": "gpu",
     "precision": "bf16",
     "moment_precision": "fp32",
-    "durability": "off",
     "nvme_memory": None,
     "nvme_shares": "measured",
     "cache": "auto",
@@ -97,6 +96,7 @@ FINETUNE = {
     "skip_nonfinite": False,
     "eval_every": 0,
     "eval_batches": 8,
+    "durability": "auto",
     "checkpoint": None,
     "checkpoint_every": 100,
     "keep_checkpoints": 2,
@@ -288,7 +288,7 @@ def test_an_option_for_no_field_is_refused() -> None:
 
 def test_the_config_of_options_has_each_in_its_place() -> None:
     knobs = {name: each.default for name, each in inspect.signature(finetune).parameters.items()}
-    own = knobs.keys() - Config.model_fields.keys() - Tuning.model_fields.keys()
+    own = knobs.keys() - Config.model_fields.keys() - Tuning.model_fields.keys() | {"durability"}
     knobs = {name: value for name, value in knobs.items() if name not in own}
     with pytest.raises(
         ValueError,

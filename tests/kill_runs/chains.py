@@ -43,17 +43,18 @@ Tensors = dict[str, torch.Tensor]
 
 def finetune(place: Path, *options: str) -> Tensors:
     """`infinity finetune` in this process; returns what it saves."""
-    from infinity.cli import training
+    from infinity.cli.history import History
     from infinity.cli.main import app
+    from infinity.cli.progress import Progress
 
-    real = training.Trainer._step
+    real = Progress.stepped
 
-    def logged(trainer: training.Trainer, number: int, batches: Any) -> Any:
-        record = real(trainer, number, batches)
-        log(place, number, record.loss, record.learning_rate, record.grad_norm)
-        return record
+    def stepped(progress: Progress, history: History) -> None:
+        step = history.steps[-1]
+        log(place, step.number, step.loss, step.learning_rate, step.grad_norm)
+        real(progress, history)
 
-    training.Trainer._step = logged  # type: ignore[method-assign]
+    Progress.stepped = stepped  # type: ignore[method-assign]
     where = ["--nvme", place / "nvme", "--data", place / "text.txt", "--output", place / "output"]
     arguments = [*map(str, where), *FINETUNE, *options]
     result = CliRunner().invoke(app, ["finetune", *arguments], catch_exceptions=False)
