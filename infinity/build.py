@@ -14,6 +14,7 @@ Several ranks meet after the steps that may fail on one of them alone, so that a
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -60,12 +61,14 @@ from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace
+from infinity.sharding.agreement import Agreement
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit, UnitListeners
-from infinity.sharding.watch import announce, ranks_of_this_node, together
+from infinity.sharding.watch import announce, ranks_of_this_node, together, told
+from infinity.tiers.durable import LeftStates, Member, common_step
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 from infinity.unwrapping import outgrown, unwrap
@@ -181,8 +184,10 @@ def _built(
             build.group(units, values)
             build.size()
         with build.together() as least:
+            build.find()
             least += build.look()
         with build.together() as numbers:
+            build.agree()
             build.budget(least)
             numbers += build.measure()
         with build.together():  # nobody waits in collectives for a rank that has no room
@@ -190,6 +195,8 @@ def _built(
             build.allocate()
         with build.together():
             build.meet()
+            build.take_over()
+        with build.together():  # no rank gives up what another one may still refuse
             build.fill(values, seed)
             build.move_buffers()
             build.hook()
@@ -261,11 +268,6 @@ class Build:
                 "resume=True goes on from committed states, which there are with "
                 "Config(durability='step')"
             )
-        if self._config.durability != "off" and self.ranks.groups():
-            raise ConfigError(
-                "durability='step' works with one rank so far; set durability='off' and save "
-                "checkpoints, or give group=None"
-            )
         if self._config.durability != "off" and not any(
             parameter.requires_grad for parameter in self._model.parameters()
         ):
@@ -304,7 +306,14 @@ class Build:
         config = self._config
         self.kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
         self.undo.callback(self.kernels.close)
-        self.store = Store(config, self.device, self._recorder, self.ranks.own, self._resume)
+        self.store = Store(
+            config,
+            self.device,
+            self._recorder,
+            self.ranks.own,
+            self._resume,
+            self.ranks.member,
+        )
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
@@ -322,6 +331,27 @@ class Build:
         return Demand(
             self.store.placement, self._nestings, self._buffer_bytes, self.exchanges_gradients
         )
+
+    def find(self) -> None:
+        """Look what an earlier run left in the directories, which are locked from now on."""
+        self._left = self.store.find() if self.store.is_durable else None
+
+    def agree(self) -> None:
+        """Have all ranks go on from one committed step, or begin one run. Changes nothing that
+        could be gone on from."""
+        says = self._left, self.ranks.member, uuid.uuid4().hex
+        said = told(self.ranks, self._config.tuning.collective_timeout, says)
+        left = {rank: LeftStates.of(each) for rank, (each, _, _) in said.items() if each}
+        if left and len(left) < len(said):
+            without = min(said.keys() - left.keys())
+            raise ConfigError(
+                f"durability is 'step' on rank {min(left)} and 'off' on rank {without}; give all "
+                "ranks the same Config"
+            )
+        members = {rank: Member(*member) for rank, (_, member, _) in said.items()}
+        self._members, self._meeting = sorted(said), said[min(said)][2]
+        if left:
+            self.store.take(common_step(left, members), self._meeting)
 
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
@@ -402,6 +432,19 @@ class Build:
         for unit in self.units:
             unit.bind(self.device.torch, self.buffer, self.exchange)
 
+    def take_over(self) -> None:
+        """Have what commits, and check that what was committed fits."""
+        if not self.store.is_durable:
+            return
+        agreement = None
+        if self.ranks.groups():
+            timeout, latch = self._config.tuning.collective_timeout, self.store.latch
+            rank, last = self.ranks.member.rank, self.store.taken_record
+            agreement = Agreement(rank, self._members, self._meeting, last, timeout, latch)
+        self.durability = Durability(self.store, self.jobs, self.device, self._recorder, agreement)
+        self.undo.callback(self.durability.give_up)
+        self.durability.check(self._model)
+
     def fill(self, values: FirstValues | None, seed: int | None) -> None:
         """Give the units their first values: from `values`, from the model, or from the modules'
         own initialisation."""
@@ -413,10 +456,7 @@ class Build:
         elif self._empty:
             self._snapshot.keep_contents(model.buffers())
             self.undo.callback(torch.set_rng_state, torch.get_rng_state())
-        if self.store.is_durable:
-            self.durability = Durability(self.store, self.jobs, self.device, self._recorder)
-            self.undo.callback(self.durability.give_up)
-        kept = self.durability is not None and self.durability.restore_blocks(model)
+        kept = self.durability is not None and self.durability.restore_blocks()
         fill_units(model, self.units, self._empty, values, seed, kept)
 
     def move_buffers(self) -> None:

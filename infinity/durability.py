@@ -41,6 +41,7 @@ from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import StepListeners, Updater
+from infinity.sharding.agreement import Agreement
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
@@ -91,11 +92,17 @@ class Durability:
     thread that runs the model."""
 
     def __init__(
-        self, store: Store, jobs: JobQueue, device: ComputeDevice, recorder: Recorder
+        self,
+        store: Store,
+        jobs: JobQueue,
+        device: ComputeDevice,
+        recorder: Recorder,
+        agreement: Agreement | None = None,
     ) -> None:
+        """`agreement`: of all ranks; None for one."""
         self._store = store
         self._device = device
-        self._committer = Committer(store, jobs, recorder)
+        self._committer = Committer(store, jobs, recorder, agreement)
         self._found = None if store.taken_over is None else CommittedStep(store.taken_over)
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
@@ -108,11 +115,11 @@ class Durability:
 
     # Building
 
-    def restore_blocks(self, model: nn.Module) -> bool:
-        """Give the blocks what they had; False where there is nothing to go on from. Raises
-        `CheckpointError` for a record that is not whole, and `ConfigError` for other buffers."""
+    def check(self, model: nn.Module) -> None:
+        """Raise `CheckpointError` for a record that is not whole, and `ConfigError` for other
+        buffers."""
         if self._found is None:
-            return False
+            return
         if not self._found.is_whole:
             raise CheckpointError(
                 "the earlier run was killed while it loaded a checkpoint, so its states are in "
@@ -126,8 +133,12 @@ class Durability:
                 f"the states that are committed are of another model: the buffer {name} was "
                 f"{there.get(name, 'not there')}, and is {here.get(name, 'not there')} here"
             )
-        self._store.restore(self._found.versions)
-        return True
+
+    def restore_blocks(self) -> bool:
+        """Give the blocks what they had; False where there is nothing to go on from."""
+        if self._found is not None:
+            self._store.restore(self._found.versions)
+        return self._found is not None
 
     def give_up(self) -> None:
         """`wrap` fails: end the thread."""
@@ -184,10 +195,15 @@ class Durability:
 
     def before_step(self, units: Sequence[Unit]) -> None:
         """A step of `units` begins. What was sealed is committed, so a kill costs one step at
-        most."""
+        most.
+
+        What was changed since is committed, too. All ranks must see that alike, so nothing is under
+        way when it is asked.
+        """
+        self.rest()
         if not all(unit.states.is_free for unit in units):
             self.seal()
-        self.rest()
+            self.rest()
         self._is_sealed, self._random = False, None
 
     def stepped_by(self, optimizer: Optimizer) -> None:

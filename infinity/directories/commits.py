@@ -1,11 +1,12 @@
-"""The last record of a job, in two files that take turns.
+"""The last records of a job, in two files that take turns.
 
 [Note: what a kill leaves]
-1. A new record goes to the file that does not hold the last one, and is flushed. What cuts that off
-   leaves the last one as it is.
-2. The file of the record before is emptied, and that is flushed. From then on nobody can take it
-   for the last one, even where the new one is damaged. So what it alone spoke of may be
-   overwritten.
+1. A new record goes to the file that does not hold the last one, and is flushed (`write`). What
+   cuts that off leaves the last one as it is. From then on there are two: with several ranks, the
+   job may have to go back to the older one (`keep`).
+2. When nobody has to, the file of the record before is emptied, and that is flushed (`settle`).
+   From then on nobody can take it for the last one, even where the new one is damaged. So what it
+   alone spoke of may be overwritten. A record that is there is one whose states are whole.
 
 A name that is new comes by a rename, when its content is on the drive. So a file that is there was
 whole once, or is empty. Where no record is whole although a file is there, it is damaged, and that
@@ -83,17 +84,18 @@ class Commit(NamedTuple):
 
 
 class CommitLog:
-    """The records in a directory that the caller has locked. Used by one thread at a time; `last`
+    """The records in a directory that the caller has locked. Used by one thread at a time; `kept`
     is to be called before `write`."""
 
     def __init__(self, files: DurableFiles) -> None:
         self._files = files
         self._sequence = 0
         self._at = 1  # of the two files, the one with the last record
+        self._is_settled = True
 
-    def last(self) -> Commit | None:
-        """The last record; None where there was none yet. Raises `CheckpointError` where it is
-        damaged."""
+    def kept(self) -> list[Commit]:
+        """The last record, and the one before where that was not given up; none where there was
+        none yet. Raises `CheckpointError` where they are damaged."""
         found = [self._files.read(name) for name in COMMIT_NAMES]
         whole = [
             (commit, at)
@@ -101,20 +103,28 @@ class CommitLog:
             if content is not None and (commit := _decoded(content)) is not None
         ]
         if whole:
-            commit, self._at = max(whole)
-            self._sequence = commit.sequence
-            return commit
+            whole.sort(reverse=True)
+            last, self._at = whole[0]
+            self._sequence = last.sequence
+            self._is_settled = not found[1 - self._at]
+            return [commit for commit, _ in whole]
         if any(content is not None for content in found):
             raise CheckpointError(
                 f"{self._files.path} holds the states of an earlier run, but the record of what "
                 f"they are ({' and '.join(COMMIT_NAMES)}) is damaged; go on from a checkpoint, in "
                 "another directory"
             )
-        return None
+        return []
+
+    def last(self) -> Commit | None:
+        """The last record; None where there was none yet. Raises like `kept`."""
+        return next(iter(self.kept()), None)
 
     def write(self, content: bytes) -> int:
-        """Make `content` the last record; returns its sequence when it would survive a power cut,
-        and the one before is not read any more."""
+        """Make `content` the last record, beside the one before, which `settle` or `keep` gives up;
+        returns its sequence when it would survive a power cut."""
+        if not self._is_settled:
+            raise RuntimeError("the record before the last one is still needed")
         sequence, at = self._sequence + 1, 1 - self._at
         name = COMMIT_NAMES[at]
         record = _encoded(sequence, content)
@@ -122,22 +132,33 @@ class CommitLog:
             self._files.create(name, record)
         else:
             self._files.overwrite(name, record)
+        self._is_settled = self._sequence == 0
         self._sequence, self._at = sequence, at
-        self.settle()
         return sequence
 
     def settle(self) -> None:
         """Nobody reads the record before the last one from now on; a kill may have come before
         that."""
-        before = COMMIT_NAMES[1 - self._at]
-        if self._files.read(before):
-            self._files.overwrite(before, b"")
+        self._empty(1 - self._at)
+        self._is_settled = True
+
+    def keep(self, sequence: int) -> None:
+        """Of what `kept` gave, this record alone is read from now on: the one after it is given up
+        first."""
+        if sequence < self._sequence:
+            self._empty(self._at)
+            self._sequence, self._at = sequence, 1 - self._at
+        self.settle()
 
     def remove(self) -> None:
         """Remove all records, the older one first."""
         for name in (COMMIT_NAMES[1 - self._at], COMMIT_NAMES[self._at]):
             self._files.remove(name)
-        self._sequence, self._at = 0, 1
+        self._sequence, self._at, self._is_settled = 0, 1, True
+
+    def _empty(self, at: int) -> None:
+        if self._files.read(COMMIT_NAMES[at]):
+            self._files.overwrite(COMMIT_NAMES[at], b"")
 
 
 def _encoded(sequence: int, content: bytes) -> bytes:

@@ -11,6 +11,11 @@ Record and versions are fixed at one moment between two steps (`seal`): from the
 begin that belongs to the next one. The versions are those that the blocks will have when the
 updates that are posted have ended. The thread waits for these, flushes the drives, and writes the
 record.
+
+[Note: several ranks]
+A step is committed when all ranks have its record (`infinity.sharding.agreement`). Until then this
+rank has two, and what either speaks of stays. Who closes does not wait for the others to make the
+last one: they may be gone, and a resume finds what all have.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import NamedTuple
 from infinity.errors import EngineClosedError
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
+from infinity.sharding.agreement import CLOSING_SECONDS, Agreement
 from infinity.tiers.store import Store, Version
 
 log = logging.getLogger("infinity")
@@ -43,16 +49,20 @@ class Committer:
     """A thread that commits what was sealed, in that order. Methods are for the thread that runs
     the model, and for the one that closes."""
 
-    def __init__(self, store: Store, jobs: JobQueue, recorder: Recorder) -> None:
+    def __init__(
+        self, store: Store, jobs: JobQueue, recorder: Recorder, agreement: Agreement | None = None
+    ) -> None:
+        """`agreement`: of all ranks; None for one."""
         self._store = store
         self._jobs = jobs
+        self._agreement = agreement
         self._recorder = recorder
         self.committed_step: int | None = None
         """The last step that would survive a power cut; None while there is none."""
         self._sealed: queue.SimpleQueue[_Sealed | None] = queue.SimpleQueue()
         self._open = 0  # sealed, and not committed
         self._changed = threading.Condition()
-        self._ended = False
+        self._ended = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="infinity-committer", daemon=True)
         self._thread.start()
 
@@ -73,14 +83,16 @@ class Committer:
 
     def close(self) -> None:
         """Commit what was sealed, and end the thread. May be called twice."""
+        with self._changed:
+            self._is_closing = True
         self._sealed.put(None)
         with self._jobs.hurry():
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while (sealed := self._sealed.get()) is not None:
-                self._commit(sealed)
+            while (sealed := self._sealed.get()) is not None and self._commit(sealed):
+                pass
         except EngineClosedError:
             log.debug("an update failed, so its step is not committed")
         except BaseException as error:
@@ -88,19 +100,46 @@ class Committer:
             self._jobs.refuse()  # what waits for a commit waits in vain
             self._jobs.end_jobs()
         finally:
+            if self._agreement is not None:
+                self._agreement.end()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
             self._jobs.poke()
 
-    def _commit(self, sealed: _Sealed) -> None:
-        self._jobs.await_ended(sealed.jobs)
+    def _commit(self, sealed: _Sealed) -> bool:
+        """Have `sealed` committed; False when that was given up."""
+        self._await_updates(sealed)
         self._store.latch.check()
         start = time.perf_counter()
-        self._store.commit(sealed.versions, sealed.content)
+        sequence = self._store.record(sealed.step, sealed.content)
+        if self._agreement is not None and not self._agreement.reach(
+            sequence, sealed.step, self._gives_up
+        ):
+            if self._open > 1:
+                log.warning("the last step is not committed: other ranks are gone")
+            return False
+        self._store.commit(sealed.versions)
         self._recorder.add("commit", f"step {sealed.step}", start, time.perf_counter())
         with self._changed:
             self.committed_step = sealed.step
             self._open -= 1
             self._changed.notify_all()
         self._jobs.poke()
+        return True
+
+    def _await_updates(self, sealed: _Sealed) -> None:
+        """Return when the updates of `sealed` have ended. Where other ranks wait for that, they
+        need no place."""
+        if self._agreement is None:
+            self._jobs.await_ended(sealed.jobs)
+            return
+        while not self._jobs.await_ended(sealed.jobs, self._agreement.pause):
+            if self._agreement.is_awaited(sealed.step):
+                with self._jobs.hurry():
+                    self._jobs.await_ended(sealed.jobs)
+
+    def _gives_up(self, waited: float) -> bool:
+        """Whether to wait no more for other ranks: nobody needs them for the last record."""
+        with self._changed:
+            return self._is_closing and (self._open == 1 or waited > CLOSING_SECONDS)

@@ -255,10 +255,11 @@ class JobQueue:
                 for block in blocks
             ]
 
-    def await_ended(self, jobs: Sequence[Job]) -> None:
-        """Block until these have ended, well or not; the store knows which."""
+    def await_ended(self, jobs: Sequence[Job], timeout: float | None = None) -> bool:
+        """Block until these have ended, well or not, which the store knows; False after `timeout`
+        seconds."""
         with self.changed:
-            self._wait_for(lambda: all(job.state is JobState.ENDED for job in jobs))
+            return self._wait_for(lambda: all(job.state is JobState.ENDED for job in jobs), timeout)
 
     def poke(self) -> None:
         """A unit got its place, or its copy, on the compute device; or more may be overwritten."""
@@ -357,9 +358,9 @@ class JobQueue:
 
     # Under the lock
 
-    def _wait_for(self, over: Callable[[], bool]) -> None:
-        """Block until `over`, or until the thread has ended."""
-        self.changed.wait_for(lambda: self._state is QueueState.ENDED or over())
+    def _wait_for(self, over: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Block until `over`, or until the thread has ended; False after `timeout` seconds."""
+        return self.changed.wait_for(lambda: self._state is QueueState.ENDED or over(), timeout)
 
     def _set(self, job: Job, update: UnitUpdate, state: JobState) -> None:
         self._add(job)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import ConfigError
 from infinity.sharding.collectives import Group, rank, reaches, size
+from infinity.tiers.durable import ONE_RANK, Member
 
 log = logging.getLogger("infinity")
 
@@ -61,6 +62,15 @@ class Ranks(NamedTuple):
         """The name of what several ranks of a node must not share: `rank<N>`, N among all
         processes; "" for one rank."""
         return f"rank{dist.get_rank()}" if self.groups() else ""
+
+    @property
+    def member(self) -> Member:
+        """Who of all ranks this one is: its number among all processes, and its place."""
+        if not self.groups():
+            return ONE_RANK
+        names = zip(("part", "replica", "tensor parallel part"), self, strict=True)
+        places = [f"{name} {rank(g) + 1} of {size(g)}" for name, g in names if g is not None]
+        return Member(dist.get_rank(), self.number * size(self.tensor), ", ".join(places))
 
     def groups(self) -> list[dist.ProcessGroup]:
         """A sum over each of these in turn is one over all ranks."""

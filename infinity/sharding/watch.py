@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -177,15 +177,7 @@ def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
     at once, and told; without one a rank waits for the others for `timeout` seconds. Joins no
     collective, so that a rank that never comes is named.
     """
-    rank, meetings = str(dist.get_rank()) if ranks.groups() else "", []
-    for group in ranks.groups():  # along one dimension of a mesh, then along the other
-        all_times = distributed_c10d.PrefixStore(
-            f"infinity/together/{group.group_name}", distributed_c10d._get_default_store()
-        )
-        this_time = distributed_c10d.PrefixStore(
-            str(all_times.add(f"times of {rank}", 1)), all_times
-        )
-        meetings.append((this_time, dist.get_process_group_ranks(group)))
+    rank, meetings = str(dist.get_rank()) if ranks.groups() else "", _meetings(ranks, "together")
     numbers: list[float] = []
     try:
         yield numbers
@@ -202,6 +194,36 @@ def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
         raise InfinityError(failure)
 
 
+def told(ranks: Ranks, timeout: float, says: Any) -> dict[int, Any]:
+    """What every one of `ranks` says, by its number, as JSON gives it; this one `says` that. All of
+    them call it equally often.
+
+    Raises `InfinityError` where one does not come in `timeout` seconds. Joins no collective.
+    """
+    found = {ranks.member.rank: says}
+    for notes, members in _meetings(ranks, "told"):
+        notes.set(str(ranks.member.rank), json.dumps(list(found.items())))
+        for rank in members:
+            if absence := _await_note(notes, rank, time.monotonic() + timeout, timeout):
+                raise InfinityError(absence)
+            found |= {int(each): said for each, said in json.loads(notes.get(str(rank)))}
+    return found
+
+
+def _meetings(ranks: Ranks, what: str) -> list[tuple[distributed_c10d.Store, list[int]]]:
+    """Where the ranks of each group tell each other something, this time: along one dimension of a
+    mesh, then along the other."""
+    found: list[tuple[distributed_c10d.Store, list[int]]] = []
+    for group in ranks.groups():
+        all_times = distributed_c10d.PrefixStore(
+            f"infinity/{what}/{group.group_name}", distributed_c10d._get_default_store()
+        )
+        time_number = all_times.add(f"times of {dist.get_rank()}", 1)
+        this_time = distributed_c10d.PrefixStore(str(time_number), all_times)
+        found.append((this_time, dist.get_process_group_ranks(group)))
+    return found
+
+
 def _hear(
     notes: distributed_c10d.Store, members: Sequence[int], timeout: float, numbers: list[float]
 ) -> str:
@@ -209,17 +231,24 @@ def _hear(
     theirs."""
     until = time.monotonic() + timeout
     for rank in members:
-        while not notes.check([str(rank)]):
-            if time.monotonic() > until:
-                return (
-                    f"rank {rank} did not come in {timeout:.0f} s "
-                    "(Tuning.collective_timeout): it is elsewhere, or gone"
-                )
-            time.sleep(_GLANCE)
+        if absence := _await_note(notes, rank, until, timeout):
+            return absence
         said = json.loads(notes.get(str(rank)))
         if isinstance(said, str):
             return said
         numbers[:] = [min(pair) for pair in zip(numbers, said, strict=False)]
+    return ""
+
+
+def _await_note(notes: distributed_c10d.Store, rank: int, until: float, timeout: float) -> str:
+    """Return when there is a note of `rank`, or what to say `until` when there is none."""
+    while not notes.check([str(rank)]):
+        if time.monotonic() > until:
+            return (
+                f"rank {rank} did not come in {timeout:.0f} s "
+                "(Tuning.collective_timeout): it is elsewhere, or gone"
+            )
+        time.sleep(_GLANCE)
     return ""
 
 

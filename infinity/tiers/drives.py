@@ -24,7 +24,13 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
-from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, DurableStates, refuse_kept
+from infinity.tiers.durable import (
+    DURABLE_NAMES,
+    STATES_NAME,
+    DurableStates,
+    refuse_kept,
+    refuse_other_ranks,
+)
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
 
@@ -162,10 +168,10 @@ class NvmeTier:
             self.close()
             raise
 
-    def _enter(self) -> None:
-        """Lock the directories, reclaim what is there, and have a file, which is empty, and an
-        engine for each."""
-        if self.engines:
+    def find(self) -> None:
+        """Before `open`: lock the directories, and look what an earlier run left there; changes
+        nothing else."""
+        if self._places:
             return
         check_directories(self._directories)
         try:
@@ -176,6 +182,17 @@ class NvmeTier:
                 self._parts.callback(lock(place).release)
             if self._durable is not None:
                 self._durable.find(self._places)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self) -> None:
+        """Lock the directories, reclaim what is there, and have a file, which is empty, and an
+        engine for each."""
+        if self.engines:
+            return
+        self.find()
+        try:
             for place in self._places:
                 self._files.append(self._open_file(place))
             for _ in self._directories:
@@ -190,6 +207,8 @@ class NvmeTier:
         """The directory that the files go to, open until `close`."""
         place = Directory(directory, "nvme directory")
         self._parts.callback(place.close)
+        if self._durable is not None:
+            refuse_other_ranks(place, self._own)
         if not self._own:
             return place
         # It stays where somebody keeps something in it.

@@ -8,17 +8,26 @@ committed. The first directory also has the record of the last commit
 (`infinity.directories.commits`), which names the run. The manifests come before the first commit,
 and say so after it. Where something was committed, nobody reclaims the states: they are taken over
 (`resume`), or refused. What was not is reclaimed as what any dead run left.
+
+[Note: one run of several ranks]
+Every rank has directories of its own, and says in their manifests who it is. All have one run. A
+rank keeps the record before its last one until all ranks have the last one (`settle`). So there is
+always a step that all have, and `common_step` finds it. A step counts as committed from then on,
+also for the manifest: what only some ranks have of a run without a committed step is worth nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import uuid
-from collections.abc import Sequence
+import re
+import stat
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
+from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.errors import CheckpointError, ConfigError
 
@@ -26,10 +35,46 @@ MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
 STATES_NAME = "infinity-states.bin"
-RUN_BYTES = 32
-"""What a record begins with: the name of its run."""
 VERSION = 2
+_HEAD = struct.Struct("<32sQ")  # what a record begins with: the name of its run, and its step
 _MOST_BYTES = 1 << 30
+_OF_A_RANK = re.compile(r"rank\d+")
+
+
+class Member(NamedTuple):
+    """Whose states these are: `rank` of so many `ranks`, and in words which `part` of the states it
+    has."""
+
+    rank: int = 0
+    ranks: int = 1
+    part: str = "all"
+
+
+ONE_RANK = Member()
+
+
+class KeptRecord(NamedTuple):
+    """A record that is whole, by its number among those of the run, and its step."""
+
+    sequence: int
+    step: int
+
+
+class LeftStates(NamedTuple):
+    """What an earlier run left in the directories of one rank, the first of which is `path`.
+    Without `records`, newest first, there is nothing to go on from; then nothing else is said."""
+
+    path: str
+    run: str = ""
+    member: Member = ONE_RANK
+    is_committed: bool = False
+    records: tuple[KeptRecord, ...] = ()
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> LeftStates:
+        """What JSON has made of one."""
+        path, run, member, is_committed, records = values
+        return cls(path, run, Member(*member), is_committed, tuple(KeptRecord(*r) for r in records))
 
 
 @dataclass(frozen=True)
@@ -46,10 +91,11 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StatesManifest:
-    """Where the states of one run lie; `stripe_bytes`, `shares` and `rooms` are those of
-    `Stripes`."""
+    """Where the states of one run lie, as far as `member` has them; `stripe_bytes`, `shares` and
+    `rooms` are those of `Stripes`."""
 
     run: str
+    member: Member
     is_committed: bool
     stripe_bytes: int
     shares: tuple[float, ...]
@@ -74,7 +120,11 @@ class StatesManifest:
         )
         shares = tuple(map(float, values.pop("shares")))
         rooms = tuple(map(int, values.pop("rooms")))
-        return cls(shares=shares, rooms=rooms, blocks=blocks, **values), int(directory)
+        rank, ranks, part = values.pop("member")
+        member = Member(int(rank), int(ranks), str(part))
+        return cls(member=member, shares=shares, rooms=rooms, blocks=blocks, **values), int(
+            directory
+        )
 
     def difference(self, blocks: Sequence[StoredBlock]) -> str:
         """In what other `blocks` differ from these first, in words; "" where they do not."""
@@ -89,20 +139,23 @@ class StatesManifest:
 
 
 class DurableStates:
-    """What the directories of one engine hold beyond its life. `find` comes first, then `commit`
-    again and again, by one thread."""
+    """What the directories of one rank hold beyond the life of its engine. `find` comes first, then
+    `take`, then `record` and `settle` in turn, by one thread."""
 
-    def __init__(self, resume: bool) -> None:
+    def __init__(self, resume: bool, member: Member = ONE_RANK) -> None:
         """`resume`: states that are there are taken over; without it they are refused."""
-        self._resume = resume
+        self._resume, self._member = resume, member
         self._places: list[Directory] = []
         self._log: CommitLog | None = None
+        self._kept: list[Commit] = []
+        self._run = ""
         self._blocks: tuple[StoredBlock, ...] = ()
+        self._taken: KeptRecord | None = None
         self._is_committed = self._is_discarded = False
         self.found: StatesManifest | None = None
         """Of the states that are taken over; None where the engine begins anew."""
         self.content: bytes | None = None
-        """The last record, with `found`."""
+        """The record that is taken over, with `found`."""
 
     def find(self, places: Sequence[Directory]) -> None:
         """Look what an earlier run left in the directories, which are locked; changes nothing.
@@ -113,13 +166,17 @@ class DurableStates:
         self._places = list(places)
         self._log = CommitLog(DurableFiles(places[0]))
         kept = {place: _read(place) for place in places if has_manifest(place)}
-        commit = self._log.last()
-        if commit is None and not any(manifest.is_committed for manifest, _ in kept.values()):
+        self._kept = self._log.kept()
+        if not self._kept and not any(manifest.is_committed for manifest, _ in kept.values()):
             return  # killed before the first commit: nothing is lost
         if not self._resume:
             raise _refusal(next(iter(kept), places[0]))
         found = kept[places[0]][0] if places[0] in kept else None
-        if commit is None or found is None or commit.content[:RUN_BYTES] != found.run.encode():
+        if (
+            not self._kept
+            or found is None
+            or any(_head(commit)[0] != found.run for commit in self._kept)
+        ):
             raise CheckpointError(
                 f"{places[0].path} lacks a part of the states of an earlier run "
                 f"({MANIFEST_NAME}, {' and '.join(COMMIT_NAMES)}), or it is of another run; give "
@@ -144,8 +201,33 @@ class DurableStates:
                 f"{missing[0] / STATES_NAME} is gone, and with it the states of an earlier run; go "
                 "on from a checkpoint, in another directory"
             )
-        self.found, self.content = found, commit.content[RUN_BYTES:]
-        self._is_committed = True
+        self.found = found
+
+    @property
+    def left(self) -> LeftStates:
+        """What was found, to be told to the other ranks."""
+        path = str(self._places[0].path)
+        if self.found is None:
+            return LeftStates(path)
+        records = tuple(KeptRecord(each.sequence, _head(each)[1]) for each in self._kept)
+        return LeftStates(path, self.found.run, self.found.member, self.found.is_committed, records)
+
+    @property
+    def taken(self) -> int:
+        """The number of the record that is taken over; 0 for none."""
+        return 0 if self._taken is None else self._taken.sequence
+
+    def take(self, record: KeptRecord | None, run: str) -> None:
+        """Go on from `record`, which all ranks have; None: begin `run`, of all ranks, anew. `keep`
+        gives up the record after it."""
+        self._run, self._taken = run, record
+        if record is None:
+            if self.found is not None and self._log is not None:
+                self._log.remove()  # of a run that was killed before all ranks had committed
+            self.found, self._kept = None, []
+            return
+        commit = next(each for each in self._kept if each.sequence == record.sequence)
+        self.content, self._is_committed = commit.content[_HEAD.size :], True
 
     @property
     def outlive(self) -> bool:
@@ -171,26 +253,33 @@ class DurableStates:
     def begin(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
         """The states lie so, and nothing was committed yet: describe them, in place of those of a
         run that was killed before its first commit."""
-        run = uuid.uuid4().hex
-        shown = StatesManifest(run, False, stripe_bytes, tuple(shares), tuple(rooms), self._blocks)
-        self.found = shown
+        layout = stripe_bytes, tuple(shares), tuple(rooms), self._blocks
+        self.found = shown = StatesManifest(self._run, self._member, False, *layout)
         for place in reversed(self._places):
             DurableFiles(place).remove(MANIFEST_NAME)
         if self._log is not None:
             self._log.remove()
         self._write_manifests(shown)
 
-    def settle(self) -> None:
-        """From now on nobody reads a record before the last one."""
-        if self._log is not None:
-            self._log.settle()
+    def keep(self) -> None:
+        """From now on nobody reads another record than the one that was taken."""
+        if self._log is not None and self._taken is not None:
+            self._log.keep(self._taken.sequence)
 
-    def commit(self, content: bytes) -> None:
-        """Make `content` the last record, when all that it speaks of is on the drives."""
+    def record(self, step: int, content: bytes) -> int:
+        """Make `content` the last record, when all that it speaks of is on the drives; the one
+        before stays. Returns its number in the run."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
-        self._log.write(self.found.run.encode() + content)
+        sequence = self._log.write(_HEAD.pack(self.found.run.encode(), step) + content)
         self._is_committed = True
+        return sequence
+
+    def settle(self) -> None:
+        """All ranks have the last record: from now on nobody reads one before."""
+        if self._log is None or self.found is None:
+            raise RuntimeError("no directory was looked at")
+        self._log.settle()
         if not self.found.is_committed:
             self.found = replace(self.found, is_committed=True)
             self._write_manifests(self.found)
@@ -220,6 +309,86 @@ def refuse_kept(place: Directory) -> None:
     """Raise `ConfigError` where `place` holds states that outlived their process."""
     if holds_committed(place):
         raise _refusal(place)
+
+
+def refuse_other_ranks(place: Directory, own: str) -> None:
+    """Raise `ConfigError` where `place` holds committed states of one rank, and here are several,
+    with directories of their `own`; or the other way round."""
+    if own and holds_committed(place):
+        raise ConfigError(
+            f"{place.path} holds the committed states of a run on one rank, and here are several; "
+            f"{_OTHER_NUMBER}"
+        )
+    for name in () if own else filter(_OF_A_RANK.fullmatch, place.names()):
+        status = place.status(name)
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            continue
+        with place.below(name) as inner:
+            if holds_committed(inner):
+                raise ConfigError(
+                    f"{inner.path} holds the committed states of a run on several ranks, and here "
+                    f"is one; {_OTHER_NUMBER}"
+                )
+
+
+_OTHER_NUMBER = (
+    "another number of ranks goes on from a checkpoint (Engine.save_checkpoint), in another "
+    "directory"
+)
+
+
+def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -> KeptRecord | None:
+    """The last record that all ranks have, by what is `left` of each; None where there is nothing
+    to go on from. `members`: who the ranks are now.
+
+    Raises `ConfigError` or `CheckpointError`, the same on every rank, where they do not have one.
+    """
+    has = {rank: each for rank, each in left.items() if each.records}
+    for rank, each in sorted(has.items()):
+        now, then = members[rank], each.member
+        if then.ranks != now.ranks:
+            raise ConfigError(
+                f"{each.path} (of rank {rank}) holds the states of a run on {then.ranks} "
+                f"rank{'s' * (then.ranks != 1)}, and here are {now.ranks}; {_OTHER_NUMBER}"
+            )
+        if then != now:
+            raise ConfigError(
+                f"{each.path} (of rank {rank}) holds the states of rank {then.rank} ({then.part}), "
+                f"and here is rank {now.rank} ({now.part}); give every rank the nvme directories "
+                "that it had, and the same groups of ranks"
+            )
+    lacking = sorted(left.keys() - has.keys())
+    if lacking and not any(each.is_committed for each in has.values()):
+        return None  # killed before all ranks had committed: nothing is lost
+    first = min(has)
+    for rank in sorted(left):
+        if rank in lacking or left[rank].run != left[first].run:
+            what = "has no committed states" if rank in lacking else "is of another run"
+            raise CheckpointError(
+                f"{left[rank].path} (of rank {rank}) {what}, and {left[first].path} (of rank "
+                f"{first}) has those of step {left[first].records[0].step}; give every rank the "
+                "nvme directories that it had, or go on from a checkpoint, in other directories"
+            )
+    common = set.intersection(*(set(each.records) for each in has.values()))
+    if not common:
+        steps = ", ".join(
+            f"{each.path} (of rank {rank}) has step "
+            + " and ".join(f"{step} (record {number})" for number, step in each.records)
+            for rank, each in sorted(has.items())
+        )
+        raise CheckpointError(
+            f"the ranks have no committed step in common: {steps}; a record is damaged, or a "
+            "directory is a copy of another time: go on from a checkpoint, in other directories"
+        )
+    return max(common)
+
+
+def _head(commit: Commit) -> tuple[str, int]:
+    """The run and the step of a record; "" for one that says neither."""
+    if len(commit.content) < _HEAD.size:
+        return "", 0
+    run, step = _HEAD.unpack_from(commit.content)
+    return run.decode(errors="replace"), step
 
 
 def _refusal(place: Directory) -> ConfigError:

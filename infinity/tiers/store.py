@@ -37,7 +37,14 @@ from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo, Sums, pack_sums, unpack_sums
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, Extent, NvmeTier
-from infinity.tiers.durable import DurableStates, StoredBlock
+from infinity.tiers.durable import (
+    ONE_RANK,
+    DurableStates,
+    KeptRecord,
+    LeftStates,
+    Member,
+    StoredBlock,
+)
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
@@ -77,13 +84,15 @@ class Store:
         recorder: Recorder,
         own: str = "",
         resume: bool = False,
+        member: Member = ONE_RANK,
     ) -> None:
         """What is on NVMe lies in directories called `own` below those of `config`, if that has
-        letters. With `resume` states that an earlier run committed there are taken over."""
+        letters. With `resume` states that an earlier run committed there are taken over, as far as
+        they are those of `member`."""
         self._config = config
         self._device = device
         self._recorder = recorder
-        self._durable = DurableStates(resume) if config.durability != "off" else None
+        self._durable = DurableStates(resume, member) if config.durability != "off" else None
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -276,9 +285,26 @@ class Store:
             if block.tier == "nvme" and block.kind is not Kind.GRAD and not block.spec.in_files
         ]
 
+    def find(self) -> LeftStates:
+        """Before `open`: lock the directories, and look what an earlier run left there."""
+        if self._durable is None:
+            raise RuntimeError("durability is off")
+        self._nvme.find()
+        return self._durable.left
+
+    def take(self, record: KeptRecord | None, run: str) -> None:
+        """After `find`: go on from `record`, which all ranks have; None: begin `run` anew."""
+        if self._durable is not None:
+            self._durable.take(record, run)
+
+    @property
+    def taken_record(self) -> int:
+        """The number of the record that was taken over; 0 where the states are new."""
+        return 0 if self._durable is None else self._durable.taken
+
     @property
     def taken_over(self) -> bytes | None:
-        """The last record of the earlier run whose states were taken over; None where the states
+        """The record of the earlier run whose states were taken over; None where the states
         are new."""
         content = None if self._durable is None else self._durable.content
         return None if content is None else unpack_sums(content)[1]
@@ -288,7 +314,6 @@ class Store:
         are read and checked. Raises `CorruptStateError`."""
         if self._durable is None or self._durable.content is None:
             raise RuntimeError("nothing was taken over")
-        self._durable.settle()
         for block, version in zip(self.durable_blocks(), versions, strict=True):
             block.home.version, block.home.written = version
             block.home.durable = version.extent
@@ -297,6 +322,7 @@ class Store:
         nbytes = self._check(unpack_sums(self._durable.content)[0])
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
+        self._durable.keep()
 
     def _check(self, sums: Sequence[Sums]) -> int:
         """Compare what the extents have with their checksums, `sums` of the blocks that were ever
@@ -323,20 +349,27 @@ class Store:
         return sum(block.nbytes for block in blocks)
 
     def seal(self, versions: Sequence[Version]) -> None:
-        """`commit` will be told of these versions of `durable_blocks`: they are not overwritten."""
+        """`record` will be told of these versions of `durable_blocks`: they are not overwritten."""
         with self._changed:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.seal(version.extent)
 
-    def commit(self, versions: Sequence[Version], content: bytes) -> None:
-        """Make `content` the record of what `durable_blocks` have at these versions, all of which
-        is written. Returns when it would survive a power cut. For one thread."""
+    def record(self, step: int, content: bytes) -> int:
+        """Make `content` the last record, of `step`, all of which is written. Returns its number
+        when it would survive a power cut; the one before stays until `commit`. For one thread."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._nvme.flush()
         if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
-        self._durable.commit(self._with_sums(versions, content))
+        return self._durable.record(step, self._with_sums(versions, content))
+
+    def commit(self, versions: Sequence[Version]) -> None:
+        """All ranks have the last record, of these versions of `durable_blocks`: what those before
+        spoke of may be overwritten. For the thread of `record`."""
+        if self._durable is None:
+            raise RuntimeError("durability is off")
+        self._durable.settle()
         with self._changed:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.durable = version.extent

@@ -183,8 +183,12 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/value.py read": STORE,
+    "sharding/agreement.py Agreement.reach": (
+        "its timeout, `close`, a failure here or on another rank",
+        "test_durable_ranks.py::test_a_wait_for_other_ranks_ends",
+    ),
     "sharding/watch.py Watch.others": ("its patience", RANKS[1]),
-    "sharding/watch.py _hear": (
+    "sharding/watch.py _await_note": (
         "its timeout",
         "test_rank_faults.py::test_one_rank_has_it_and_all_are_told",
     ),
@@ -233,6 +237,9 @@ LOCKS: dict[str, str] = {
     "optim/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
+    "sharding/agreement.py Agreement._lock": (
+        "held while torch.distributed's store takes a note, or raises after its timeout"
+    ),
     "sharding/watch.py Watch._lock": (
         "held while torch.distributed's store takes a note, or raises after its timeout"
     ),

@@ -3,6 +3,8 @@ that was replaced."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from infinity import CheckpointError
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
+from infinity.tiers.durable import KeptRecord, LeftStates, Member, common_step
 
 SECTOR = 16  # bytes that are written as a whole; small, so that records have many
 
@@ -91,10 +94,12 @@ def test_the_last_record_survives_every_kill(
             assert int(found.content.split(b" ")[0]) in (written, number)
             written = int(found.content.split(b" ")[0])
         try:
+            log.settle()
             while True:
                 number += 1
                 log.write(b"%d " % number + b"x" * lengths[number % len(lengths)])
                 written = number
+                log.settle()
         except Killed:
             pass
 
@@ -107,6 +112,7 @@ def test_no_older_record_is_taken_for_the_last_one(count: int, at: int, bit: int
     log = CommitLog(files)
     for number in range(count):
         log.write(b"record %d" % number * 9)
+        log.settle()
     name = COMMIT_NAMES[(count - 1) % 2]
     damaged = bytearray(files.content[name])
     damaged[at % len(damaged)] ^= 1 << bit
@@ -121,15 +127,21 @@ def test_a_kill_before_the_older_record_was_emptied(begins: str) -> None:
     files = SimulatedFiles()
     log = CommitLog(files)
     log.write(b"first")
-    files.kill_at, files.mask = 1, 0
+    log.settle()
+    log.write(b"second")
+    files.kill_at, files.mask = 0, 0
     with pytest.raises(Killed):
-        log.write(b"second")
+        log.settle()
     files.kill_at = -1
     again = CommitLog(files)
     last = again.last()
     assert last is not None and last.content == b"second"
-    again.settle() if begins == "only looks" else again.write(b"third")
+    with pytest.raises(RuntimeError, match="is still needed"):
+        again.write(b"third")
+    again.settle()
     assert sorted(map(bool, files.content.values())) == [False, True]
+    if begins == "writes":
+        assert again.write(b"third") == 3
 
 
 def test_real_files(tmp_path: Path) -> None:
@@ -139,9 +151,14 @@ def test_real_files(tmp_path: Path) -> None:
         for number in range(5):
             content = b"%d" % number * (1000 - 200 * number)
             assert log.write(content) == number + 1
+            assert [each.sequence for each in CommitLog(DurableFiles(directory)).kept()] == [
+                each for each in (number + 1, number) if each
+            ]
+            log.settle()
             again = CommitLog(DurableFiles(directory))
             assert again.last() == (number + 1, content)
         assert again.write(b"after a restart") == 6
+        again.settle()
         sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
         assert sorted(sizes) == sorted(COMMIT_NAMES) and 0 in sizes.values()
         again.remove()
@@ -160,3 +177,95 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is a link, which infinity never makes"):
             log.last()
     assert victim.read_bytes() == b"somebody else's"
+
+
+# Several ranks, which keep two records
+
+
+class Rank:
+    """The log of one of several ranks that make the same records; `records` are those whose states
+    are whole on its drives."""
+
+    def __init__(self) -> None:
+        self.files = SimulatedFiles()
+        self.records: set[int] = set()
+        self.log = CommitLog(self.files)
+
+    def left(self, rank: int, ranks: int) -> LeftStates:
+        """What a resume finds."""
+        self.files.kill_at = -1
+        self.log = CommitLog(self.files)
+        kept = self.log.kept()
+        member = Member(rank, ranks)
+        assert all(int(each.content) in self.records for each in kept), "states are overwritten"
+        records = tuple(KeptRecord(each.sequence, int(each.content)) for each in kept)
+        return LeftStates(f"rank{rank}", "a run", member, is_committed=True, records=records)
+
+    def make(self, sequence: int) -> None:
+        """Write a record; its states take the place of those before the last one's."""
+        self.records -= {each for each in self.records if each <= sequence - 2}
+        self.records.add(sequence)
+        assert self.log.write(b"%d" % sequence) == sequence
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), ranks=st.integers(2, 4))
+def test_all_ranks_have_one_step_whatever_kills_which(data: st.DataObject, ranks: int) -> None:
+    """A record is given up when all have the next one, and a rank that is ahead goes back."""
+    run_with_kills(data, ranks, settles_at_once=False)
+
+
+def test_a_rank_that_gives_a_record_up_at_once_is_found() -> None:
+    """By the test above: it has teeth."""
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(data=st.data())
+    def planted(data: st.DataObject) -> None:
+        run_with_kills(data, 2, settles_at_once=True)
+
+    with pytest.raises(CheckpointError, match="have no committed step in common"):
+        planted()
+
+
+def run_with_kills(data: st.DataObject, ranks: int, settles_at_once: bool) -> None:
+    group = [Rank() for _ in range(ranks)]
+    members = {number: Member(number, ranks) for number in range(ranks)}
+    for rank in group:
+        rank.make(1)
+        rank.log.settle()
+    common = 1
+
+    def make(rank: Rank) -> None:
+        rank.make(common + 1)
+        if settles_at_once:
+            rank.log.settle()
+
+    for _ in range(data.draw(st.integers(1, 6), "lives")):
+        found = common_step({at: each.left(at, ranks) for at, each in enumerate(group)}, members)
+        assert found is not None and found.sequence in (common, common + 1)
+        common = found.sequence
+        for rank in group:
+            rank.files.kill_at = data.draw(st.integers(-1, 9), "kill")
+            rank.files.mask = data.draw(st.integers(0, (1 << 24) - 1), "mask")
+        if not all(alive([partial(rank.log.keep, common) for rank in group])):
+            continue  # they meet before anything is written
+        for rank in group:
+            rank.records = {each for each in rank.records if each <= common}
+        for _ in range(data.draw(st.integers(0, 3), "steps")):
+            if not all(alive([partial(make, rank) for rank in group])):
+                break
+            common += 1
+            if not settles_at_once and not all(alive([each.log.settle for each in group])):
+                break
+
+
+def alive(work: list[Callable[[], None]]) -> list[bool]:
+    """Which of the ranks whose `work` this is are not killed in it."""
+    found = []
+    for each in work:
+        try:
+            each()
+            found.append(True)
+        except Killed:
+            found.append(False)
+    return found

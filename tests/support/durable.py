@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typer.testing import CliRunner
 
 import infinity
-from infinity.directories.commits import DurableFiles
+from infinity.directories.commits import CommitLog, DurableFiles
+from infinity.sharding.agreement import Agreement
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.store import Store
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.rank_group import SERVER, become_rank
+from support.rank_group import PATIENCE, RANKS, SERVER, become_rank, end, load
 
 STEPS = 8
 LEAST: dict[str, Any] = {
@@ -60,8 +68,9 @@ class Model(nn.Module):
 def train(
     folders: list[Path], log: Path, resume: bool = True, steps: int = STEPS, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Train until step `steps`; every step adds its number, its loss and rate to `log`. Returns the
-    state dict."""
+    """Train until step `steps`, on all ranks there are; every step adds its number, its loss and
+    rate to `log`. Returns the state dict."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = Model()
     config = config_of(nvme=folders, **LEAST | options)
     infinity.wrap(model, config, resume=resume)
@@ -71,7 +80,7 @@ def train(
     engine.track(scheduler=scheduler)
     with log.open("a") as lines:
         for number in range(engine.committed_step or 0, steps):
-            loss = model(**text_batch(number)).loss
+            loss = model(**text_batch(number * ranks + rank)).loss
             loss.backward()
             optimizer.step()
             rate = optimizer.param_groups[0]["lr"]
@@ -84,10 +93,35 @@ def train(
     return found
 
 
-def kill_at(number: int) -> None:
-    """Kill this process as it begins its write number `number`: of states, records, names, or a
-    flush; 0 is the first one."""
-    left = number
+WRITES = (
+    (NvmeTier, "write"),
+    (NvmeTier, "flush"),
+    (DurableFiles, "create"),
+    (DurableFiles, "overwrite"),
+    (DurableFiles, "remove"),
+    (CommitLog, "keep"),
+    (Agreement, "reach"),
+)
+"""What `kill_at` counts: writes of states, records and names, flushes, a step back, and what a rank
+tells others of its record."""
+POINTS = {
+    "as it writes its record": (CommitLog, "write"),
+    "between its record and those of the others": (Agreement, "reach"),
+    "as it gives the older record up": (CommitLog, "settle"),
+    "as it goes back to a record": (CommitLog, "keep"),
+}
+BEHIND = "when the others have a record that it lacks"
+
+Kill = int | tuple[str, int]
+"""At which of `WRITES`, or how many times at a point before: 0 is the first one."""
+
+
+def kill_at(kill: Kill) -> None:
+    """Kill this process there."""
+    point, left = kill if isinstance(kill, tuple) else ("", kill)
+    if point == BEHIND:
+        _kill_behind(left)
+        return
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any, **named: Any) -> Any:
@@ -99,14 +133,30 @@ def kill_at(number: int) -> None:
 
         return call
 
-    for owner, name in (
-        (NvmeTier, "write"),
-        (NvmeTier, "flush"),
-        (DurableFiles, "create"),
-        (DurableFiles, "overwrite"),
-        (DurableFiles, "remove"),
-    ):
+    for owner, name in [POINTS[point]] if point else WRITES:
         setattr(owner, name, counted(getattr(owner, name)))
+
+
+def _kill_behind(left: int) -> None:
+    """Kill this process when it would make its record number `left`, and another rank has."""
+    made: list[Agreement] = []
+    make, record = Agreement.__init__, Store.record
+
+    def noted(self: Agreement, *values: Any) -> None:
+        made.append(self)
+        make(self, *values)
+
+    def late(store: Store, step: int, content: bytes) -> int:
+        nonlocal left
+        while left == 0:
+            if made[-1].is_awaited(step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait(0.01)  # which nobody sets
+        left -= 1
+        return record(store, step, content)
+
+    Agreement.__init__ = noted  # type: ignore[method-assign]
+    Store.record = late  # type: ignore[method-assign]
 
 
 def _work(
@@ -116,6 +166,76 @@ def _work(
     if kill >= 0:
         kill_at(kill)
     torch.save(train(folders, log, **options), result)
+
+
+def _work_on_ranks(
+    errors: Path,
+    rank: int,
+    place: Path,
+    ranks: int,
+    rendezvous: Path,
+    file: str,
+    work: str,
+    arguments: Sequence[Any],
+    kill: Kill | None,
+) -> None:
+    become_rank(errors)
+    limit = timedelta(seconds=PATIENCE)
+    meeting = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", timeout=limit, **meeting)
+    if kill is not None:
+        kill_at(kill)
+    getattr(load(file), work)(place, rank, *arguments)
+    dist.destroy_process_group()
+
+
+def train_on_rank(place: Path, rank: int, folders: list[Path], options: dict[str, Any]) -> None:
+    """`train`, with a log and a result of this rank in `place`."""
+    found = train(folders, place / f"log{rank}", **options)
+    torch.save(found, place / f"result{rank}")
+
+
+def ranks_in_processes(
+    place: Path,
+    work: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = RANKS,
+    kills: Mapping[int, Kill] = {},
+    together: bool = True,
+) -> list[int]:
+    """Let `ranks` processes call `work(place, rank, *arguments)`, and end those in `kills` at that
+    point; their exits. Where one is killed the others are at once, or not unless `together`."""
+    place.mkdir(exist_ok=True, parents=True)
+    file = inspect.getfile(work)
+    rendezvous = place / f"rendezvous {time.monotonic_ns()}"
+    said = [place / f"errors{rank}.txt" for rank in range(ranks)]
+    processes = [
+        SERVER.Process(
+            target=_work_on_ranks,
+            args=(
+                *(said[rank], rank, place, ranks, rendezvous),
+                *(file, work.__name__, arguments, kills.get(rank)),
+            ),
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in wait(list(running)):
+                process = running.pop(sentinel)  # type: ignore[index]
+                process.join()
+                if process.exitcode and together:
+                    end(processes)
+    finally:
+        end(processes)
+    exits = [process.exitcode or 0 for process in processes]
+    for code, errors in zip(exits, said, strict=True):
+        if code not in (0, -signal.SIGKILL):
+            sys.stderr.write(errors.read_text())
+    return exits
 
 
 def in_a_process(place: Path, folders: list[Path], kill: int = -1, **options: Any) -> int:
@@ -150,9 +270,9 @@ def finetune_in_a_process(place: Path, arguments: list[Any], kill: int = -1) -> 
     return _run(_finetune, place, list(map(str, arguments)), kill, place / "summary")
 
 
-def logged(place: Path) -> list[tuple[int, float, float]]:
+def logged(place: Path, name: str = "log") -> list[tuple[int, float, float]]:
     """The steps of all processes so far, in their order."""
-    path = place / "log"
+    path = place / name
     return (
         [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
     )
