@@ -22,6 +22,7 @@ import infinity
 from infinity.cli.gc import collect
 from infinity.directories.commits import COMMIT_NAMES, CommitLog
 from infinity.directories.lock import LOCK_NAME
+from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
@@ -330,6 +331,65 @@ def test_writes_outside_of_steps_leave_what_is_to_be_committed_whole(
     assert not slow.go_on.is_set() and bool((weight == 3.0).all())
     slow.go_on.set()
     infinity.engine(model).close()
+
+
+class Branches(nn.Module):
+    """Layers, of which the last one is used when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for layer in self.layers[:count]:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("commits", ["soon", "late"])
+def test_how_long_a_commit_takes_changes_no_record(
+    commits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks must make the same records. A write outside of a step, to what the step leaves
+    alone, is the case where a commit under way looked like something to be committed."""
+    found, go_on = [], threading.Event()
+    seal, rest, commit = Committer.seal, Committer.rest, Store.commit
+
+    def late(store: Store, *values: Any) -> None:
+        assert go_on.wait(60)
+        commit(store, *values)
+
+    def noted(self: Committer, step: int, content: Any) -> None:
+        found.append(step)
+        seal(self, step, content)
+
+    def waited_for(self: Committer) -> None:
+        go_on.set()
+        rest(self)
+
+    monkeypatch.setattr(Committer, "seal", noted)
+    if commits == "late":
+        monkeypatch.setattr(Store, "commit", late)
+        monkeypatch.setattr(Committer, "rest", waited_for)
+    model = Branches()
+    options = LEAST | {"precision": "fp32"}
+    infinity.wrap(model, config_of(nvme=folders_in(tmp_path), **options), units=list(model.layers))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        model(torch.ones(2, 64), 3 if number == 0 else 2).sum().backward()
+        if number == 2:
+            if commits == "soon":
+                Probe(infinity.engine(model)).committer.rest()
+            weight = model.layers[2].weight
+            with infinity.gathered([weight], write=True), torch.no_grad():
+                weight.fill_(number)
+        optimizer.step()
+        optimizer.zero_grad()
+        infinity.engine(model).drain()
+        go_on.clear()
+    go_on.set()
+    infinity.engine(model).close()
+    assert found == [0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
