@@ -45,6 +45,7 @@ from infinity.sharding.watch import Note, Watch
 from infinity.tiers.drives import STATES_NAME
 from support import forked
 from support.children import CHILD
+from support.durable import BEHIND, Kill
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -316,6 +317,53 @@ def test_after_a_stop_a_full_drive_and_a_kill_two_ranks_end_with_the_same_bits(
     assert all(torch.equal(there[name], here[name]) for name in there)
     assert names(where) == [f"step-{number}" for number in (3, 4, 6, 8)]
     assert not names(home.path / "nvme")
+
+
+KILLING = """
+import json, os
+from infinity.cli import main
+from infinity.sharding.agreement import Agreement
+from support.durable import kill_at
+
+make = Agreement.__init__
+
+def impatient(self, rank, members, name, last, timeout, latch):
+    make(self, rank, members, name, last, 5.0, latch)  # torchrun would end the others
+
+Agreement.__init__ = impatient
+kill = json.loads(os.environ["KILLS"]).get(os.environ["RANK"])
+if kill is not None:
+    kill_at(tuple(kill) if isinstance(kill, list) else kill)
+main.app()
+"""
+
+
+def test_two_ranks_that_commit_their_steps_go_on_without_checkpoints(
+    home: Home, two: Said, tmp_path: Path
+) -> None:
+    """Batches, losses and bits are those of an uninterrupted run."""
+    script, nvme = tmp_path / "script.py", tmp_path / "nvme"
+    script.write_text(KILLING)
+    nvme.mkdir()
+    where = ["--data", home.path / "text.txt", "--nvme", nvme, "--output", tmp_path / "committed"]
+    durable = ["--durability", "step", "--resume", "--overwrite"]
+    options = ["finetune", *OPTIONS, *where, *durable]
+    lives: list[dict[int, Kill]] = [{1: 60}, {0: (BEHIND, 1)}, {1: (BEHIND, 1)}, {}]
+    for number, kills in enumerate(lives):
+        said = tmp_path / f"said{number}"
+        done = on_two_ranks(said, script, options, KILLS=json.dumps(kills))
+        for rank in range(2):
+            assert (done.codes[rank] == -signal.SIGKILL) is (rank in kills), done.stderr
+        assert "Traceback" not in done.stderr
+        found = re.findall(r"going on from committed step (\d+)", done.stderr)
+        assert len(found) == (number > 0), "one rank says so"
+    assert done.codes == [0, 0]
+    assert json.loads(done.stdout)["loss"] == json.loads(two.stdout)["loss"]
+    there, here = home.model("two"), load_file(tmp_path / "committed" / "model.safetensors")
+    assert all(torch.equal(there[name], here[name]) for name in there)
+    alone = on_two_ranks(tmp_path / "more", script, [*options, "--batch-size", 8], KILLS="{}")
+    assert alone.codes == [1, 1]
+    assert "was made with --batch-size 4, and now it is 8" in alone.stderr
 
 
 ORPHANING = """
