@@ -360,8 +360,9 @@ class Config(_Knobs):
 
     With "step" the states in the `nvme` directories stay there, and `infinity.wrap(...,
     resume=True)` goes on from the last committed step with the same bits, whatever ended the
-    process. It needs parameters and optimizer states on nvme, and one rank. What is cached of them
-    is written with each step.
+    process. It needs parameters and optimizer states on nvme; what is cached of them is written
+    with each step. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep
+    parameters on the device.
     """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
@@ -437,6 +438,12 @@ class Config(_Knobs):
     def _wrong_durability(self) -> str:
         if self.durability == "off":
             return ""
+        if self.stage in (1, 2):
+            return (
+                "durability='step' commits parameters on nvme, and stage="
+                f"{self.stage} keeps them on the device of every rank; set stage=3, or stage=0 for "
+                "whole replicas, or durability='off'"
+            )
         needed = {
             "parameters": ("nvme", self.parameters),
             "optimizer": ("nvme", self.optimizer),

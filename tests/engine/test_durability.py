@@ -461,6 +461,8 @@ def test_states_are_neither_lost_nor_taken_for_others(tmp_path: Path) -> None:
         ({"copy_on_write": False}, "needs copy_on_write=True"),
         ({"update": "delayed"}, "needs another update than 'delayed'"),
         ({"algorithm": "other"}, "another algorithm than 'other'"),
+        ({"stage": 1, "parameters": "gpu", "gradients": "gpu"}, "stage=1 keeps them on the device"),
+        ({"stage": 2, "parameters": "gpu"}, "stage=2 keeps them .* set stage=3, or stage=0 for"),
     ],
 )
 def test_what_cannot_be_committed_is_refused(

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
@@ -222,6 +223,59 @@ def test_a_rank_that_is_one_step_ahead_goes_back(
     assert ranks_in_processes(tmp_path, train_on_rank, [tmp_path / "nvme"], {}) == [0] * RANKS
     check(tmp_path, uninterrupted)
     assert logged(tmp_path, "log0")[3][0] == 3
+
+
+def train_on_mesh(place: Path, rank: int, shape: str, options: dict[str, Any]) -> None:
+    """Two nodes of two ranks, each node with all parts; or, exchanged, rank 1 and 2 in each other's
+    place. The small layer has nothing for some ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if shape == "exchanged":
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    group: Any = mesh if shape in ("mesh", "exchanged") else "auto"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1), nn.Linear(1, 1))
+    values = {"nvme": [place.parent / "nvme"], **LEAST, "precision": "fp32", **options}
+    config = config_of(**values, stage=0 if shape == "replicas" else 3)
+    resumes = config.durability != "off"
+    try:
+        infinity.wrap(model, config, units=list(model), group=group, resume=resumes)
+    except infinity.InfinityError as error:
+        (place / f"said{rank}").write_text(str(error))
+        return
+    engine = infinity.engine(model)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    for number in range(engine.committed_step or 0, 4):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(dict(model.state_dict()), place / f"result{rank}")
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", ["mesh", "replicas", "default"])
+def test_parts_replicas_and_ranks_that_have_nothing(shape: str, tmp_path: Path) -> None:
+    folder_in(tmp_path)
+    found = []
+    for durability in ("off", "step"):
+        place, ends = tmp_path / durability, [1]
+        arguments: Any = train_on_mesh, shape, {"durability": durability}
+        while any(ends):
+            kills: dict[int, Kill] = (
+                {3: (BEHIND, 2)} if durability == "step" and ends == [1] else {}
+            )
+            ends = ranks_in_processes(place, *arguments, ranks=4, kills=kills)
+        found.append(results(place, 4))
+    assert same(*found)
+    if shape == "mesh":
+        ranks_in_processes(tmp_path / "step", train_on_mesh, "exchanged", {}, ranks=4)
+        for rank in range(4):
+            assert re.search(
+                r"rank1 \(of rank 1\) holds the states of rank 1 \(part 2 of 2, replica 1 of 2\), "
+                r"and here is rank 1 \(part 1 of 2, replica 2 of 2\); give every rank the nvme "
+                "directories that it had, and the same groups of ranks",
+                (tmp_path / "step" / f"said{rank}").read_text(),
+            )
 
 
 # What is refused
