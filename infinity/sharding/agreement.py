@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from infinity.errors import EngineClosedError, InfinityError
@@ -88,7 +89,22 @@ class Agreement:
         did or has ended, has made another step, or does not come.
         """
         before, self._key = self._key, _key(sequence, step)
-        self._tell(LastRecord(sequence, step))
+        try:
+            self._tell(LastRecord(sequence, step))
+            if not self._await_all(gives_up):
+                return False
+        except dist.DistError as error:
+            raise InfinityError(
+                f"rank {self._rank} cannot ask the others for step {step}: the store of "
+                f"torch.distributed is gone with the process that held it ({error})"
+            ) from error
+        if before and self._rank == self._members[0]:
+            with suppress(Exception):  # nobody asks for it any more; not all stores can
+                self._notes.delete_key(before)
+        return True
+
+    def _await_all(self, gives_up: Callable[[float], bool]) -> bool:
+        """Count this rank, and see `reach`."""
         count = self._notes.add(self._key, 1)
         start, look, asks = time.monotonic(), _FIRST_LOOK, self.pause
         while count < len(self._members):
@@ -102,9 +118,6 @@ class Agreement:
             time.sleep(look)
             look = min(2 * look, _LAST_LOOK)
             count = self._notes.add(self._key, 0)
-        if before and self._rank == self._members[0]:
-            with suppress(Exception):  # nobody asks for it any more; not all stores can
-                self._notes.delete_key(before)
         return True
 
     def end(self, reason: str = "its engine was closed") -> None:

@@ -183,7 +183,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/value.py read": STORE,
-    "sharding/agreement.py Agreement.reach": (
+    "sharding/agreement.py Agreement._await_all": (
         "its timeout, `close`, a failure here or on another rank",
         "test_durable_ranks.py::test_a_wait_for_other_ranks_ends",
     ),

@@ -1,0 +1,149 @@
+"""What ranks tell each other of their records: here all of them are in one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from infinity.device import ComputeDevice
+from infinity.errors import EngineClosedError, InfinityError
+from infinity.sharding import agreement
+from infinity.sharding.agreement import Agreement
+from infinity.tiers.latch import Latch
+
+Make = Callable[..., Agreement]
+
+
+class Notes(dist.HashStore):  # type: ignore[misc]
+    """The store; with `gone` the process that held it has ended."""
+
+    gone = False
+
+    def add(self, key: str, amount: int) -> int:
+        if self.gone:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return int(super().add(key, amount))
+
+
+@pytest.fixture(name="store")
+def _store(monkeypatch: pytest.MonkeyPatch) -> Notes:
+    store = Notes()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(distributed_c10d, "PrefixStore", lambda name, inner: inner)
+    return store
+
+
+@pytest.fixture(name="latches")
+def _latches() -> Iterator[list[Latch]]:
+    device = ComputeDevice("cpu")
+    yield [Latch(threading.Condition(), device) for _ in range(3)]
+    device.close()
+
+
+@pytest.fixture(name="make")
+def _make(store: Notes, latches: list[Latch]) -> Make:
+    def make(rank: int, ranks: int = 2, last: int = 0, timeout: float = 0.0) -> Agreement:
+        return Agreement(rank, range(ranks), "a run", last, timeout, latches[rank])
+
+    return make
+
+
+def at_once(waited: float) -> bool:
+    return True
+
+
+def never(waited: float) -> bool:
+    return False
+
+
+def test_all_have_a_record_when_the_last_one_has_made_it(make: Make) -> None:
+    first, second, third = (make(rank, 3) for rank in range(3))
+    assert not second.is_awaited(0)
+    assert not first.reach(1, 0, at_once)
+    assert second.is_awaited(0) and not second.is_awaited(1)
+    assert not second.reach(1, 0, at_once)
+    assert third.reach(1, 0, never)
+
+
+def test_a_resumed_run_counts_on(make: Make) -> None:
+    first, second = (make(rank, last=7) for rank in range(2))
+    assert not first.reach(8, 5, at_once)
+    assert second.is_awaited(5)
+    assert second.reach(8, 5, never)
+
+
+def test_what_is_behind_all_is_forgotten(make: Make, store: Notes) -> None:
+    ranks = [make(rank, timeout=math.inf) for rank in range(2)]
+    counts = []
+    for number in range(1, 9):
+        work = [threading.Thread(target=each.reach, args=(number, number, never)) for each in ranks]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        counts.append(store.num_keys())
+    assert counts[-1] == counts[2]
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (
+            lambda rank: rank.reach(1, 4, at_once),
+            "record 1 of rank 1 is of step 4, and record 1 of",
+        ),
+        (lambda rank: rank.end(), "rank 1 does not commit step 0: its engine was closed"),
+        (lambda rank: None, r"waited \d+ s for the others to commit step 0; rank 1 has step 0"),
+    ],
+)
+def test_a_wait_in_vain_ends_with_the_reason(
+    other: Callable[[Agreement], Any], match: str, make: Make
+) -> None:
+    first, second = make(0), make(1)
+    other(second)
+    with pytest.raises(InfinityError, match=match):
+        first.reach(1, 0, never)
+
+
+def test_a_failure_on_either_side_ends_it(make: Make, latches: list[Latch]) -> None:
+    first, second = make(0, timeout=math.inf), make(1, timeout=math.inf)
+    first.pause = 0.0
+    latches[1].fail(OSError("no space is left"), "a commit")
+    with pytest.raises(InfinityError, match=r"rank 1 does not commit step 0: .* no space"):
+        first.reach(1, 0, never)
+    with pytest.raises(EngineClosedError, match="no space is left"):
+        second.reach(1, 1, never)
+
+
+def test_what_was_said_last_of_an_end_stays(make: Make) -> None:
+    """A rank that has a record is in no wait for it, whatever became of it since."""
+    first, second = make(0), make(1)
+    assert not second.reach(1, 0, at_once)
+    second.end()
+    assert first.reach(1, 0, never)
+    with pytest.raises(InfinityError, match="rank 1 does not commit step 1"):
+        first.reach(2, 1, never)
+
+
+def test_a_store_that_is_gone(make: Make, store: Notes) -> None:
+    first, second = make(0), make(1)
+    second.end()
+    store.gone = True
+    with pytest.raises(InfinityError, match=r"rank 0 cannot ask the others .*Connection reset"):
+        first.reach(1, 0, never)
+
+
+def test_who_waits_looks_less_and_less_often(
+    make: Make, store: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(agreement.time, "sleep", pauses.append)
+    first = make(0, timeout=math.inf)
+    assert not first.reach(1, 0, lambda waited: len(pauses) == 20)
+    assert pauses == sorted(pauses) and pauses[-1] == 0.05
