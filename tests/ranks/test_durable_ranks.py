@@ -22,6 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
@@ -233,7 +238,13 @@ def train_on_mesh(place: Path, rank: int, shape: str, options: dict[str, Any]) -
         mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
     group: Any = mesh if shape in ("mesh", "exchanged") else "auto"
     torch.manual_seed(0)
+    batch = rank
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1), nn.Linear(1, 1))
+    if shape == "tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        group, batch = mesh["data"], mesh.get_local_rank("data")
     values = {"nvme": [place.parent / "nvme"], **LEAST, "precision": "fp32", **options}
     config = config_of(**values, stage=0 if shape == "replicas" else 3)
     resumes = config.durability != "off"
@@ -245,7 +256,7 @@ def train_on_mesh(place: Path, rank: int, shape: str, options: dict[str, Any]) -
     engine = infinity.engine(model)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     for number in range(engine.committed_step or 0, 4):
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * number + rank))
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * number + batch))
         model(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -253,7 +264,7 @@ def train_on_mesh(place: Path, rank: int, shape: str, options: dict[str, Any]) -
     engine.close()
 
 
-@pytest.mark.parametrize("shape", ["mesh", "replicas", "default"])
+@pytest.mark.parametrize("shape", ["mesh", "replicas", "default", "tensor"])
 def test_parts_replicas_and_ranks_that_have_nothing(shape: str, tmp_path: Path) -> None:
     folder_in(tmp_path)
     found = []
