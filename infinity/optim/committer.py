@@ -112,7 +112,7 @@ class Committer:
         self._await_updates(sealed)
         self._store.latch.check()
         start = time.perf_counter()
-        sequence = self._store.record(sealed.step, sealed.content)
+        sequence = self._store.record(sealed.step, sealed.versions, sealed.content)
         if self._agreement is not None and not self._agreement.reach(
             sequence, sealed.step, self._gives_up
         ):

@@ -354,9 +354,10 @@ class Store:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.seal(version.extent)
 
-    def record(self, step: int, content: bytes) -> int:
-        """Make `content` the last record, of `step`, all of which is written. Returns its number
-        when it would survive a power cut; the one before stays until `commit`. For one thread."""
+    def record(self, step: int, versions: Sequence[Version], content: bytes) -> int:
+        """Make `content` the last record, of `step`: of what `durable_blocks` have at these
+        versions, all of which is written. Returns its number when it would survive a power cut; the
+        one before stays until `commit`. For one thread."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._nvme.flush()
