@@ -100,10 +100,11 @@ class Durability:
         agreement: Agreement | None = None,
     ) -> None:
         """`agreement`: of all ranks; None for one."""
+        # First, as it may be refused: the committer is a thread.
+        self._found = None if store.taken_over is None else CommittedStep(store.taken_over)
         self._store = store
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)
-        self._found = None if store.taken_over is None else CommittedStep(store.taken_over)
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
         self._tracked: dict[str, Any] = {}

@@ -20,11 +20,12 @@ from torch import nn
 
 import infinity
 from infinity.cli.gc import collect
-from infinity.directories.commits import COMMIT_NAMES, CommitLog
+from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
+from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import MANIFEST_NAME, STATES_NAME
+from infinity.tiers.durable import MANIFEST_NAME, RUN_BYTES, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import LEAST, STEPS, Model, in_a_process, logged, train
@@ -514,3 +515,20 @@ def test_damage_is_said_before_anything_is_trained(name: str, tmp_path: Path) ->
         infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
     path.write_bytes(content)
     train([folder], tmp_path / "log", steps=3)
+
+
+def test_a_record_that_cannot_be_read_leaves_nothing_behind(
+    tmp_path: Path, footprint: Callable[[], Any]
+) -> None:
+    """It is whole, but says something else, as that of another version may."""
+    (folder,) = folders_in(tmp_path)
+    train([folder], tmp_path / "log", steps=1)
+    with Directory(folder) as directory:
+        commits = CommitLog(DurableFiles(directory))
+        last = commits.last()
+        assert last is not None
+        commits.write(last.content[:RUN_BYTES] + b"something else")
+    before = footprint()
+    with pytest.raises(infinity.CheckpointError, match="cannot be read"):
+        infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
+    assert footprint() == before
