@@ -1,0 +1,24 @@
+"""A simulation of durable steps: the engine runs on files in memory, which fail and lose power.
+
+`disk` has files and folders, and what a power cut leaves of them. `machine` runs from a boot to its
+end, and is struck at one operation. `drive` gives what the native module gives, `system` what `os`
+gives. Store, scheduler, pipeline, committer and commit log are the package's own.
+
+`programs` has tiny programs that train, and `seeds` says what becomes of one: each machine that
+stops leaves a disk, and the next process goes on from that. The bits must be those of a run that
+nobody disturbed. `many` runs seeds in processes, and `planted` breaks the package on purpose.
+`python -m simulation --help`, in the folder `tests`.
+
+[Note: what a seed decides]
+A decision follows from the seed and the identity of an operation: what it does, in which file,
+where, and how many times that was done there since the boot. So threads may come in any order: the
+machine is struck at the same operation, and the same changes are lost. Two things stay open to the
+order of threads. The first is what else is under way, or not yet flushed, as the machine is struck:
+an update may have written one chunk more or less. The second are requests that the engine makes or
+leaves out as time allows: what it prefetches, and updates that it begins on a guess. So a seed
+replays what it found, as a rule at once and else in a few tries. Latencies are sleeps of
+microseconds to two milliseconds, also by the seed.
+
+What is not simulated: drives that change or lose what was flushed, several ranks, and the native
+engines, which have tests of their own for transfers that are continued.
+"""

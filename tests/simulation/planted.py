@@ -1,0 +1,115 @@
+"""Durable steps, broken on purpose: the simulation must find each of these.
+
+To plant another one, add a `Bug` with a seed that finds it: `python -m simulation.planted NAME`
+looks for one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from infinity import durability
+from infinity.directories import commits
+from infinity.optim.job import Job, JobQueue
+from infinity.tiers.drives import NvmeTier
+from infinity.tiers.durable import DurableStates
+from infinity.tiers.home import Home
+from infinity.tiers.store import Store
+from simulation.many import simulating
+from support.threads import one_thread
+
+WITHIN = 400
+"""Seeds in which each bug is to be found."""
+
+
+class Bug(NamedTuple):
+    """Inside of `plant()` the package is broken. Seed `found_by` finds that, or most times where it
+    depends on threads."""
+
+    breaks: str
+    plant: Callable[[], AbstractContextManager[object]]
+    found_by: int
+
+
+def _record_before_the_flush() -> AbstractContextManager[object]:
+    commit, flush = Store.commit, NvmeTier.flush
+
+    def late(store: Store, *values: Any) -> None:
+        drives: list[NvmeTier] = []
+        with mock.patch.object(NvmeTier, "flush", lambda tier: drives.append(tier)):
+            commit(store, *values)
+        for each in drives:
+            flush(each)
+
+    return mock.patch.object(Store, "commit", late)
+
+
+def _always_free() -> AbstractContextManager[object]:
+    return mock.patch.object(Home, "is_free", property(lambda home: True))
+
+
+def _half_written() -> AbstractContextManager[object]:
+    return mock.patch.object(commits, "_digest", lambda sequence, content: bytes(32))
+
+
+def _other_random_numbers() -> AbstractContextManager[object]:
+    return mock.patch.object(durability, "_set_random_states", lambda device, states: None)
+
+
+@contextmanager
+def _record_before_the_last_write() -> Iterator[None]:
+    """The committer waits for the updates of a step when it has written the record."""
+    await_ended, commit = JobQueue.await_ended, DurableStates.commit
+    awaited: list[Callable[[], None]] = []
+
+    def put_off(queue: JobQueue, jobs: Sequence[Job]) -> None:
+        awaited.append(lambda: await_ended(queue, jobs))
+
+    def early(states: DurableStates, *values: Any) -> None:
+        commit(states, *values)
+        while awaited:
+            awaited.pop()()
+
+    with (
+        mock.patch.object(JobQueue, "await_ended", put_off),
+        mock.patch.object(DurableStates, "commit", early),
+    ):
+        yield
+
+
+BUGS = (
+    Bug("the record is written before the states are flushed", _record_before_the_flush, 0),
+    Bug("an extent is used again before a commit frees it", _always_free, 9),
+    Bug("a record that is half written is taken", _half_written, 68),
+    Bug("random generators are not restored", _other_random_numbers, 0),
+    Bug("the record is written before the last write has ended", _record_before_the_last_write, 0),
+)
+
+LATER = {
+    "a checksum is not compared": "checksums; then let `disk` change what is flushed",
+    "what is cached in host memory is not written": "a cache that is written through",
+    "one rank is a step ahead": "several ranks of one run, each with a machine of its own",
+}
+"""Bugs that can be planted when the package has what they break."""
+
+
+def find(bug: Bug, most: int = WITHIN) -> tuple[int, str] | None:
+    """The first seed that finds `bug`, and what it says."""
+    with one_thread(), simulating() as simulation:
+        for seed in range(most):
+            simulation.shape(seed)  # as it is
+            with bug.plant():
+                found = simulation.run(seed)
+            if found.text:
+                return seed, found.text
+    return None
+
+
+if __name__ == "__main__":
+    for each in BUGS:
+        if len(sys.argv) < 2 or sys.argv[1] in each.breaks:
+            print(f"{each.breaks}: {find(each)}")

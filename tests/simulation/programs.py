@@ -1,0 +1,349 @@
+"""Tiny programs that train: a model, an optimizer, and what happens between its steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import infinity
+from simulation.chance import Chance
+from support.configs import config_of
+from support.probe import Probe
+
+SHAPES = 40
+"""How many programs there are; seed N runs program N modulo this."""
+ROWS = 4
+
+
+class Noise(nn.Module):
+    """Draws from all three generators while it trains."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        factor = 1 + 0.1 * (random.random() + float(np.random.rand()))
+        return x * factor + 0.01 * torch.randn_like(x)
+
+
+class Net(nn.Module):
+    """Linear units with dropout, a batch norm with its buffers, and noise."""
+
+    def __init__(self, units: int, width: int, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(units)])
+        self.norm = nn.BatchNorm1d(width, affine=False)
+        self.drop, self.noise = nn.Dropout(0.2), Noise()
+        if frozen:
+            self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x)))
+        return self.noise(self.norm(x.float())).square().mean()
+
+
+class Progress:
+    """Where a program is: tracked, so that it goes back with the states."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.written = self.loaded = -1  # the step before which that was done last
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, values: dict[str, int]) -> None:
+        vars(self).update(values)
+
+
+@dataclass(frozen=True)
+class Program:
+    """`write_at`, `load_at`, `skip_at`, `evaluate_at`: the steps before, or in, which a weight is
+    rewritten, a checkpoint is loaded, the loss is no number, the model is evaluated."""
+
+    number: int
+    units: int
+    width: int
+    steps: int
+    drives: int
+    precision: str
+    moment_precision: str
+    algorithm: str
+    update: str
+    clip: bool
+    accumulates: bool
+    scheduled: bool
+    frozen: bool
+    roomy: bool
+    write_at: int
+    load_at: int
+    skip_at: int
+    evaluate_at: int
+
+    @property
+    def half(self) -> int:
+        """Half of the steps."""
+        return self.steps // 2
+
+    def model(self) -> Net:
+        """The model as it is built in every process."""
+        torch.manual_seed(self.number)
+        random.seed(self.number)
+        np.random.seed(self.number)
+        return Net(self.units, self.width, self.frozen)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        """Its optimizer."""
+        options = {"max_grad_norm": 0.05 if self.clip else None, "skip_nonfinite": True}
+        if self.algorithm == "adam":
+            return infinity.AdamW(model.parameters(), lr=1e-2, **options)
+        momentum = 0.9 if self.algorithm == "momentum" else 0.0
+        return infinity.SGD(model.parameters(), lr=1e-2, momentum=momentum, **options)
+
+    def batch(self, step: int, micro: int) -> torch.Tensor:
+        """What step `step` trains with."""
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        batch = torch.randn(ROWS, self.width, generator=generator)
+        return batch.to(torch.bfloat16 if self.precision == "bf16" else torch.float32)
+
+
+@functools.cache
+def program(number: int) -> Program:
+    """Program `number`."""
+    chance = Chance("program", number)
+
+    def one(key: str, *choices: Any) -> Any:
+        return chance.one(choices, key)
+
+    steps = one("steps", 3, 4, 4, 5)
+    algorithm = one("algorithm", "adam", "adam", "momentum", "sgd")
+    return Program(
+        number=number,
+        units=one("units", 2, 3, 3, 4),
+        width=one("width", 32, 48, 64),
+        steps=steps,
+        drives=one("drives", 1, 2),
+        precision=one("precision", "fp32", "bf16"),
+        moment_precision=one("moments", "fp32", "fp32", "bf16", "int8"),
+        algorithm=algorithm,
+        update=one("update", "exact", "speculative", "speculative", "plain"),
+        clip=one("clip", False, True),
+        accumulates=one("accumulates", False, False, False, True),
+        scheduled=one("scheduled", False, True),
+        frozen=one("frozen", False, False, False, True),
+        roomy=one("roomy", False, False, True),
+        write_at=one("write", -1, -1, *range(steps)),
+        load_at=one("load", *[-1] * 6, *range(1, steps)),
+        skip_at=one("skip", -1, -1, -1, *range(steps)),
+        evaluate_at=one("evaluate", *[-1] * 6, *range(steps)),
+    )
+
+
+def budgets(number: int, drives: tuple[Path, ...]) -> dict[str, int]:
+    """The smallest budgets that the program has room in, as the refusals name them, or more."""
+    wanted, values = program(number), {"gpu_memory": 1, "cpu_memory": 1}
+    while True:
+        try:
+            model = wanted.model()
+            config = _config(wanted, drives, "step", values)
+            infinity.wrap(model, config, units=list(model.layers))
+        except infinity.BudgetError as error:
+            found = re.search(r"smallest (\w+) that works is (\d+)", str(error))
+            assert found is not None, error
+            values[found[1]] = int(found[2])
+        else:
+            infinity.engine(model).close()
+            more = 4 if wanted.roomy else 1
+            return {name: value * more for name, value in values.items()}
+
+
+def _config(
+    wanted: Program, drives: Sequence[Path], durability: str, given: dict[str, int]
+) -> infinity.Config:
+    return config_of(
+        nvme=list(drives),
+        durability=durability,
+        precision=wanted.precision,
+        moment_precision=wanted.moment_precision,
+        algorithm=wanted.algorithm,
+        update=wanted.update,
+        cache=0,
+        device="cpu",
+        threads=1,
+        poison=True,
+        **given,
+    )
+
+
+class Run:
+    """A program in a process of its own, from `wrap` on; who has it closes its engine."""
+
+    def __init__(
+        self,
+        wanted: Program,
+        drives: Sequence[Path],
+        checkpoint: Path,
+        given: dict[str, int],
+        durability: str = "step",
+    ) -> None:
+        self.program, self._checkpoint = wanted, checkpoint
+        self.model = wanted.model()
+        self.engine: infinity.Engine | None = None
+        self._config = _config(wanted, drives, durability, given)
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.progress = Progress()
+
+    def begin(self, resume: bool) -> int:
+        """Wrap, and make all that is committed; returns the step to go on with."""
+        wanted = self.program
+        infinity.wrap(self.model, self._config, units=list(self.model.layers), resume=resume)
+        self.engine = infinity.engine(self.model)
+        self.optimizer = wanted.optimizer(self.model)
+        tracked: dict[str, Any] = {"progress": self.progress}
+        if wanted.scheduled:
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: 1 / (1 + step)
+            )
+            tracked["scheduler"] = self.scheduler
+        self.engine.track(**tracked)
+        return self.progress.step
+
+    def go_on(self, see: Callable[[int, str], None], until: int | None = None) -> None:
+        """Train to the end, or step `until`; `see` is told the number of each step that has ended,
+        and what it shows: its loss and its rate."""
+        progress, end = self.progress, self.program.steps if until is None else until
+        while progress.step < end:
+            self._before(progress.step)
+            loss = self._train(progress.step)
+            rate = self.optimizer.param_groups[0]["lr"]
+            if self.scheduler is not None:
+                self.scheduler.step()
+            progress.step += 1
+            self.optimizer.zero_grad()
+            see(progress.step - 1, f"loss {loss!r}, rate {rate!r}")
+
+    def _before(self, step: int) -> None:
+        wanted, progress = self.program, self.progress
+        if step == wanted.write_at and progress.written != step:
+            weights = [self.model.layers[0].weight]
+            if self.model.layers[-1].bias.requires_grad:
+                weights.append(self.model.layers[-1].bias)
+            with infinity.gathered(weights, write=True), torch.no_grad():
+                for weight in weights:
+                    weight.mul_(0.75).add_(0.01)
+            progress.written = step
+        if step == wanted.load_at and progress.loaded != step:
+            assert self.engine is not None
+            progress.loaded = step
+            self.engine.load_checkpoint(self._checkpoint, self.optimizer)
+        if step == wanted.evaluate_at:
+            with torch.no_grad():
+                self.model.eval()(wanted.batch(step, 0))
+            self.model.train()
+
+    def _train(self, step: int) -> float:
+        wanted, total = self.program, 0.0
+        for micro in range(2 if wanted.accumulates else 1):
+            loss = self.model(wanted.batch(step, micro))
+            if step == wanted.skip_at:
+                loss = loss * float("nan")
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        return total
+
+    def save(self) -> None:
+        """Save the checkpoint."""
+        assert self.engine is not None
+        self.engine.save_checkpoint(self._checkpoint, self.optimizer)
+
+    def states(self) -> dict[str, Any]:
+        """Weights, buffers, and all of the optimizer."""
+        found: dict[str, Any] = {
+            name: tensor.clone() for name, tensor in self.model.state_dict().items()
+        }
+        saved = self.optimizer.state_dict()
+        for at, state in saved["state"].items():
+            found |= {f"{name} of {at}": value for name, value in state.items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in saved["param_groups"]
+        ]
+        return found | {"groups": repr(groups), "progress": self.progress.state_dict()}
+
+    def wrongs(self) -> list[str]:
+        """What is not as the invariants say, at rest between two steps."""
+        assert self.engine is not None
+        probe, found = Probe(self.engine), []
+        self.engine.drain()
+        probe.committer.rest()
+        report = self.engine.report()
+        found += [
+            f"I5: {tier} had {report.peaks[tier]} of {limit} bytes"
+            for tier, limit in report.limits.items()
+            if report.peaks[tier] > limit
+        ]
+        if probe.used("staging"):
+            found.append(f"I3: {probe.used('staging')} bytes of staging are in use")
+        found += [
+            f"I3: {unit.name} is pinned"
+            for unit in self.engine.units
+            if any(block.copy.pins and not block.permanent for block in unit.blocks.values())
+        ]
+        committed = self.engine.committed_step or 0
+        posted = report.steps + report.skipped_steps
+        if not posted - 1 <= committed <= posted:
+            found.append(f"I9: {posted} steps were made, and {committed} are committed")
+        return found
+
+    def give_up(self) -> None:
+        """It hangs: let all who wait go."""
+        if self.engine is not None:
+            probe = Probe(self.engine)
+            probe.store.latch.fail(RuntimeError("it hangs"))
+            probe.jobs.refuse()
+            probe.jobs.end_jobs()
+
+    def traffic(self) -> list[str]:
+        """Where the last step moved other bytes than the plan states."""
+        assert self.engine is not None
+        report, plan = self.engine.report(), self.engine.plan()
+        pairs = {
+            "read": (report.read_per_parameter, plan.read),
+            "written": (report.written_per_parameter, plan.update_written),
+        }
+        return [
+            f"I8: {round(moved * report.parameters)} bytes were {what}, and {planned} planned"
+            for what, (moved, planned) in pairs.items()
+            if round(moved * report.parameters) != planned
+        ]
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of the states that differ in any bit."""
+    names = found.keys() | expected.keys()
+    return sorted(
+        name
+        for name in names
+        if name not in found or name not in expected or not _equal(found[name], expected[name])
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    return one.dtype == other.dtype and bool(
+        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        if one.dim()
+        else torch.equal(one, other)
+    )
