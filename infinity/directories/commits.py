@@ -7,6 +7,9 @@
 2. When nobody has to, the file of the record before is emptied, and that is flushed (`settle`).
    From then on nobody can take it for the last one, even where the new one is damaged. So what it
    alone spoke of may be overwritten. A record that is there is one whose states are whole.
+3. A process that is killed before it has flushed its record leaves it in memory. The next one reads
+   it there, and a power cut may still take it. So both files are flushed first, before anything
+   relies on what was read, be it another rank (`flush`).
 
 A name that is new comes by a rename, when its content is on the drive. So a file that is there was
 whole once, or is empty. Where no record is whole although a file is there, it is damaged, and that
@@ -18,6 +21,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from infinity.directories.directory import Directory
@@ -63,6 +68,17 @@ class DurableFiles:
         """Other content for a file that is there; what is cut off may leave any part of it."""
         self._write(self._directory.open(name), content)
 
+    def keep(self, names: Iterable[str]) -> None:
+        """What these files have, where they are there, has come from another process."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                descriptor = self._directory.open(name)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        self._directory.sync()
+
     def remove(self, name: str) -> None:
         """The file is gone."""
         self._directory.remove(name)
@@ -92,6 +108,7 @@ class CommitLog:
         self._sequence = 0
         self._at = 1  # of the two files, the one with the last record
         self._is_settled = True
+        self._is_flushed = True
 
     def kept(self) -> list[Commit]:
         """The last record, and the one before where that was not given up; none where there was
@@ -107,6 +124,7 @@ class CommitLog:
             last, self._at = whole[0]
             self._sequence = last.sequence
             self._is_settled = not found[1 - self._at]
+            self._is_flushed = False
             return [commit for commit, _ in whole]
         if any(content is not None for content in found):
             raise CheckpointError(
@@ -125,6 +143,7 @@ class CommitLog:
         returns its sequence when it would survive a power cut."""
         if not self._is_settled:
             raise RuntimeError("the record before the last one is still needed")
+        self.flush()
         sequence, at = self._sequence + 1, 1 - self._at
         name = COMMIT_NAMES[at]
         record = _encoded(sequence, content)
@@ -138,17 +157,25 @@ class CommitLog:
 
     def settle(self) -> None:
         """Nobody reads the record before the last one from now on; a kill may have come before
-        that."""
+        that. A power cut leaves the last one."""
+        self.flush()
         self._empty(1 - self._at)
         self._is_settled = True
 
     def keep(self, sequence: int) -> None:
         """Of what `kept` gave, this record alone is read from now on: the one after it is given up
-        first."""
+        first. A power cut leaves it."""
+        self.flush()
         if sequence < self._sequence:
             self._empty(self._at)
             self._sequence, self._at = sequence, 1 - self._at
         self.settle()
+
+    def flush(self) -> None:
+        """What was read would survive a power cut; its process may have been killed before."""
+        if not self._is_flushed:
+            self._files.keep(COMMIT_NAMES)
+        self._is_flushed = True
 
     def remove(self) -> None:
         """Remove all records, the older one first."""

@@ -201,6 +201,7 @@ class DurableStates:
                 f"{missing[0] / STATES_NAME} is gone, and with it the states of an earlier run; go "
                 "on from a checkpoint, in another directory"
             )
+        self._log.flush()  # before other ranks are told
         self.found = found
 
     @property

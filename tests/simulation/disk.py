@@ -4,7 +4,8 @@
 What was flushed stays. Every change since the last flush has a fate of its own: it is lost, kept,
 or, where it is a write, torn at sectors of 512 or 4096 bytes. Those that are kept arrive in any
 order, and the length of a file is a change like any other. A name is lost, or points to the file
-before, until its folder is flushed. A kill alone loses nothing but what was under way.
+before, until its folder is flushed. A kill alone loses nothing but what was under way. Yet what was
+not flushed still is not: the next process reads it, and a power cut may take it from that.
 """
 
 from __future__ import annotations
@@ -56,16 +57,20 @@ class Plain:
             _apply(self._flushed, change)
         del self._changes[: len(changes)]
 
-    def left(self, power: bool, under_way: Sequence[Change], chance: Chance) -> Plain:
-        """The file after a kill, or after a power cut with `power`. `under_way` are writes that
-        have not ended."""
-        content = bytearray(self._flushed if power else self.now)
-        fated = (*(self._changes if power else ()), *under_way)
-        fate = chance.one(("lose", "keep", "mix", "mix", "mix", "mix"), "fate", *_keys(fated))
+    def arrive(self, under_way: Sequence[Change], chance: Chance) -> None:
+        """The process was killed: some of what it was writing arrives later."""
+        for change in under_way:
+            for part in _kept(change, 512, False, chance):
+                self.change(part)
+
+    def left(self, chance: Chance) -> Plain:
+        """The file after a power cut."""
+        content, changes = bytearray(self._flushed), self._changes
+        fate = chance.one(("lose", "keep", "mix", "mix", "mix", "mix"), "fate", *_keys(changes))
         sector = chance.one((512, 4096), "sector")
         if fate != "lose":
             # Lengths last: what is torn off must not come back with a longer one.
-            for change in sorted(fated, key=lambda each: _order(each, chance)):
+            for change in sorted(changes, key=lambda each: _order(each, chance)):
                 for part in _kept(change, sector, fate == "keep", chance):
                     _apply(content, part)
         return Plain(bytes(content))
@@ -138,27 +143,17 @@ class Folder:
         """All names survive a power cut."""
         self._flushed, self._changes = dict(self.names), []
 
-    def left(self, power: bool, under_way: dict[Plain, list[Change]], chance: Chance) -> Folder:
-        """The folder with its files after a kill, or after a power cut with `power`."""
-        names = dict(self._flushed if power else self.names)
-        if power and self._changes:
-            # Most file systems have a journal, which ends somewhere; others promise nothing.
-            journal = chance.below(2 * len(self._changes) + 1, "journal")
-            for number, naming in enumerate(self._changes):
-                if (
-                    number < journal
-                    if journal <= len(self._changes)
-                    else chance.of("name", naming.key) < 0.5
-                ):
-                    _name(names, naming)
-        return Folder(
-            {
-                name: node.left(power, under_way, chance.child(name))
-                if isinstance(node, Folder)
-                else node.left(power, under_way.get(node, ()), chance.child(name))
-                for name, node in names.items()
-            }
-        )
+    def left(self, chance: Chance) -> Folder:
+        """The folder with its files after a power cut."""
+        names = dict(self._flushed)
+        # Most file systems have a journal, which ends somewhere; others promise nothing.
+        count = len(self._changes)
+        journal = chance.below(2 * count + 1, "journal")
+        for number, naming in enumerate(self._changes):
+            kept = number < journal if journal <= count else chance.of("name", naming.key) < 0.5
+            if kept:
+                _name(names, naming)
+        return Folder({name: node.left(chance.child(name)) for name, node in names.items()})
 
 
 def _name(names: dict[str, Plain | Folder], naming: Naming) -> None:

@@ -41,7 +41,7 @@ class DriveFile:
         machine = self.machine
         with machine.lock:
             operation = machine.begin(kind, self.name)
-            self.file.change(Change(operation, size=nbytes))
+            self.file.change(Change(machine.key(operation), size=nbytes))
             machine.strike(operation, "after")
 
     def sync(self) -> None:
@@ -83,7 +83,8 @@ class Request:
         self._asked = self._machine.chance.below(3, "asked", operation)
         self._is_done = False
         if operation.place.kind == "write":
-            self.change = Change(operation, self.begin, ctypes.string_at(address, nbytes))
+            data = ctypes.string_at(address, nbytes)
+            self.change = Change(self._machine.key(operation), self.begin, data)
 
     def done(self) -> bool:
         """Not yet, the first times."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.chance import Chance
-from simulation.disk import Change, Folder, Plain
+from simulation.disk import Folder
 
 if TYPE_CHECKING:
     from simulation.drive import Request
@@ -57,9 +57,12 @@ class PowerOff(OSError):
 
 
 class Machine:
-    """Folders in use. `blow` is what happens to it, if anything; `chance` says what takes long."""
+    """Folders in use. `blow` is what happens to it, if anything; `chance` says what takes long.
+    Its `boot` is a number of its own among those with these folders."""
 
-    def __init__(self, folders: Sequence[Folder], chance: Chance, blow: Blow | None = None) -> None:
+    def __init__(
+        self, folders: Sequence[Folder], chance: Chance, blow: Blow | None = None, boot: int = 0
+    ) -> None:
         self.folders = list(folders)
         self.chance = chance
         self.lock = threading.RLock()
@@ -72,9 +75,13 @@ class Machine:
         """What the engine must never do, and did."""
         self.moved: Counter[str] = Counter()
         """Bytes that were asked of the drives, by operation."""
-        self._blow = blow
+        self._blow, self._boot = blow, boot
         # Some machines are slow at one thing, so that all else overtakes it.
         self._slow = chance.one(("", "", "flush", "flush", "sync", "write", "read"), "slow")
+
+    def key(self, operation: Operation) -> tuple[int, Operation]:
+        """`operation` among those of all machines with these folders."""
+        return self._boot, operation
 
     # What happens
 
@@ -130,11 +137,9 @@ class Machine:
         """The folders after the process has ended, or after a power cut with `power`."""
         with self.lock:
             self.is_off = True
-            under_way: dict[Plain, list[Change]] = {}
             for request in self.under_way:
                 if request.change is not None:
-                    under_way.setdefault(request.file, []).append(request.change)
-            return [
-                folder.left(power, under_way, chance.child(number))
-                for number, folder in enumerate(self.folders)
-            ]
+                    request.file.arrive([request.change], chance)
+            if not power:
+                return self.folders
+            return [folder.left(chance.child(number)) for number, folder in enumerate(self.folders)]

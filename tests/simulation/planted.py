@@ -14,6 +14,7 @@ from unittest import mock
 
 from infinity import durability
 from infinity.directories import commits
+from infinity.directories.commits import CommitLog
 from infinity.optim.job import Job, JobQueue
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import DurableStates
@@ -22,7 +23,7 @@ from infinity.tiers.store import Store
 from simulation.many import simulating
 from support.threads import one_thread
 
-WITHIN = 400
+WITHIN = 1000
 """Seeds in which each bug is to be found."""
 
 
@@ -81,10 +82,15 @@ def _record_before_the_last_write() -> Iterator[None]:
         yield
 
 
+def _record_in_memory() -> AbstractContextManager[object]:
+    return mock.patch.object(CommitLog, "_keep", lambda log: None)
+
+
 BUGS = (
     Bug("the record is written before the states are flushed", _record_before_the_flush, 0),
     Bug("an extent is used again before a commit frees it", _always_free, 9),
-    Bug("a record that is half written is taken", _half_written, 68),
+    Bug("a record that is half written is taken", _half_written, 108),
+    Bug("a record that is read is not flushed", _record_in_memory, 557),
     Bug("random generators are not restored", _other_random_numbers, 0),
     Bug("the record is written before the last write has ended", _record_before_the_last_write, 0),
 )

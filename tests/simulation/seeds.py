@@ -168,11 +168,11 @@ class Simulation:
         folders: Sequence[Folder] = (),
         chance: Chance | None = None,
         blow: Blow | None = None,
+        boot: int = 0,
     ) -> Machine:
         """The machine that the package meets from now on."""
-        machine = Machine(
-            folders or [Folder() for _ in range(wanted.drives)], chance or Chance("quiet"), blow
-        )
+        folders = folders or [Folder() for _ in range(wanted.drives)]
+        machine = Machine(folders, chance or Chance("quiet"), blow, boot)
         self._system.boot(machine, self._drives(wanted))
         return machine
 
@@ -300,7 +300,9 @@ class _Trial:
         """One machine, until it ends."""
         chance = self._chance.child("life", life)
         simulation = self._simulation
-        machine = simulation.machine(self._program, self._folders, chance.child("machine"), blow)
+        machine = simulation.machine(
+            self._program, self._folders, chance.child("machine"), blow, life
+        )
         try:
             error = self._end_of_process(machine)
             if self._is_refusal_of_half_a_load(error):
@@ -314,7 +316,7 @@ class _Trial:
         struck = f"{blow.operation.place.kind} {blow.moment}" if blow is not None else "last"
         self._found.blows[struck if machine.was_struck or blow is None else "none"] += 1
         self._is_complete = not machine.was_struck
-        self._folders = machine.left(chance.of("power") < 0.75, chance.child("left"))
+        self._folders = machine.left(chance.of("power") < 0.65, chance.child("left"))
 
     def _end_of_process(self, machine: Machine) -> BaseException | None:
         """A process on `machine`; returns the error that ended it."""

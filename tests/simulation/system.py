@@ -99,7 +99,7 @@ class SimulatedSystem:
             if node is None:
                 operation = machine.begin("create", whole)
                 node = Plain()
-                folder.change(Naming(operation, ((name, node),)))
+                folder.change(Naming(machine.key(operation), ((name, node),)))
                 machine.strike(operation, "after")
             return self._add(Handle(machine, node, whole))
 
@@ -114,7 +114,7 @@ class SimulatedSystem:
             if name in folder.names:
                 raise _error(errno.EEXIST, whole)
             operation = machine.begin("create", whole)
-            folder.change(Naming(operation, ((name, Folder()),)))
+            folder.change(Naming(machine.key(operation), ((name, Folder()),)))
             machine.strike(operation, "after")
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
@@ -128,7 +128,7 @@ class SimulatedSystem:
             if name not in folder.names:
                 raise _error(errno.ENOENT, whole)
             operation = machine.begin("unlink", whole)
-            folder.change(Naming(operation, ((name, None),)))
+            folder.change(Naming(machine.key(operation), ((name, None),)))
             machine.strike(operation, "after")
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
@@ -159,7 +159,9 @@ class SimulatedSystem:
             if name not in folder.names:
                 raise _error(errno.ENOENT, name)
             operation = machine.begin("rename", target[3])
-            folder.change(Naming(operation, ((name, None), (str(to), folder.names[name]))))
+            folder.change(
+                Naming(machine.key(operation), ((name, None), (str(to), folder.names[name])))
+            )
             machine.strike(operation, "after")
 
     def listdir(self, path: Any) -> list[str]:
@@ -231,7 +233,7 @@ class SimulatedSystem:
         assert isinstance(node, Plain)
         with machine.lock:
             operation = machine.begin("resize", name)
-            node.change(Change(operation, size=nbytes))
+            node.change(Change(machine.key(operation), size=nbytes))
             machine.strike(operation, "after")
 
     def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
@@ -251,7 +253,7 @@ class SimulatedSystem:
         assert isinstance(node, Plain)
         with machine.lock:
             operation = machine.begin("store", name, offset)
-            node.change(Change(operation, offset, bytes(data)))
+            node.change(Change(machine.key(operation), offset, bytes(data)))
             machine.strike(operation, "after")
         return len(data)
 
