@@ -209,6 +209,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
+    "tiers/store.py Store._check": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
     "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Residency.await_idle": DEVICE,

@@ -162,13 +162,15 @@ def test_saved_tensors_are_checked_where_that_is_wanted(
     )
     real, flips = NvmeTier.read, 0
 
-    def read(tier: NvmeTier, extent: Any, begin: int, nbytes: int, *values: Any) -> Ticket:
+    def read(
+        tier: NvmeTier, extent: Any, begin: int, nbytes: int, *values: Any, **named: Any
+    ) -> Ticket:
         nonlocal flips
         if values[1] == "activations":
             path, offset = tier.where(extent, 5)
             flip(Path(path), offset)
             flips += 1
-        return real(tier, extent, begin, nbytes, *values)
+        return real(tier, extent, begin, nbytes, *values, **named)
 
     monkeypatch.setattr(NvmeTier, "read", read)
     with pytest.raises(infinity.InfinityError, match=r"is damaged.*autograd saved"):
