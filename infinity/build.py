@@ -349,9 +349,9 @@ class Build:
                 "ranks the same Config"
             )
         members = {rank: Member(*member) for rank, (_, member, _) in said.items()}
-        self._members, self._meeting = sorted(said), said[min(said)][2]
+        self._members, self._life = sorted(said), said[min(said)][2]
         if left:
-            self.store.take(common_step(left, members), self._meeting)
+            self.store.take(common_step(left, members), self._life)
 
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
@@ -440,7 +440,7 @@ class Build:
         if self.ranks.groups():
             timeout, latch = self._config.tuning.collective_timeout, self.store.latch
             rank, last = self.ranks.member.rank, self.store.taken_record
-            agreement = Agreement(rank, self._members, self._meeting, last, timeout, latch)
+            agreement = Agreement(rank, self._members, self._life, last, timeout, latch)
         self.durability = Durability(self.store, self.jobs, self.device, self._recorder, agreement)
         self.undo.callback(self.durability.give_up)
         self.durability.check(self._model)

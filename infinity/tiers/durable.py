@@ -36,7 +36,7 @@ DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
 STATES_NAME = "infinity-states.bin"
 VERSION = 2
-_HEAD = struct.Struct("<32sQ")  # what a record begins with: the name of its run, and its step
+_HEAD = struct.Struct("<32s32sQ")  # what a record begins with: its run, its life, and its step
 _MOST_BYTES = 1 << 30
 _OF_A_RANK = re.compile(r"rank\d+")
 
@@ -54,10 +54,12 @@ ONE_RANK = Member()
 
 
 class KeptRecord(NamedTuple):
-    """A record that is whole, by its number among those of the run, and its step."""
+    """A record that is whole, by its number among those of the run, its step, and the `life` that
+    made it: a life begins with each `wrap`, on all ranks together."""
 
     sequence: int
     step: int
+    life: str
 
 
 class LeftStates(NamedTuple):
@@ -148,7 +150,7 @@ class DurableStates:
         self._places: list[Directory] = []
         self._log: CommitLog | None = None
         self._kept: list[Commit] = []
-        self._run = ""
+        self._life = ""
         self._blocks: tuple[StoredBlock, ...] = ()
         self._taken: KeptRecord | None = None
         self._is_committed = self._is_discarded = False
@@ -210,7 +212,7 @@ class DurableStates:
         path = str(self._places[0].path)
         if self.found is None:
             return LeftStates(path)
-        records = tuple(KeptRecord(each.sequence, _head(each)[1]) for each in self._kept)
+        records = tuple(KeptRecord(each.sequence, *_head(each)[1:]) for each in self._kept)
         return LeftStates(path, self.found.run, self.found.member, self.found.is_committed, records)
 
     @property
@@ -218,10 +220,10 @@ class DurableStates:
         """The number of the record that is taken over; 0 for none."""
         return 0 if self._taken is None else self._taken.sequence
 
-    def take(self, record: KeptRecord | None, run: str) -> None:
-        """Go on from `record`, which all ranks have; None: begin `run`, of all ranks, anew. `keep`
-        gives up the record after it."""
-        self._run, self._taken = run, record
+    def take(self, record: KeptRecord | None, life: str) -> None:
+        """Go on from `record`, which all ranks have; None: begin a run, which has the name of its
+        first `life`. `keep` gives up the record after it."""
+        self._life, self._taken = life, record
         if record is None:
             if self.found is not None and self._log is not None:
                 self._log.remove()  # of a run that was killed before all ranks had committed
@@ -255,7 +257,7 @@ class DurableStates:
         """The states lie so, and nothing was committed yet: describe them, in place of those of a
         run that was killed before its first commit."""
         layout = stripe_bytes, tuple(shares), tuple(rooms), self._blocks
-        self.found = shown = StatesManifest(self._run, self._member, False, *layout)
+        self.found = shown = StatesManifest(self._life, self._member, False, *layout)
         for place in reversed(self._places):
             DurableFiles(place).remove(MANIFEST_NAME)
         if self._log is not None:
@@ -272,7 +274,8 @@ class DurableStates:
         before stays. Returns its number in the run."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
-        sequence = self._log.write(_HEAD.pack(self.found.run.encode(), step) + content)
+        head = _HEAD.pack(self.found.run.encode(), self._life.encode(), step)
+        sequence = self._log.write(head + content)
         self._is_committed = True
         return sequence
 
@@ -374,7 +377,7 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
     if not common:
         steps = ", ".join(
             f"{each.path} (of rank {rank}) has step "
-            + " and ".join(f"{step} (record {number})" for number, step in each.records)
+            + " and ".join(f"{r.step} (record {r.sequence} of {r.life[:8]})" for r in each.records)
             for rank, each in sorted(has.items())
         )
         raise CheckpointError(
@@ -384,12 +387,12 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
     return max(common)
 
 
-def _head(commit: Commit) -> tuple[str, int]:
-    """The run and the step of a record; "" for one that says neither."""
+def _head(commit: Commit) -> tuple[str, int, str]:
+    """The run, the step and the life of a record; "" for one that says nothing of it."""
     if len(commit.content) < _HEAD.size:
-        return "", 0
-    run, step = _HEAD.unpack_from(commit.content)
-    return run.decode(errors="replace"), step
+        return "", 0, ""
+    run, life, step = _HEAD.unpack_from(commit.content)
+    return run.decode(errors="replace"), step, life.decode(errors="replace")
 
 
 def _refusal(place: Directory) -> ConfigError:

@@ -292,10 +292,11 @@ class Store:
         self._nvme.find()
         return self._durable.left
 
-    def take(self, record: KeptRecord | None, run: str) -> None:
-        """After `find`: go on from `record`, which all ranks have; None: begin `run` anew."""
+    def take(self, record: KeptRecord | None, life: str) -> None:
+        """After `find`: go on from `record`, which all ranks have, or begin anew; either begins
+        `life`, of all ranks."""
         if self._durable is not None:
-            self._durable.take(record, run)
+            self._durable.take(record, life)
 
     @property
     def taken_record(self) -> int:

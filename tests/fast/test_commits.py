@@ -222,7 +222,7 @@ class Rank:
         kept = self.log.kept()
         member = Member(rank, ranks)
         assert all(int(each.content) in self.records for each in kept), "states are overwritten"
-        records = tuple(KeptRecord(each.sequence, int(each.content)) for each in kept)
+        records = tuple(KeptRecord(each.sequence, int(each.content), "a life") for each in kept)
         return LeftStates(f"rank{rank}", "a run", member, is_committed=True, records=records)
 
     def make(self, sequence: int) -> None:

@@ -224,7 +224,7 @@ def test_a_rank_that_is_one_step_ahead_goes_back(
         log = CommitLog(DurableFiles(directory))
         last = log.kept()[0]
         log.settle()
-        log.write(last.content[:40] + b"of a step that the other rank does not have")
+        log.write(last.content[:72] + b"of a step that the other rank does not have")
     assert ranks_in_processes(tmp_path, train_on_rank, [tmp_path / "nvme"], {}) == [0] * RANKS
     check(tmp_path, uninterrupted)
     assert logged(tmp_path, "log0")[3][0] == 3
@@ -348,13 +348,27 @@ def test_wrong_directories_are_refused_on_all_ranks(committed: Path, tmp_path: P
         log.settle()
         log.write(content)
         log.settle()
+    mixed = copy("mixed")
+    with Directory(mixed / "rank1") as directory:
+        log = CommitLog(DurableFiles(directory))
+        last = log.kept()[0]
+        log.keep(last.sequence)
+        content = last.content[:32] + b"0" * 32 + last.content[64:]
+        for name in COMMIT_NAMES:
+            (mixed / "rank1" / name).unlink()
+        log = CommitLog(DurableFiles(directory))
+        for _ in range(last.sequence):
+            log.write(content)
+            log.settle()
     cases = {
+        "mixed": r"CheckpointError: the ranks have no committed step in common: .* has step 3 "
+        r"\(record \d of \w{8}\), .*/rank1 \(of rank 1\) has step 3 \(record \d of 0{8}\); ",
         "exchanged": r"ConfigError: .*exchanged/rank0 \(of rank 0\) holds the states of rank 1 "
         r"\(part 2 of 2\), and here is rank 0 \(part 1 of 2\); give every rank",
         "missing": r"CheckpointError: .*missing/rank1 \(of rank 1\) has no committed states, and "
         r".*missing/rank0 \(of rank 0\) has those of step 3; give every rank",
         "earlier": r"CheckpointError: the ranks have no committed step in common: .*/rank0 "
-        r"\(of rank 0\) has step 3 .*, .*/rank1 \(of rank 1\) has step 3 \(record \d+\); .*: "
+        r"\(of rank 0\) has step 3 .*, .*/rank1 \(of rank 1\) has step 3 \(record \d+ of .*: "
         r"go on from a checkpoint",
         "another": r"CheckpointError: .*another/rank1 \(of rank 1\) is of another run",
         "damaged": r"CheckpointError: .*damaged/rank1 holds .* is damaged; go on from a checkpoint",
