@@ -131,7 +131,9 @@ def wrap(
     With `resume` and `Config(durability="step")` training goes on from the last step that an
     earlier run committed in the `nvme` directories: parameters, optimizer states and buffers are
     those, and optimizers that are made as they were then continue (`Engine.committed_step` says at
-    which step). Where nothing was committed it begins as without `resume`.
+    which step). Where nothing was committed it begins as without `resume`. Several ranks go on from
+    the last step that all of them have. `CheckpointError` or `ConfigError` on all ranks says where
+    they have none.
 
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 

@@ -12,6 +12,11 @@ one, that is fixed before.
 What was written since the last record takes part in the next one. So a block is rewritten in its
 place as long as no record speaks of its content, and beside it otherwise.
 
+[Note: the same records on all ranks]
+What fixes a record is in the program: a forward, a step, a write. It never depends on the time that
+a commit or an update takes, which differs from rank to rank. So all ranks make the same records, in
+the same order, and the number of one means the same on each.
+
 [Note: a load that is cut off]
 Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
 is not whole, and is not taken over.
@@ -198,8 +203,8 @@ class Durability:
         """A step of `units` begins. What was sealed is committed, so a kill costs one step at
         most.
 
-        What was changed since is committed, too. All ranks must see that alike, so nothing is under
-        way when it is asked.
+        What the step would overwrite is committed, too. All ranks must find the same, so no commit
+        is under way when that is asked.
         """
         self.rest()
         if not all(unit.states.is_free for unit in units):
@@ -254,8 +259,8 @@ class Durability:
             self._is_sealed = True
 
     def rest(self) -> None:
-        """Block until what was sealed is committed. Raises `EngineClosedError` when that
-        failed."""
+        """Block until what was sealed is committed, on all ranks. Raises `EngineClosedError` when
+        that failed."""
         self._committer.rest()
         self._store.latch.check()
 
@@ -265,8 +270,9 @@ class Durability:
         self._is_discarded = True
 
     def close(self) -> None:
-        """Commit the last step, and end the thread. What failed stays at the step that was
-        committed last, and so does a model that is gone with its buffers. May be called twice."""
+        """Commit the last step, which other ranks may lack then, and end the thread. What failed
+        stays at the step that was committed last, and so does a model that is gone with its
+        buffers. May be called twice."""
         try:
             wanted = not self._store.latch.failed and not self._is_discarded
             if wanted and (self._model() is not None or not self._buffers):

@@ -298,7 +298,8 @@ class Engine:
 
     @property
     def committed_step(self) -> int | None:
-        """The last step that would survive a power cut, counted from 1; 0 is what `wrap` made.
+        """The last step that would survive a power cut, on all ranks, counted from 1; 0 is what
+        `wrap` made.
 
         After `wrap(..., resume=True)` that is the step to go on from: the next one is this plus 1.
         None with `durability="off"`, and until the first commit.

@@ -541,6 +541,12 @@ def ranks_make_different_steps(directory: Path, rank: int) -> None:
     engine.close()
 
 
+def ranks_differ_in_what_they_want(directory: Path, rank: int) -> None:
+    durability = ("off", "step")[rank]
+    with pytest.raises(infinity.ConfigError, match="'step' on rank 1 and 'off' on rank 0"):
+        start(directory, durability=durability, collective_timeout=600.0)
+
+
 class Branches(nn.Module):
     """Layers, of which one is not used in a forward."""
 
@@ -613,6 +619,7 @@ def work(name: str, where: Path, rank: int) -> None:
         a_rank_closes_before_the_others_have_committed,
         a_rank_closes_and_lacks_what_comes_before,
         ranks_make_different_steps,
+        ranks_differ_in_what_they_want,
         updates_in_backward_wait_for_the_commits_of_others,
     ],
 )
