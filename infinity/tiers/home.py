@@ -36,7 +36,8 @@ class Home:
         self.updates = 0
         """How many updates have begun to replace the content."""
         self.durable: int | None = None
-        """Which of the extents the last commit speaks of: nobody writes there. None: none."""
+        """Which of the extents the last commit speaks of, or the first one will when another one
+        has been sealed since: nobody writes there. None: none."""
         self.sealed: int | None = None
         """Which of them the next commit speaks of, or did: once it is the content, nobody writes
         there either."""
@@ -101,6 +102,7 @@ class Home:
     def seal(self, extent: int) -> None:
         """The next commit speaks of `extent`: the current one, or the target of an update that has
         yet to end."""
+        self.durable = self.sealed if self.durable is None else self.durable
         self.sealed = extent
         self._sealed_flips = self._flips + (extent != self.version)
 
