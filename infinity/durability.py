@@ -50,6 +50,7 @@ from infinity.sharding.agreement import Agreement
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
+from infinity.tiers.durable import unreadable
 from infinity.tiers.store import Store, Version
 
 log = logging.getLogger("infinity")
@@ -75,10 +76,7 @@ class CommittedStep:
             self.buffers: dict[str, torch.Tensor] = dict(values["buffers"])
             self.tracked: dict[str, Any] = dict(values["tracked"])
         except Exception as error:
-            raise CheckpointError(
-                f"the record of the committed states cannot be read: {error}; go on from a "
-                "checkpoint, in another directory"
-            ) from error
+            raise unreadable(error) from error
 
 
 @dataclass

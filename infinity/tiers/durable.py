@@ -36,7 +36,9 @@ DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
 STATES_NAME = "infinity-states.bin"
 VERSION = 2
-_HEAD = struct.Struct("<32s32sQ")  # what a record begins with: its run, its life, and its step
+_HEAD = struct.Struct("<32s32sQ")
+HEAD_BYTES = _HEAD.size
+"""What a record begins with: its run, its life, and its step."""
 _MOST_BYTES = 1 << 30
 _OF_A_RANK = re.compile(r"rank\d+")
 
@@ -291,6 +293,14 @@ class DurableStates:
     def _write_manifests(self, manifest: StatesManifest) -> None:
         for number, place in enumerate(self._places):
             DurableFiles(place).create(MANIFEST_NAME, manifest.encode(number))
+
+
+def unreadable(error: Exception) -> CheckpointError:
+    """What to raise for a record that is whole, and says something else than records do."""
+    return CheckpointError(
+        f"the record of the committed states cannot be read: {error}; go on from a checkpoint, in "
+        "another directory"
+    )
 
 
 def has_manifest(place: Directory) -> bool:

@@ -44,6 +44,7 @@ from infinity.tiers.durable import (
     LeftStates,
     Member,
     StoredBlock,
+    unreadable,
 )
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
@@ -306,9 +307,12 @@ class Store:
     @property
     def taken_over(self) -> bytes | None:
         """The record of the earlier run whose states were taken over; None where the states
-        are new."""
+        are new. Raises `CheckpointError` where it cannot be read."""
         content = None if self._durable is None else self._durable.content
-        return None if content is None else unpack_sums(content)[1]
+        try:
+            return None if content is None else unpack_sums(content)[1]
+        except ValueError as error:
+            raise unreadable(error) from error
 
     def restore(self, versions: Sequence[Version]) -> None:
         """The states that were taken over are at these versions, of `durable_blocks`. All of them

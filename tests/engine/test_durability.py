@@ -25,7 +25,7 @@ from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import MANIFEST_NAME, RUN_BYTES, STATES_NAME
+from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import LEAST, STEPS, Model, in_a_process, logged, train
@@ -527,7 +527,7 @@ def test_a_record_that_cannot_be_read_leaves_nothing_behind(
         commits = CommitLog(DurableFiles(directory))
         last = commits.last()
         assert last is not None
-        commits.write(last.content[:RUN_BYTES] + b"something else")
+        commits.write(last.content[:HEAD_BYTES] + b"something else")
     before = footprint()
     with pytest.raises(infinity.CheckpointError, match="cannot be read"):
         infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)

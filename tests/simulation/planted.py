@@ -37,16 +37,17 @@ class Bug(NamedTuple):
 
 
 def _record_before_the_flush() -> AbstractContextManager[object]:
-    commit, flush = Store.commit, NvmeTier.flush
+    record, flush = Store.record, NvmeTier.flush
 
-    def late(store: Store, *values: Any) -> None:
+    def late(store: Store, *values: Any) -> int:
         drives: list[NvmeTier] = []
         with mock.patch.object(NvmeTier, "flush", lambda tier: drives.append(tier)):
-            commit(store, *values)
+            number = record(store, *values)
         for each in drives:
             flush(each)
+        return number
 
-    return mock.patch.object(Store, "commit", late)
+    return mock.patch.object(Store, "record", late)
 
 
 def _always_free() -> AbstractContextManager[object]:
@@ -64,26 +65,28 @@ def _other_random_numbers() -> AbstractContextManager[object]:
 @contextmanager
 def _record_before_the_last_write() -> Iterator[None]:
     """The committer waits for the updates of a step when it has written the record."""
-    await_ended, commit = JobQueue.await_ended, DurableStates.commit
-    awaited: list[Callable[[], None]] = []
+    await_ended, record = JobQueue.await_ended, DurableStates.record
+    awaited: list[Callable[[], object]] = []
 
-    def put_off(queue: JobQueue, jobs: Sequence[Job]) -> None:
+    def put_off(queue: JobQueue, jobs: Sequence[Job]) -> bool:
         awaited.append(lambda: await_ended(queue, jobs))
+        return True
 
-    def early(states: DurableStates, *values: Any) -> None:
-        commit(states, *values)
+    def early(states: DurableStates, *values: Any) -> int:
+        number = record(states, *values)
         while awaited:
             awaited.pop()()
+        return number
 
     with (
         mock.patch.object(JobQueue, "await_ended", put_off),
-        mock.patch.object(DurableStates, "commit", early),
+        mock.patch.object(DurableStates, "record", early),
     ):
         yield
 
 
 def _record_in_memory() -> AbstractContextManager[object]:
-    return mock.patch.object(CommitLog, "_keep", lambda log: None)
+    return mock.patch.object(CommitLog, "flush", lambda log: None)
 
 
 BUGS = (
