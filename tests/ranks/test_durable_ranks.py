@@ -362,7 +362,7 @@ def test_wrong_directories_are_refused_on_all_ranks(committed: Path, tmp_path: P
             log.settle()
     cases = {
         "mixed": r"CheckpointError: the ranks have no committed step in common: .* has step 3 "
-        r"\(record \d of \w{8}\), .*/rank1 \(of rank 1\) has step 3 \(record \d of 0{8}\); ",
+        r"\(record \d+ of \w{8}\).*, .*/rank1 \(of rank 1\) has step 3 \(record \d+ of 0{8}\); ",
         "exchanged": r"ConfigError: .*exchanged/rank0 \(of rank 0\) holds the states of rank 1 "
         r"\(part 2 of 2\), and here is rank 0 \(part 1 of 2\); give every rank",
         "missing": r"CheckpointError: .*missing/rank1 \(of rank 1\) has no committed states, and "
