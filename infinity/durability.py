@@ -39,7 +39,13 @@ from torch import nn
 
 from infinity.checkpoint.inert import read_item
 from infinity.device import ComputeDevice
-from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    InfinityError,
+    in_words,
+)
 from infinity.modules.load import persistent_buffers
 from infinity.observe import Recorder
 from infinity.optim.committer import Committer
@@ -258,9 +264,11 @@ class Durability:
 
     def rest(self) -> None:
         """Block until what was sealed is committed, on all ranks. Raises `EngineClosedError` when
-        that failed."""
-        self._committer.rest()
+        that failed, or was given up by who closes."""
+        is_committed = self._committer.rest()
         self._store.latch.check()
+        if not is_committed:
+            raise EngineClosedError("the engine was closed")
 
     def discard(self) -> None:
         """Nothing of what was committed is needed any more: `close` removes it."""

@@ -76,10 +76,11 @@ class Committer:
             self._sealed.put(sealed)
             self._open += 1
 
-    def rest(self) -> None:
-        """Block until all that was sealed is committed, or never will be."""
+    def rest(self) -> bool:
+        """Block until all that was sealed is committed; False where it never will be."""
         with self._jobs.hurry(), self._changed:
             self._changed.wait_for(lambda: self._open == 0 or self._ended)
+            return self._open == 0
 
     def close(self) -> None:
         """Commit what was sealed, and end the thread. May be called twice."""

@@ -364,9 +364,9 @@ def test_how_long_a_commit_takes_changes_no_record(
         found.append(step)
         seal(self, step, content)
 
-    def waited_for(self: Committer) -> None:
+    def waited_for(self: Committer) -> bool:
         go_on.set()
-        rest(self)
+        return rest(self)
 
     monkeypatch.setattr(Committer, "seal", noted)
     if commits == "late":

@@ -32,6 +32,7 @@ import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.optim import committer
+from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.tiers.durable import MANIFEST_NAME
 from infinity.tiers.store import Store
@@ -524,6 +525,38 @@ def a_rank_closes_and_lacks_what_comes_before(directory: Path, rank: int) -> Non
             come(directory, "closed")
 
 
+def a_rank_is_closed_while_it_waits(directory: Path, rank: int) -> None:
+    """By another thread: the step does not go on as if all had committed."""
+    wait = functools.partial(await_rank, directory, "closed", 0)
+    with records(1, wait) if rank == 1 else contextlib.nullcontext():
+        model, engine, optimizer = start(directory, collective_timeout=600.0)
+        loss = model(**text_batch(rank)).loss
+        loss.backward()
+        if rank == 0:
+            waits, rest = threading.Event(), Committer.rest
+
+            def rested(self: Committer) -> bool:
+                waits.set()
+                return rest(self)
+
+            def close() -> None:
+                assert waits.wait(PATIENCE)
+                engine.close()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Committer, "rest", rested)
+                closing = threading.Thread(target=close)
+                closing.start()
+                with pytest.raises(infinity.EngineClosedError, match="the engine was closed"):
+                    optimizer.step()
+                closing.join()
+            assert kept(directory, 0) == [2, 1]
+            come(directory, "closed")
+        else:
+            optimizer.step()
+            engine.close()
+
+
 def ranks_make_different_steps(directory: Path, rank: int) -> None:
     model, engine, optimizer = start(directory, collective_timeout=8.0)
     step(model, optimizer)
@@ -618,6 +651,7 @@ def work(name: str, where: Path, rank: int) -> None:
         another_rank_fails_to_commit,
         a_rank_closes_before_the_others_have_committed,
         a_rank_closes_and_lacks_what_comes_before,
+        a_rank_is_closed_while_it_waits,
         ranks_make_different_steps,
         ranks_differ_in_what_they_want,
         updates_in_backward_wait_for_the_commits_of_others,
