@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,9 @@ class Engine:
         self._finalizer = parts.finalizer
         self._reporter = parts.reporter
         self._durability = parts.durability
-        self._checkpoints = Checkpoints(self._units, self._updater, self._exchange)
+        self._checkpoints = Checkpoints(
+            self._units, self._updater, self._exchange, config.tuning.io_engine
+        )
 
     def attach(self, model: nn.Module) -> None:
         """`model` has this engine from now on, until `close`."""
@@ -241,6 +243,7 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
         *,
         trainable_only: bool = False,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone)
         to `directory`. With `trainable_only` frozen parameters are left out, such as the base of
@@ -252,6 +255,8 @@ class Engine:
         and memory. A checkpoint that is in `directory` is replaced when the new one is whole, and
         not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this
         run and in those that load it: they go on with the same bits if they save at the same steps.
+        `progress(done, total)` is called again and again with bytes of this rank; what it raises
+        ends the save.
 
         Raises `ConfigError` for arguments of other kinds, and `CheckpointError` when it cannot be
         written; what was there is as it was, and training can go on.
@@ -262,7 +267,13 @@ class Engine:
             )
         tied = {name: first for name, first in self._first_names().items() if name != first}
         self._checkpoints.save(
-            self._buffers(), tied, _path_of(directory), optimizer, extra or {}, trainable_only
+            self._buffers(),
+            tied,
+            _path_of(directory),
+            optimizer,
+            extra or {},
+            trainable_only,
+            progress,
         )
 
     def load_checkpoint(
@@ -270,6 +281,8 @@ class Engine:
         directory: str | Path,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         strict: bool = True,
+        *,
+        progress: Callable[[int, int], object] | None = None,
     ) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called: with any number of ranks, placement and format;
         returns what was `extra` (that of the first rank, when the number of ranks is another one;
@@ -278,7 +291,8 @@ class Engine:
         Bits are the same, but for moments in a narrower format than they were saved in, which are
         rounded to nearest. Without `optimizer` the weights alone are loaded. With `strict=False`
         parameters and buffers that the checkpoint lacks keep their values, it may have others, and
-        a warning names both. Gradients are forgotten. All ranks call it.
+        a warning names both. Gradients are forgotten. All ranks call it. `progress(done, total)` is
+        called again and again with bytes of this rank.
 
         Raises `ConfigError` when another optimizer updates parameters in the same units: load all
         of these together. Raises `CheckpointError` when the checkpoint is missing, incomplete,
@@ -288,7 +302,9 @@ class Engine:
         """
         loading = nullcontext() if self._durability is None else self._durability.loading()
         with loading:
-            return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer, strict)
+            return self._checkpoints.load(
+                self._buffers(), _path_of(directory), optimizer, strict, progress
+            )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers, of which this rank has its part."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infinity.checkpoint.progress import Told
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
@@ -37,8 +38,15 @@ Optimizers = Optimizer | Sequence[Optimizer]
 class Checkpoints:
     """The checkpoints of one engine. All ranks call its methods."""
 
-    def __init__(self, units: Sequence[Unit], updater: Updater, exchange: Exchange | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        updater: Updater,
+        exchange: Exchange | None,
+        io_engine: str = "auto",
+    ) -> None:
         self._units = units
+        self._io_engine = io_engine
         self._updater = updater
         self._exchange = exchange
         self._run = uuid.uuid4().hex  # tells the checkpoints of this engine from those of others
@@ -56,16 +64,22 @@ class Checkpoints:
         optimizers: Optimizers,
         extra: Mapping[str, Any],
         trainable_only: bool = False,
+        progress: Told | None = None,
     ) -> None:
         """See `Engine.save_checkpoint` and, for `tied`, `EngineState`."""
         from infinity.checkpoint.saving import save  # not at the top: see there
 
         state = self._state(buffers, optimizers)
         state = state._replace(tied=tied, trainable_only=trainable_only)
-        save(state, directory.absolute(), extra)
+        save(state, directory.absolute(), extra, progress)
 
     def load(
-        self, buffers: Buffers, directory: Path, optimizers: Optimizers, strict: bool = True
+        self,
+        buffers: Buffers,
+        directory: Path,
+        optimizers: Optimizers,
+        strict: bool = True,
+        progress: Told | None = None,
     ) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
         from infinity.checkpoint.loading import load  # not at the top: see there
@@ -81,7 +95,7 @@ class Checkpoints:
                 "together with theirs; save and load them together: load_checkpoint(directory, "
                 "[first, second])"
             )
-        extra = load(state, directory.absolute(), strict)
+        extra = load(state, directory.absolute(), strict, progress)
         # Of these the checkpoint may have some, of an optimizer that was not saved.
         for share, _ in shared:
             owners.forget_states(
@@ -107,7 +121,14 @@ class Checkpoints:
                 "a checkpoint takes optimizers of infinity for the parameters of this model"
             )
         return EngineState(
-            self._units, buffers, optimizers, self._rest, self._savers, self._updater, self._run
+            self._units,
+            buffers,
+            optimizers,
+            self._rest,
+            self._savers,
+            self._updater,
+            self._run,
+            io_engine=self._io_engine,
         )
 
     def _rest(self) -> None:

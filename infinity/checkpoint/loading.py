@@ -8,12 +8,15 @@ everything before would mean to read everything twice.
 
 [Note: nothing runs]
 See `checkpoint/inert`. And the item of a tensor must be one tensor, of the dtype and shape that the
-manifest says.
+manifest says. From version 3 on its bytes are taken as they are, and no pickle is read.
+
+[Note: at the speed of the drive]
+The items that fill the engine are known before, in their order. They are read ahead
+(`checkpoint/data_file`), and chunks are written while the next ones are filled.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import logging
@@ -21,7 +24,8 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +44,23 @@ from torch.futures import Future
 
 from infinity.checkpoint import earlier, manifest
 from infinity.checkpoint import state as layout
+from infinity.checkpoint.data_file import ReadAhead
+from infinity.checkpoint.digest import as_text, crc32c
 from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
+from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
+from infinity.checkpoint.progress import CheckpointProgress, Told
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
-    Reblocked,
     Series,
     ShardPiece,
+    ShardWindows,
     in_words,
     one_error,
 )
+from infinity.device import copy_alone, zero_alone
 from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -59,19 +68,26 @@ from infinity.quantities import format_bytes
 
 log = logging.getLogger("infinity")
 
-_FRAME_BYTES = 1 << 20  # what torch.save puts around a tensor takes about a kilobyte
+_FRAME_BYTES = 1 << 20  # what torch.save puts around a tensor takes some kilobytes
+_ALIGNMENT = 64  # of elements in their file, and so in memory
 
 
-def load(state: EngineState, directory: Path, strict: bool = True) -> dict[str, Any]:
+def load(
+    state: EngineState, directory: Path, strict: bool = True, told: Told | None = None
+) -> dict[str, Any]:
     """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`,
     or if the number of ranks has changed that of the first rank. Unless `strict`, what only one of
-    the two has is left as it is.
+    the two has is left as it is. `told` hears how far it is.
 
     Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go
     on.
     """
     reader = CheckpointReader(directory)
-    planner = Loading(state, reader, strict)
+    says = state.rank == 0
+    progress = CheckpointProgress(
+        f"loading {directory}" if says else "", f"loaded {directory}" if says else "", told
+    )
+    planner = Loading(state, reader, progress, strict)
     try:
         with one_error(), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -86,6 +102,7 @@ def load(state: EngineState, directory: Path, strict: bool = True) -> dict[str, 
         if planner.begun:
             state.units[0].store.latch.fail(error)
         raise
+    progress.end()
     return planner.extra
 
 
@@ -193,58 +210,123 @@ class CheckpointReader(FileSystemReader):
         """The tensor or object under `index`."""
         self.check(index)
         place = self.manifest.places[index]
-        path = self._there / place.file
-        try:
-            _check_length(place, self.tensor(index.fqn))
-            with open_plain(path) as file:
+        with self._in_item(index):
+            self._check_length(index)
+            with open_plain(self._there / place.file) as file:
                 file.seek(place.offset)
-                content = file.read(place.length)
-            _check_content(content, place)
-            found = read_item(content)
-            known = self.tensor(index.fqn) if place.sizes is not None else None
-            if known is not None:
-                _check_tensor(found, known.properties.dtype, place.sizes)
-            return found
+                shift = place.offset % _ALIGNMENT
+                content = torch.empty(shift + place.length, dtype=torch.uint8)[shift:]
+                if file.readinto(content.numpy()) < place.length:  # type: ignore[attr-defined]
+                    raise ValueError("the file ends before it")
+            return self._decode(index, content)
+
+    def read_in_turn(
+        self, indexes: Sequence[MetadataIndex], io_engine: str
+    ) -> Generator[Any, None, None]:
+        """Like `read`, of tensors, each while the next ones are on their way; valid until the next
+        one is asked for."""
+        for index in dict.fromkeys(indexes):
+            self.check(index)
+            with self._in_item(index):
+                self._check_length(index)
+        places = [self.manifest.places[index] for index in indexes]
+        longest = max((place.length for place in places), default=0)
+        with closing(
+            ReadAhead(places, longest, self._open_data, self._there, io_engine)
+        ) as arriving:
+            contents = iter(arriving)
+            for index in indexes:
+                with self._in_item(index):
+                    found = self._decode(index, next(contents))
+                yield found
+
+    def _open_data(self, name: str) -> int:
+        with open_plain(self._there / name) as file:
+            return os.dup(file.fileno())
+
+    @contextmanager
+    def _in_item(self, index: MetadataIndex) -> Iterator[None]:
+        """What goes wrong inside is damage of this item."""
+        try:
+            yield
         except CheckpointError:
             raise
         except Exception as error:
+            path = self._there / self.manifest.places[index].file
             raise CheckpointError(
                 f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint"
             ) from error
 
+    def _check_length(self, index: MetadataIndex) -> None:
+        """Raise `ValueError` where a tensor would be read from more bytes than it can take."""
+        place, tensor = self.manifest.places[index], self.tensor(index.fqn)
+        if tensor is None or place.sizes is None:
+            return
+        most = math.prod(place.sizes) * tensor.properties.dtype.itemsize + _FRAME_BYTES
+        if place.length > most:
+            raise ValueError(f"it has {place.length} bytes, and at most {most} are possible")
 
-def _check_length(place: ItemPlace, tensor: TensorStorageMetadata | None) -> None:
-    """Raise `ValueError` where a tensor would be read from more bytes than it can take."""
-    if tensor is None or place.sizes is None:
-        return
-    most = math.prod(place.sizes) * tensor.properties.dtype.itemsize + _FRAME_BYTES
-    if place.length > most:
-        raise ValueError(f"it has {place.length} bytes, and at most {most} are possible")
-
-
-def _check_content(content: bytes, place: ItemPlace) -> None:
-    """Raise an `Exception` when the bytes of an item are not those that were written, as far as
-    that can be told."""
-    if place.sha256:
-        if hashlib.sha256(content).hexdigest() != place.sha256:
+    def _decode(self, index: MetadataIndex, content: torch.Tensor) -> Any:
+        """What an item of these bytes is; raises an `Exception` for what is damaged."""
+        place = self.manifest.places[index]
+        known = self.tensor(index.fqn) if place.sizes is not None else None
+        if self.manifest.version > 2 and as_text(crc32c(content)) != place.digest:
             raise ValueError("its digest is wrong")
-        return
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:  # version 1
-        if archive.testzip() is not None:
-            raise ValueError("a checksum is wrong")
+        if self.manifest.version > 2 and known is not None:
+            return _framed(content, place, known.properties.dtype)
+        found = _read_object(content.numpy().tobytes(), place, self.manifest.version)
+        if known is not None:
+            _check_tensor(found, known.properties.dtype, place.sizes)
+        return found
+
+
+def _framed(content: torch.Tensor, place: ItemPlace, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in an item of version 3; a view."""
+    sizes = place.sizes or ()
+    around = frame(place.offset, dtype, sizes)
+    begin, end = len(around.head), len(around.head) + around.nbytes
+    if (
+        len(content) != around.length
+        or content[:begin].numpy().tobytes() != around.head
+        or content[end:].numpy().tobytes() != around.tail
+    ):
+        raise _no_tensor(dtype, sizes)
+    return content[begin:end].view(dtype).view(sizes)
+
+
+def _read_object(content: bytes, place: ItemPlace, version: int) -> Any:
+    """What torch.save wrote. Raises an `Exception` when the bytes are not those that were written,
+    as far as that can be told."""
+    if version == 2 and hashlib.sha256(content).hexdigest() != place.digest:
+        raise ValueError("its digest is wrong")
+    if version == 1:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if archive.testzip() is not None:
+                raise ValueError("a checksum is wrong")
+    return read_item(content)
 
 
 def _check_tensor(found: Any, dtype: torch.dtype, sizes: tuple[int, ...] | None) -> None:
     if not isinstance(found, torch.Tensor) or found.dtype != dtype or tuple(found.shape) != sizes:
-        raise ValueError(f"it is no tensor of {dtype} and of shape {sizes}")
+        raise _no_tensor(dtype, sizes)
+
+
+def _no_tensor(dtype: torch.dtype, sizes: tuple[int, ...] | None) -> ValueError:
+    return ValueError(f"it is no tensor of {dtype} and of shape {sizes}")
 
 
 class Loading(LoadPlanner):
     """Checks that a checkpoint fits `state`, and fills it. Lives for one load."""
 
-    def __init__(self, state: EngineState, reader: CheckpointReader, strict: bool = True) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        reader: CheckpointReader,
+        progress: CheckpointProgress,
+        strict: bool = True,
+    ) -> None:
         self._state, self._reader, self._where = state, reader, reader.directory
-        self._strict = strict
+        self._progress, self._strict = progress, strict
         self._saved: dict[str, Any] = {}  # the header
         self._kept: frozenset[str] = frozenset()  # names of which the checkpoint has no values
         self._series: list[Series] = []
@@ -456,8 +538,7 @@ class Loading(LoadPlanner):
                 optimizer.load_header(header)
             if state.optimizers:
                 self._count_steps(state.updater)
-            for series in self._series:
-                self._fill(series)
+            self._fill_all()
             for optimizer, unit, path in state.foreign():
                 found = reader.read(MetadataIndex(".".join(path)))
                 optimizer.load_unit_states(unit, [found[name] for name in unit.names])
@@ -472,49 +553,85 @@ class Loading(LoadPlanner):
         updater.posted_steps = self._saved.get("posted_steps", counted)
         updater.skipped_steps = self._saved.get("skipped_steps", updater.skipped_steps)
 
-    def _fill(self, series: Series) -> None:
+    def _fill_all(self) -> None:
+        """All series, by items that are read ahead."""
+        stored = [
+            self._stored(item.storage_index)[0]
+            for series in self._series
+            for pieces in self._windows(series).values()
+            for piece in pieces
+            for item in self._items.get(piece.address, ())
+        ]
+        places = self._reader.manifest.places
+        self._progress.expect(sum(places[index].length for index in stored))
+        with closing(self._reader.read_in_turn(stored, self._state.io_engine)) as arriving:
+            counted = self._counted(zip(stored, arriving, strict=True))
+            for series in self._series:
+                self._fill(series, counted)
+
+    def _counted(self, arriving: Iterable[tuple[MetadataIndex, Any]]) -> Iterator[torch.Tensor]:
+        for index, found in arriving:
+            self._progress.add(self._reader.manifest.places[index].length)
+            yield found
+
+    def _windows(self, series: Series) -> dict[int, list[ShardPiece]]:
+        """Its pieces by the number of their window; no piece lies across an end of one."""
+        found: dict[int, list[ShardPiece]] = {}
+        for piece in self._pieces.get(series, ()):
+            found.setdefault(piece.in_shard // layout.PIECE, []).append(piece)
+        return dict(sorted(found.items()))
+
+    def _fill(self, series: Series, arriving: Iterator[torch.Tensor]) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
         unit = series.unit
-        end = series.unit.layout.shard_numel
-        dtype = series.unit.states.dtype_of(series.kind)
-        fill = functools.partial(self._fill_window, self._pieces.get(series, []))
-        windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
-        chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
+        dtype = unit.states.dtype_of(series.kind)
+        pieces = self._windows(series)
+
+        def bring(begin: int, values: torch.Tensor) -> None:
+            self._fill_window(pieces.get(begin // layout.PIECE, ()), begin, values, arriving)
+
+        windows = ShardWindows(layout.PIECE, unit.layout.shard_numel, dtype, bring)
         names = () if series.is_moment else unit.names
         kept = [number for number, name in enumerate(names) if name in self._kept]
 
-        def content(begin: int, end: int) -> torch.Tensor:
-            values = windows.read(begin, chunk[: end - begin])
-            if kept:
-                present = torch.empty_like(values)
-                unit.states.read_chunk(series.kind, begin, present)
-                unit.states.copy_parameters(kept, begin, present, values)
+        def patched(begin: int, end: int) -> torch.Tensor:
+            values = windows.read(begin, end)
+            present = torch.empty_like(values)
+            unit.states.read_chunk(series.kind, begin, present)
+            unit.states.copy_parameters(kept, begin, present, values)
             return values
 
-        unit.states.write_chunks(series.kind, content)
+        if kept:
+            unit.states.write_chunks(series.kind, patched)
+        else:
+            unit.states.stream_chunks(series.kind, windows.read)
 
-    def _fill_window(self, pieces: Sequence[ShardPiece], begin: int, values: torch.Tensor) -> None:
-        """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies
-        across an end of it."""
-        values.zero_()
+    def _fill_window(
+        self,
+        pieces: Sequence[ShardPiece],
+        begin: int,
+        values: torch.Tensor,
+        arriving: Iterator[torch.Tensor],
+    ) -> None:
+        """`values` is the shard from `begin` on, with zeros between the parameters."""
+        if sum(piece.length for piece in pieces) < values.numel():
+            zero_alone(values)
         for piece in pieces:
-            inside = begin <= piece.in_shard < begin + values.numel()
-            for item in self._items.get(piece.address, ()) if inside else ():
+            for item in self._items.get(piece.address, ()):
                 target = values[piece.in_shard - begin :][: piece.length].view(piece.sizes)
-                found = self._read(item.storage_index)
-                target[_slices(item.dest_offsets, item.lengths)] = found[
-                    _slices(item.storage_offsets, item.lengths)
-                ]
+                found = next(arriving)
+                _, box = self._stored(item.storage_index)
+                if box is not None:
+                    found = found[box.number :][: box.rows * box.columns]
+                    found = found.view(box.rows, box.columns)
+                _copy(
+                    target[_slices(item.dest_offsets, item.lengths)],
+                    found[_slices(item.storage_offsets, item.lengths)],
+                )
 
-    def _read(self, index: MetadataIndex) -> torch.Tensor:
-        """A tensor of the checkpoint, or a box of one."""
-        stored, box = self._boxes.get(index, (index, None))
-        found: torch.Tensor = self._reader.read(stored)
-        return (
-            found
-            if box is None
-            else found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
-        )
+    def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, layout.Box | None]:
+        """The tensor that the checkpoint has, and which box of it is wanted."""
+        return self._boxes.get(index, (index, None))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called, for `CheckpointReader.read_data` calls `load`."""
@@ -527,6 +644,13 @@ class Loading(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Never called, for `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+        copy_alone(target.view(-1), source.view(-1))
+    else:
+        target.copy_(source)
 
 
 def _address(name: str, buffer: torch.Tensor) -> MetadataIndex:

@@ -3,9 +3,10 @@
 [Note: one digest over everything]
 `infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is
 that of the bytes of `content`. `content` has the length of every data file, and of every item its
-key, place and SHA-256. An item is thus bound to its key. Every data file begins with `Stamp.head`:
-the run, the save and its own name. The items fill the rest without a gap. So every byte of a
-checkpoint is covered, and a file of another save is refused before anything is read from it.
+key, place and digest: CRC32C, which runs at the speed of memory, and in version 2 SHA-256. An item
+is thus bound to its key. Every data file begins with `Stamp.head`: the run, the save and its own
+name. The items fill the rest without a gap. So every byte of a checkpoint is covered, and a file of
+another save is refused before anything is read from it.
 
 What is zero is not written, and its keys are listed under `absent`. Anything else that is missing
 is an error.
@@ -30,14 +31,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.checkpoint import digest
 from infinity.checkpoint.files import DATA_NAME
 from infinity.checkpoint.inert import DTYPES
 from infinity.errors import CheckpointError
 
-VERSION = 2
+VERSION = 3
 _FRAME = re.compile(rb'\{"content":(.*),"sha256":"([0-9a-f]{64})"\}\n', re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGESTS = {2: ("sha256", re.compile(r"[0-9a-f]{64}"))}
+_DIGEST = digest.ALGORITHM, re.compile(r"[0-9a-f]{8}")
 
 
 class Stamp(NamedTuple):
@@ -57,14 +60,14 @@ class Stamp(NamedTuple):
 
 
 class ItemPlace(NamedTuple):
-    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `sha256` is ""
+    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `digest` is ""
     before version 2."""
 
     file: str
     offset: int
     length: int
     sizes: tuple[int, ...] | None = None
-    sha256: str = ""
+    digest: str = ""
 
 
 class Manifest(NamedTuple):
@@ -93,13 +96,14 @@ def tensor_metadata(
 def encode(manifest: Manifest) -> bytes:
     """The content of `infinity.json`."""
     items = []
+    name, _ = _digest_of(manifest.version)
     for index, place in manifest.places.items():
         item = {
             "key": index.fqn,
             "file": place.file,
             "offset": place.offset,
             "length": place.length,
-            "sha256": place.sha256,
+            name: place.digest,
         }
         if place.sizes is not None:
             item |= {"offsets": list(index.offset or ()), "sizes": list(place.sizes)}
@@ -143,7 +147,7 @@ def decode(data: bytes) -> Manifest:
     }
     places: dict[MetadataIndex, ItemPlace] = {}
     for item in content["items"]:
-        index, place = _decode_item(item, files, tensors)
+        index, place = _decode_item(item, files, tensors, *_digest_of(version))
         if index in places:
             raise ValueError(f"{index.fqn} is there twice")
         places[index] = place
@@ -157,8 +161,17 @@ def decode(data: bytes) -> Manifest:
     )
 
 
+def _digest_of(version: int) -> tuple[str, re.Pattern[str]]:
+    """What the digest of an item is called, and its form."""
+    return _DIGESTS.get(version, _DIGEST)
+
+
 def _decode_item(
-    item: Mapping[str, Any], files: Mapping[str, int], tensors: Mapping[str, TensorStorageMetadata]
+    item: Mapping[str, Any],
+    files: Mapping[str, int],
+    tensors: Mapping[str, TensorStorageMetadata],
+    digest_name: str,
+    digest_form: re.Pattern[str],
 ) -> tuple[MetadataIndex, ItemPlace]:
     """An item and its place; a tensor's chunk is added to `tensors`."""
     key, offsets, sizes = item["key"], None, None
@@ -175,7 +188,7 @@ def _decode_item(
         _number(item["offset"]),
         _number(item["length"]),
         sizes,
-        _text(item["sha256"], _SHA256),
+        _text(item[digest_name], digest_form),
     )
     if place.offset + place.length > files[place.file]:
         raise ValueError(f"{key} lies outside of {place.file}")

@@ -5,23 +5,30 @@ All ranks write into `.<name>.partial` beside the directory. When everything is 
 first rank moves the old checkpoint to `.<name>.old` and the new one to its name. Then it removes
 the old one. So an interrupted save harms nothing. A whole checkpoint always exists, under its name
 or, between the two moves, as `.old`. A load finds it there, too.
+
+[Note: at the speed of the drive]
+Chunks of the store come ahead (`sharding/states`). Each is decoded straight into the buffer that
+will be written, and digested there. Meanwhile the buffers before it are on their way to the drive
+(`checkpoint/data_file`). Objects come first, because who reads ahead holds slots of the store.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
+import math
 import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -44,35 +51,42 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from infinity.checkpoint import manifest
+from infinity.checkpoint.data_file import DataWriter
+from infinity.checkpoint.digest import as_text
 from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
+from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
+from infinity.checkpoint.progress import CheckpointProgress, Told
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
-    Reblocked,
     Series,
-    ShardPiece,
     in_words,
     one_error,
 )
+from infinity.device import copy_alone
 from infinity.directories.directory import make_durable
 from infinity.errors import CheckpointError
 from infinity.optim.foreign import Adapted
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 
+_AHEAD = 256  # chunks that are asked for together; between two such groups the drive may rest
 
-def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
+
+def save(
+    state: EngineState, directory: Path, extra: Mapping[str, Any], told: Told | None = None
+) -> None:
     """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the
-    first one writes.
+    first one writes, and so the first one is `told`.
 
     Raises `CheckpointError`; what was in `directory` is then as it was.
     """
     replicas, failure = state.units[0].ranks.replicas, None
     try:
         if collectives.rank(replicas) == 0:
-            _save(state, directory, extra)
+            _save(state, directory, extra, told)
         else:
             with in_words("the engine cannot be saved"):
                 # What is delayed is seen from now on, by all replicas or by none.
@@ -90,18 +104,19 @@ def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
         )
 
 
-def _save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
-    checksums = torch.serialization.get_crc32_options()
-    writer = CheckpointWriter(directory, state)
-    torch.serialization.set_crc32_options(True)
+def _save(state: EngineState, directory: Path, extra: Mapping[str, Any], told: Told | None) -> None:
+    says = state.rank == 0
+    progress = CheckpointProgress(
+        f"saving {directory}" if says else "", f"saved {directory}" if says else "", told
+    )
+    writer = CheckpointWriter(directory, state, progress)
     try:
         with one_error(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            planner = Saving(state, extra)
             save_state_dict(
                 {},
                 storage_writer=writer,
-                planner=planner,
+                planner=Saving(state, extra),
                 process_group=state.group,
                 no_dist=state.group is None,
             )
@@ -110,7 +125,86 @@ def _save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None
         raise
     finally:
         writer.close()
-        torch.serialization.set_crc32_options(checksums)
+    progress.end()
+
+
+class _Need(NamedTuple):
+    """Elements [begin, end) of a series: one chunk of the store."""
+
+    series: Series
+    begin: int
+    end: int
+
+
+class ChunkStream:
+    """Elements of series, each chunk of the store while those behind it are on their way.
+
+    `needs` are the chunks in the order in which `read` wants them. Who has it checks out nothing
+    else until `close`.
+    """
+
+    def __init__(self, needs: Iterator[_Need]) -> None:
+        self._needs = needs
+        self._arriving = self._arrive()
+        self._here: tuple[_Need, list[torch.Tensor]] | None = None
+
+    def read(self, series: Series, begin: int, values: torch.Tensor) -> None:
+        """Fill `values` with the elements from `begin` on."""
+        at = 0
+        while at < values.numel():
+            need, tensors = self._here or next(self._arriving)
+            if need.series is not series or not need.begin <= begin + at < need.end:
+                self._here = None
+                continue
+            self._here = need, tensors
+            part = values[at : at + need.end - begin - at]
+            series.unit.states.decode(series.kind, tensors, begin + at - need.begin, part)
+            at += part.numel()
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self._arriving.close()
+
+    def _arrive(self) -> Generator[tuple[_Need, list[torch.Tensor]], None, None]:
+        while group := list(islice(self._needs, _AHEAD)):
+            requests = [
+                need.series.unit.states.chunk_request(need.series.kind, need.begin)
+                for need in group
+            ]
+            staging = group[0].series.unit.store.staging
+            with closing(staging.in_turn(requests)) as turns:
+                for need, chunks in zip(group, turns, strict=True):
+                    yield need, [chunk.tensor for chunk in chunks]
+
+
+class TensorSource(NamedTuple):
+    """Where the elements of an item come from: a series, or a tensor on the host."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    series: Series | None = None
+    begin: int = 0
+    """The first element in the shard of the series."""
+    tensor: torch.Tensor | None = None
+
+    def put(self, stream: ChunkStream, at: int, part: torch.Tensor) -> None:
+        """Write the bytes from byte `at` on to `part`."""
+        values, first = part.view(self.dtype), at // self.dtype.itemsize
+        if self.series is not None:
+            stream.read(self.series, self.begin + first, values)
+        elif self.tensor is not None:
+            copy_alone(values, self.tensor[first:][: values.numel()])
+
+    def needs(self) -> Iterator[_Need]:
+        """The chunks that it takes."""
+        if self.series is not None:
+            states = self.series.unit.states
+            bounds = [*states.chunks(), self.series.unit.layout.shard_numel]
+            at, end = self.begin, self.begin + math.prod(self.sizes)
+            while at < end:
+                number = bisect_right(bounds, at) - 1
+                yield _Need(self.series, bounds[number], bounds[number + 1])
+                at = bounds[number + 1]
 
 
 class Saving(SavePlanner):
@@ -121,9 +215,8 @@ class Saving(SavePlanner):
         self._items: list[WriteItem] = []
         # By key: where a nested dict of everything has it.
         self._paths: dict[str, tuple[str, ...]] = {}
-        self._sources: dict[MetadataIndex, Callable[[], Any]] = {}
-        self._open: tuple[Series, Reblocked] | None = None
-        self._memory = np.empty(0, np.uint8)  # of the piece that is written
+        self._objects: dict[MetadataIndex, Callable[[], io.BytesIO]] = {}
+        self._tensors: dict[MetadataIndex, TensorSource] = {}
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -147,17 +240,17 @@ class Saving(SavePlanner):
             self._add_object((HEADER,), lambda: header)
             for name, buffer in state.buffers.items():
                 chunk = ChunkStorageMetadata(torch.Size([0] * buffer.ndim), buffer.shape)
-                self._add(("model", name), chunk, buffer.dtype, buffer.shape, buffer.detach)
+                flat = buffer.detach().cpu().contiguous().view(-1)
+                source = TensorSource(buffer.dtype, tuple(buffer.shape), tensor=flat)
+                self._add(("model", name), chunk, buffer.shape, source)
         for series in state.series():
             if series.is_moment and not series.is_written:
                 continue  # zeros, and in `EngineState.absent`
             for number, name in enumerate(series.unit.names):
                 size = series.size(number)
                 for piece in series.pieces(number, size) if series.unit.counted[number] else ():
-                    if self._memory.nbytes < piece.length * series.dtype.itemsize:
-                        self._memory = np.empty(piece.length * series.dtype.itemsize, np.uint8)
-                    source = functools.partial(self._read, series, piece)
-                    self._add((*series.prefix, name), piece.chunk, series.dtype, size, source)
+                    source = TensorSource(series.dtype, piece.sizes, series, piece.in_shard)
+                    self._add((*series.prefix, name), piece.chunk, size, source)
         for optimizer, unit, path in state.foreign():
             # Every rank has all of them.
             if unit.index % collectives.size(state.group) == state.rank:
@@ -167,19 +260,18 @@ class Saving(SavePlanner):
         self,
         path: tuple[str, ...],
         chunk: ChunkStorageMetadata,
-        dtype: torch.dtype,
         size: torch.Size,
-        source: Callable[[], Any],
+        source: TensorSource,
     ) -> None:
         index = MetadataIndex(".".join(path), chunk.offsets)
-        data = TensorWriteData(chunk, TensorProperties(dtype), size)
+        data = TensorWriteData(chunk, TensorProperties(source.dtype), size)
         self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self._paths[index.fqn], self._sources[index] = path, source
+        self._paths[index.fqn], self._tensors[index] = path, source
 
     def _add_object(self, path: tuple[str, ...], source: Callable[[], io.BytesIO]) -> None:
         index = MetadataIndex(".".join(path))
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
-        self._paths[index.fqn], self._sources[index] = path, source
+        self._paths[index.fqn], self._objects[index] = path, source
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the first rank: what all ranks write."""
@@ -194,24 +286,16 @@ class Saving(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The content of an item, valid until the next one is asked for."""
-        content: torch.Tensor | io.BytesIO = self._sources[write_item.index]()
-        return content
+        """Never called, for `CheckpointWriter.write_data` asks for `content` and `source`."""
+        raise NotImplementedError
 
-    def _read(self, series: Series, piece: ShardPiece) -> torch.Tensor:
-        # All pieces are the same memory: were it not, malloc would find no room for large pieces
-        # between smaller ones.
-        values = torch.frombuffer(self._memory, dtype=series.dtype, count=piece.length)
-        if self._open is None or self._open[0] is not series:
-            unit, kind = series.unit, series.kind
-            chunks = Reblocked(
-                unit.states.chunks(),
-                unit.layout.shard_numel,
-                unit.states.dtype_of(kind),
-                functools.partial(unit.states.read_chunk, kind),
-            )
-            self._open = series, chunks
-        return self._open[1].read(piece.in_shard, values).view(piece.sizes)
+    def content(self, item: WriteItem) -> memoryview:
+        """That of an object."""
+        return self._objects[item.index]().getbuffer()
+
+    def source(self, item: WriteItem) -> TensorSource:
+        """That of a tensor."""
+        return self._tensors[item.index]
 
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
@@ -252,8 +336,8 @@ class Written(NamedTuple):
 class CheckpointWriter(FileSystemWriter):
     """Writes beside the directory, and gives what is whole its name."""
 
-    def __init__(self, directory: Path, state: EngineState) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, state: EngineState, progress: CheckpointProgress) -> None:
+        self._directory, self._progress = directory, progress
         self._partial = sibling(directory, "partial")
         self._old = sibling(directory, "old")
         self._state = state
@@ -301,27 +385,46 @@ class CheckpointWriter(FileSystemWriter):
         """Write this rank's file, and make sure that it is on the drive: a head, and the items
         without a gap."""
         share: WriteInstructions = plan.storage_data
-        written: list[Written] = []
         path = self._partial / share.name
         with (
             in_words(f"{self._directory} cannot be written"),
-            self.fs.create_stream(path, "xb") as stream,
+            closing(DataWriter(path, self._state.io_engine)) as file,
         ):
-            stream.write(share.stamp.head(share.name))
-            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                begin, digested = stream.tell(), Digested(stream)
-                _write(planner.resolve_data(item), digested)
-                chunk = None if item.tensor_data is None else item.tensor_data.chunk
-                sizes = None if chunk is None else tuple(chunk.sizes)
-                place = ItemPlace(
-                    share.name, begin, stream.tell() - begin, sizes, digested.sha256.hexdigest()
-                )
-                written.append(Written(item.index, place))
-            stream.flush()
-            os.fsync(stream.fileno())
+            file.write(share.stamp.head(share.name))
+            written = list(self._write_items(share.name, file, plan.items, planner))  # type: ignore[arg-type]
+            file.finish()
         future: Future[Any] = Future()
         future.set_result(written)
         return future
+
+    def _write_items(
+        self, name: str, file: DataWriter, items: Sequence[WriteItem], planner: Saving
+    ) -> Iterator[Written]:
+        for item in items:
+            if item.type is WriteItemType.BYTE_IO:
+                begin, file.crc = file.tell(), 0
+                file.write(planner.content(item))
+                place = ItemPlace(name, begin, file.tell() - begin, None, as_text(file.crc))
+                yield Written(item.index, place)
+        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
+        sources = [planner.source(item) for item in tensors]
+        begin = file.tell()
+        for source in sources:
+            begin += frame(begin, source.dtype, source.sizes).length
+        file.reserve(begin - file.tell())
+        self._progress.expect(begin)
+        self._progress.add(file.tell())
+        needs = (need for source in sources for need in source.needs())
+        with closing(ChunkStream(_without_repeats(needs))) as stream:
+            for item, source in zip(tensors, sources, strict=True):
+                begin, file.crc = file.tell(), 0
+                around = frame(begin, source.dtype, source.sizes)
+                file.write(around.head)
+                file.fill(around.nbytes, functools.partial(source.put, stream))
+                file.write(around.tail)
+                place = ItemPlace(name, begin, around.length, source.sizes, as_text(file.crc))
+                self._progress.add(around.length)
+                yield Written(item.index, place)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """On the first rank, when all have written: complete the checkpoint and put it in its
@@ -376,32 +479,13 @@ class CheckpointWriter(FileSystemWriter):
             os.fsync(stream.fileno())
 
 
-class Digested:
-    """Writes to `stream`, and digests what it writes."""
-
-    def __init__(self, stream: io.IOBase) -> None:
-        self._stream, self.sha256 = stream, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """All of `data`, bytes of any kind."""
-        self.sha256.update(data)
-        return int(self._stream.write(data))
-
-    def flush(self) -> None:
-        """As torch.save asks for."""
-        self._stream.flush()
-
-
-def _write(content: torch.Tensor | io.BytesIO, stream: Digested) -> None:
-    """`content` as DCP's readers expect it."""
-    if isinstance(content, io.BytesIO):
-        stream.write(content.getbuffer())
-        return
-    tensor = content.detach().cpu()
-    # torch.save would write all of what it is a part of
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    torch.save(tensor, stream)  # type: ignore[arg-type]  # it needs nothing else of a file
+def _without_repeats(needs: Iterator[_Need]) -> Iterator[_Need]:
+    """Pieces of one chunk follow each other."""
+    last: _Need | None = None
+    for need in needs:
+        if last is None or need.series is not last.series or need.begin != last.begin:
+            yield need
+        last = need
 
 
 def _is_empty(directory: Path) -> bool:

@@ -21,16 +21,14 @@ package does not read. Checkpoints of version 1 have no `infinity.json`; they ar
 `.metadata`, without digests (`checkpoint/earlier`).
 
 [Note: how much memory]
-However large model and units are, saving and loading hold three things: a piece of at most `PIECE`
-elements, the bytes of its file, and a chunk of the store. With `infinity.adapt` they also hold the
-states of one unit.
+However large model and units are, a save holds the buffers of its file (`checkpoint/data_file`). A
+load holds the items that it reads ahead, and a window of `PIECE` elements. With `infinity.adapt`
+they also hold the states of one unit.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -177,6 +175,9 @@ class EngineState(NamedTuple):
     trainable_only: bool = False
     """Whether frozen parameters are left out."""
 
+    io_engine: str = "auto"
+    """Which native engine moves the files, as `Tuning.io_engine` says."""
+
     @property
     def rank(self) -> int:
         """The number of this one among them."""
@@ -277,41 +278,43 @@ def _states_of(optimizer: Optimizer) -> str:
     )
 
 
-class Reblocked:
-    """Elements of a shard, asked for in any lengths and rising order, that come in blocks.
+class ShardWindows:
+    """Elements of a shard, asked for in rising order, that come in windows of `length`.
 
-    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, values)` fills `values`
-    with one. Its memory is used again and again: were it not, malloc would find no room for large
-    pieces between smaller ones, and take more and more.
+    `bring(begin, values)` fills `values` with the window from `begin` on. Its memory is used again
+    and again: were it not, malloc would find no room for large pieces between smaller ones, and
+    take more and more.
     """
 
     def __init__(
-        self,
-        starts: Sequence[int],
-        end: int,
-        dtype: torch.dtype,
-        bring: Callable[[int, torch.Tensor], None],
+        self, length: int, end: int, dtype: torch.dtype, bring: Callable[[int, torch.Tensor], None]
     ) -> None:
-        self._bounds, self._bring = [*starts, end], bring
-        self._memory = torch.empty(
-            max(map(operator.sub, self._bounds[1:], self._bounds)), dtype=dtype
-        )
-        self._begin = -1  # of the block in memory
+        self._length, self._end, self._bring = length, end, bring
+        self._memory = torch.empty(min(length, end), dtype=dtype)
+        self._joined = torch.empty(0, dtype=dtype)  # what lies in several windows
+        self._begin = -1  # of the one in memory
 
-    def read(self, begin: int, values: torch.Tensor) -> torch.Tensor:
-        """Fill `values` with the elements from `begin` on, and return it."""
-        at = 0
-        while at < values.numel():
-            number = bisect_right(self._bounds, begin + at) - 1
-            start, stop = self._bounds[number : number + 2]
-            if start != self._begin:
-                self._begin = -1
-                self._bring(start, self._memory[: stop - start])
-                self._begin = start
-            part = self._memory[begin + at - start : stop - start][: values.numel() - at]
-            values[at : at + part.numel()] = part
-            at += part.numel()
-        return values
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """The elements [begin, end), valid until the next call."""
+        if begin // self._length == (end - 1) // self._length:
+            return self._part(begin, end)
+        if self._joined.numel() < end - begin:
+            self._joined = self._joined.new_empty(end - begin)
+        at = begin
+        while at < end:
+            stop = min(end, (at // self._length + 1) * self._length)
+            self._joined[at - begin : stop - begin] = self._part(at, stop)
+            at = stop
+        return self._joined[: end - begin]
+
+    def _part(self, begin: int, end: int) -> torch.Tensor:
+        """Elements of one window."""
+        start = begin // self._length * self._length
+        if start != self._begin:
+            self._begin = -1
+            self._bring(start, self._memory[: min(self._length, self._end - start)])
+            self._begin = start
+        return self._memory[begin - start : end - start]
 
 
 @contextmanager

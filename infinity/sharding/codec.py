@@ -9,7 +9,7 @@ import torch
 
 from infinity import native
 from infinity.device import copy_alone
-from infinity.placement.spec import FP32, SPLIT, Format, Kind
+from infinity.placement.spec import BF16, FP32, SPLIT, Format, Kind
 
 _ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 
@@ -26,15 +26,19 @@ def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
         copy_alone(param, values)
 
 
-def decode_master(form: Format, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+def decode_master(
+    form: Format, tensors: Sequence[torch.Tensor], values: torch.Tensor, first: int = 0
+) -> None:
     """`tensors` are the chunk's bytes of the parameter and the low halves (SPLIT), or of the
-    master; `values` is fp32."""
+    master; `values` gets the elements from `first` on, in fp32."""
     if form is SPLIT:
         native.cpu_adam().join(
-            *(tensor.data_ptr() for tensor in tensors), values.data_ptr(), values.numel()
+            *(tensor.data_ptr() + 2 * first for tensor in tensors),
+            values.data_ptr(),
+            values.numel(),
         )
     else:
-        values.copy_(tensors[0].view(torch.float32))
+        copy_alone(values, tensors[0].view(torch.float32)[first:][: values.numel()])
 
 
 def encode_master(
@@ -45,7 +49,7 @@ def encode_master(
         _split(values, param, master)
     else:
         round_to(param, values)
-        master.view(torch.float32).copy_(values)
+        copy_alone(master.view(torch.float32), values)
 
 
 def _split(values: torch.Tensor, param: torch.Tensor, low: torch.Tensor) -> None:
@@ -53,20 +57,23 @@ def _split(values: torch.Tensor, param: torch.Tensor, low: torch.Tensor) -> None
     native.cpu_adam().split(values.data_ptr(), param.data_ptr(), low.data_ptr(), values.numel())
 
 
-def decode_moment(form: Format, kind: Kind, chunk: torch.Tensor, values: torch.Tensor) -> None:
-    """`chunk` is uint8 in `form`; `values` is fp32."""
-    if form is FP32:
-        values.copy_(chunk.view(torch.float32))
+def decode_moment(
+    form: Format, kind: Kind, chunk: torch.Tensor, values: torch.Tensor, first: int = 0
+) -> None:
+    """`chunk` is uint8 in `form`; `values` gets its elements from `first` on, in fp32, or bf16
+    where `form` is that."""
+    if form is FP32 or (form is BF16 and values.dtype == torch.bfloat16):
+        copy_alone(values, chunk.view(values.dtype)[first:][: values.numel()])
     else:
         native.cpu_adam().decode(
-            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel()
+            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), first, values.numel()
         )
 
 
 def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.Tensor) -> None:
     """Write fp32 `values`, rounded to nearest, into `chunk`, uint8 in `form`."""
     if form is FP32:
-        chunk.view(torch.float32).copy_(values)
+        copy_alone(chunk.view(torch.float32), values)
     else:
         values = values.contiguous()
         native.cpu_adam().encode(

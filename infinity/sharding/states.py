@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.device import copy_alone
 from infinity.placement.spec import SPLIT, Kind
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
+from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 
 if TYPE_CHECKING:
@@ -113,22 +115,41 @@ class States:
     def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
         """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element
         `begin` on."""
-        block = self.unit.blocks[kind]
         if kind is Kind.GRAD:
             self.unit.gradients.wait()
+        with self._checked_out(self._sources(kind), begin, load=True) as tensors:
+            self.decode(kind, tensors, 0, values)
+
+    def chunk_request(self, kind: Kind, begin: int) -> ChunkRequest:
+        """What to check out for `decode`: the chunk of `kind`, which is no gradient, from element
+        `begin` on."""
+        blocks = self._sources(kind)
+        return ChunkRequest(blocks, begin, blocks)
+
+    def _sources(self, kind: Kind) -> list[Block]:
+        """The blocks that have the content of `kind`: a master that was never written is the
+        parameter."""
+        block = self.unit.blocks[kind]
         if kind is Kind.MASTER and not block.written:
-            param = torch.empty_like(values, dtype=self.unit.dtype)
-            self.read_chunk(Kind.PARAM, begin, param)
-            values.copy_(param)
-            return
-        kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
-        with self._checked_out(kinds, begin, load=True) as tensors:
-            if kind in (Kind.PARAM, Kind.GRAD):
-                values.copy_(tensors[0].view(values.dtype))
-            elif kind is Kind.MASTER:
-                codec.decode_master(block.format, tensors, values)
-            else:
-                codec.decode_moment(block.format, kind, tensors[0], values)
+            return [self.unit.blocks[Kind.PARAM]]
+        return [self.unit.blocks[Kind.PARAM], block] if block.format is SPLIT else [block]
+
+    def decode(
+        self, kind: Kind, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
+    ) -> None:
+        """Fill `values` with elements of a chunk that is checked out, from its element `first` on.
+
+        `values` has the dtype that `read` gives, or bf16 for a moment that is kept in bf16.
+        """
+        block = self.unit.blocks[kind]
+        if kind is Kind.MASTER and not block.written:
+            copy_alone(values, tensors[0].view(self.unit.dtype)[first:][: values.numel()])
+        elif kind in (Kind.PARAM, Kind.GRAD):
+            copy_alone(values, tensors[0].view(values.dtype)[first:][: values.numel()])
+        elif kind is Kind.MASTER:
+            codec.decode_master(block.format, tensors, values, first)
+        else:
+            codec.decode_moment(block.format, kind, tensors[0], values, first)
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
         """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype
@@ -142,31 +163,55 @@ class States:
     def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
         """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
         elements of the shard."""
+        with self._rewriting(kind) as blocks:
+            for begin, end in self._bounds():
+                values = content(begin, end)
+                with self._checked_out(blocks, begin, load=False) as tensors:
+                    self._encode(kind, values, tensors)
+
+    def stream_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
+        """Like `write_chunks`, while chunks before are still written: `content` checks nothing
+        out."""
+        with self._rewriting(kind) as blocks:
+            requests = [ChunkRequest(blocks, begin) for begin in self.chunks()]
+            with closing(self.unit.store.staging.in_turn(requests)) as turns:
+                for (begin, end), chunks in zip(self._bounds(), turns, strict=True):
+                    self._encode(kind, content(begin, end), [chunk.tensor for chunk in chunks])
+                    for chunk in chunks:
+                        chunk.commit()
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        """The first element of every chunk of this rank's shard, and the one behind its last."""
+        starts = self.chunks()
+        return list(zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True))
+
+    @contextmanager
+    def _rewriting(self, kind: Kind) -> Iterator[list[Block]]:
+        """The blocks that `kind` consists of; inside they are rewritten as a whole."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
-        form = self.unit.blocks[kind].format
+        blocks = [self.unit.blocks[k] for k in kinds]
         self.unit.rollback()
-        self.unit.listeners.updates.before_write([self.unit.blocks[k] for k in kinds])
+        self.unit.listeners.updates.before_write(blocks)
         if Kind.PARAM in kinds:
             self.unit.store.make_writable(self.unit.blocks[Kind.PARAM])
             self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
             self.unit.outdate()  # other ranks write their parts, too
         try:
-            starts = self.chunks()
-            for begin, end in zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True):
-                values = content(begin, end)
-                with self._checked_out(kinds, begin, load=False) as tensors:
-                    if kind is Kind.MASTER:
-                        codec.encode_master(
-                            form, values, tensors[0].view(self.unit.dtype), tensors[1]
-                        )
-                    elif kind in (Kind.PARAM, Kind.GRAD):
-                        tensors[0].view(self.dtype_of(kind)).copy_(values)
-                    else:
-                        codec.encode_moment(form, kind, values, tensors[0])
+            yield blocks
         except BaseException as error:
             self.unit.store.latch.fail(error)
             raise
-        self.unit.store.resident.end_update([self.unit.blocks[k] for k in kinds])
+        self.unit.store.resident.end_update(blocks)
+
+    def _encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Put `values` into a chunk that is checked out."""
+        form = self.unit.blocks[kind].format
+        if kind is Kind.MASTER:
+            codec.encode_master(form, values, tensors[0].view(self.unit.dtype), tensors[1])
+        elif kind in (Kind.PARAM, Kind.GRAD):
+            copy_alone(tensors[0].view(self.dtype_of(kind)), values)
+        else:
+            codec.encode_moment(form, kind, values, tensors[0])
 
     def restart(self, kind: Kind, positions: Sequence[int]) -> None:
         """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the
@@ -204,11 +249,10 @@ class States:
 
     @contextmanager
     def _checked_out(
-        self, kinds: Sequence[Kind], begin: int, load: bool
+        self, blocks: Sequence[Block], begin: int, load: bool
     ) -> Iterator[list[torch.Tensor]]:
         """The chunks from element `begin` on of these blocks, uint8; what the context leaves in
         them is written unless `load`."""
-        blocks = [self.unit.blocks[kind] for kind in kinds]
         chunks = self.unit.store.staging.check_out(
             ChunkRequest(blocks, begin, blocks if load else ())
         )
@@ -230,8 +274,7 @@ class States:
         overlap = self.unit.layout.overlap(index, self.unit.rank)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
         found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
-        starts = self.chunks()
-        for begin, end in zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True):
+        for begin, end in self._bounds():
             low, high = max(begin, first), min(end, last)
             if low < high:
                 chunk = torch.empty(end - begin, dtype=found.dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -28,8 +29,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.checkpoint import loading, manifest, saving, state
+from infinity import native
+from infinity.checkpoint import data_file, loading, manifest, progress, saving, state
+from infinity.checkpoint.data_file import DataWriter
 from infinity.optim.optimizer import Optimizer
+from infinity.quantities import format_bytes
+from infinity.sharding.states import States
 from support.configs import config_of
 from support.models import Transformer, rounded, text_batch, transformer
 
@@ -525,8 +530,17 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
     monkeypatch: pytest.MonkeyPatch,
     smallest: Callable[..., dict[str, int]],
 ) -> None:
-    piece = 1 << 14
+    piece, mapped = 1 << 14, []
     monkeypatch.setattr(state, "PIECE", piece)
+    monkeypatch.setattr(data_file, "BUFFER_BYTES", piece)
+    monkeypatch.setattr(data_file, "RUN_BYTES", piece)
+    real = data_file.huge_pages
+
+    def huge_pages(nbytes: int) -> torch.Tensor:
+        mapped.append(nbytes)
+        return real(nbytes)
+
+    monkeypatch.setattr(data_file, "huge_pages", huge_pages)
     for width in (64, 512):  # one unit each
         model = nn.Sequential(nn.Linear(width, 8 * width), nn.Linear(8 * width, 1))
         config = {"precision": "bf16", "parameters": "nvme", "optimizer": "nvme"}
@@ -537,12 +551,13 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
         assert max(unit.layout.numel for unit in training.engine.units) >= parts.stop
         for act in (training.save, training.load):
             gc.collect()
+            mapped.clear()
             tracemalloc.start()
             with Allocations() as allocations:
                 act(tmp_path / "checkpoint")
             _, python = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            assert piece * 4 <= allocations.most <= 4 * piece * 4, act
+            assert piece * 4 <= allocations.most + sum(mapped) <= 6 * piece * 4, act
             # A piece as bytes, the plan, which takes some 5 KiB for each piece (of 16 MiB, but in
             # this test), and room.
             assert python <= 4 * piece * 4 + 3 * len(parts) * 8192 + 300_000, act
@@ -585,12 +600,75 @@ def test_the_process_does_not_grow(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(saving.Saving, "resolve_data")
-    watch(loading.CheckpointReader, "read")
+    watch(saving.TensorSource, "put")
+    watch(loading.Loading, "_fill_window")
     training.save(tmp_path / "checkpoint")
     training.load(tmp_path / "checkpoint")
     states = 12 * sum(p.numel() for p in training.model.parameters())
     assert max(most) - most[0] < (96 << 20) < states / 2, "a piece is 16 MiB"
+
+
+# At the speed of the drive
+
+
+def test_no_chunk_is_waited_for_alone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save and a load take chunks in turn, while others are under way."""
+    training = start(**PLACES[2])
+    training.steps(range(2))
+    saved = training.everything()
+
+    def alone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("one chunk was checked out and waited for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(States, "_checked_out", alone)
+        training.save(tmp_path / "checkpoint")
+        training.load(tmp_path / "checkpoint")
+    assert same(training.everything(), saved)
+
+
+def test_the_caller_hears_how_far_it_is(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = start(**PLACES[1])
+    training.steps(range(1))
+    (parameters,) = {sum(p.numel() for p in training.model.parameters())}
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    for doing, done, act in (
+        ("saving", "saved", training.engine.save_checkpoint),
+        ("loading", "loaded", training.engine.load_checkpoint),
+    ):
+        heard: list[tuple[int, int]] = []
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "infinity"):
+            act(
+                tmp_path / "checkpoint",
+                training.optimizer,
+                progress=lambda *values, to=heard: to.append(values),
+            )
+        moved, totals = [value[0] for value in heard], {value[1] for value in heard}
+        (total,) = totals
+        assert moved == sorted(moved)
+        assert moved[-1] == total >= 12 * parameters
+        assert len(heard) > 10
+        lines = [record.getMessage() for record in caplog.records if record.name == "infinity"]
+        assert f"{doing} {tmp_path}/checkpoint: {format_bytes(moved[1])} of " in lines[0]
+        assert lines[-1].startswith(f"{done} {tmp_path}/checkpoint: {format_bytes(total)} in ")
+
+
+def test_a_save_whose_caller_has_enough_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    training = start()
+
+    def enough(moved: int, total: int) -> None:
+        if moved:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.engine.save_checkpoint(tmp_path / "checkpoint", progress=enough)
+    assert not list(tmp_path.glob("*checkpoint*"))
+    training.save(tmp_path / "checkpoint")
 
 
 # All or nothing
@@ -623,7 +701,7 @@ def killed_before(moment: int) -> Iterator[list[str]]:
             (Path, "rename"),
             (Path, "mkdir"),
             (os, "fsync"),
-            (torch, "save"),
+            (DataWriter, "fill"),
         ):
             watch(owner, name)
         yield done
@@ -663,33 +741,31 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(
     }
 
 
-def full_after(nbytes: int, patch: pytest.MonkeyPatch) -> None:
-    """Every file that a checkpoint writes is refused all but its first bytes."""
-    real = FileSystem.create_stream
-
-    @contextmanager
-    def create(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
-        with real(self, path, mode) as stream:
-            write, left = stream.write, [nbytes]
-
-            def limited(data: Any) -> int:
-                left[0] -= memoryview(data).nbytes
-                if left[0] < 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-                return int(write(data))
-
-            class Limited:
-                def __getattr__(self, name: str) -> Any:
-                    return limited if name == "write" else getattr(stream, name)
-
-            yield stream if "r" in mode else Limited()
-
-    patch.setattr(FileSystem, "create_stream", create)
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("room", [0, 1000, 100_000, 400_000])
+def full_at(moment: str, patch: pytest.MonkeyPatch) -> None:
+    """The drive of a checkpoint is full when its data file is made longer, when that is written, or
+    when the files that say what is in it are made."""
+    real = native.make_engine
+
+    def make_engine(*arguments: Any, **options: Any) -> Any:
+        engine = real(*arguments, **options)
+        engine.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
+        return engine
+
+    if moment == "reserve":
+        patch.setattr(data_file, "allocate", no_room)
+    elif moment == "write":
+        patch.setattr(native, "make_engine", make_engine)
+    else:
+        patch.setattr(FileSystem, "create_stream", no_room)
+
+
+@pytest.mark.parametrize("moment", ["reserve", "write", "index"])
 def test_a_full_drive_is_one_error_and_training_goes_on(
-    room: int, start: Start, tmp_path: Path
+    moment: str, start: Start, tmp_path: Path
 ) -> None:
     training, plain = start(), start()
     training.steps(range(1))
@@ -697,7 +773,7 @@ def test_a_full_drive_is_one_error_and_training_goes_on(
     saved = training.everything()
     training.steps(range(1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        full_after(room, patch)
+        full_at(moment, patch)
         with pytest.raises(
             infinity.CheckpointError,
             match=f"^{tmp_path}/checkpoint cannot be written: .*No space left on device",
@@ -758,19 +834,16 @@ def test_two_saves_to_one_directory_at_once_are_refused(
 ) -> None:
     one, other = start(), start(transformer(1))
     one.steps(range(1))
-    real, errors = torch.save, []
+    real, errors = DataWriter.fill, []
 
     def second(*arguments: Any) -> None:
-        monkeypatch.setattr(torch, "save", real)
+        monkeypatch.setattr(DataWriter, "fill", real)
         with pytest.raises(infinity.CheckpointError) as caught:
             other.save(tmp_path / "checkpoint")
         errors.append(str(caught.value))
         real(*arguments)
 
-    def at_the_first_tensor(content: Any, *arguments: Any) -> None:
-        (second if isinstance(content, torch.Tensor) else real)(content, *arguments)
-
-    monkeypatch.setattr(torch, "save", at_the_first_tensor)
+    monkeypatch.setattr(DataWriter, "fill", second)
     one.save(tmp_path / "checkpoint")
     assert errors == [
         f"{tmp_path}/checkpoint is being saved by another process; give each its own directory"
@@ -850,12 +923,12 @@ def test_a_newer_version_is_refused(
 ) -> None:
     training = start()
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "VERSION", 3)
+        patch.setattr(manifest, "VERSION", 4)
         training.save(tmp_path / "checkpoint")
     with refused(
         training,
         (
-            "cannot be loaded: it has version 3, and this infinity reads up to 2; use a newer "
+            "cannot be loaded: it has version 4, and this infinity reads up to 3; use a newer "
             "infinity$"
         ),
     ):

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import infinity
 from infinity.checkpoint import earlier, inert, loading, manifest
+from infinity.checkpoint.digest import as_text, crc32c
 from support.configs import config_of
+from support.earlier_checkpoints import write_earlier
 from support.models import text_batch, transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -497,18 +499,15 @@ def test_extra_may_have_all_that_it_may_have(saved: Saved) -> None:
 
 
 def plant(directory: Path, key: str, content: bytes) -> None:
-    """`content` in place of an item, with everything else to match."""
+    """`content` as an item, at the end of the file, with everything else to match."""
     data = (directory / DATA).read_bytes()
+    (directory / DATA).write_bytes(data + content)
+    crc = crc32c(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def move(manifest: dict[str, Any]) -> None:
         item = item_of(manifest, key)
-        begin, end = item["offset"], item["offset"] + item["length"]
-        (directory / DATA).write_bytes(data[:begin] + content + data[end:])
-        grown = len(content) - item["length"]
-        for other in manifest["items"]:
-            other["offset"] += grown if other["offset"] > begin else 0
-        item.update(length=len(content), sha256=hashlib.sha256(content).hexdigest())
-        manifest["files"][DATA] += grown
+        item.update(offset=len(data), length=len(content), crc32c=as_text(crc))
+        manifest["files"][DATA] += len(content)
 
     rewrite(directory, move)
 
@@ -555,35 +554,27 @@ def test_an_item_that_is_another_thing_is_refused(value: Any, saved: Saved) -> N
 # Earlier versions, and other tools
 
 
-@pytest.fixture
-def version_1(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint without a manifest, with the state of the first one."""
-    where = tmp_path / "version 1"
-    (tmp_path / "nvme").mkdir()
-    training = Training(tmp_path / "nvme", seed=2)
-    with training.engine:
-        training.load(saved.first)
-        with monkeypatch.context() as patch:
-            patch.setattr(manifest, "VERSION", 1)
-            training.save(where)
-    (where / MANIFEST).unlink()
-    return where
-
-
-def test_the_earlier_version_is_read(saved: Saved, version_1: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_earlier_versions_are_read(version: int, saved: Saved, tmp_path: Path) -> None:
+    older = tmp_path / f"version {version}"
+    write_earlier(saved.first, older, version)
+    assert (older / MANIFEST).exists() == (version > 1)
     shutil.rmtree(saved.damaged, ignore_errors=True)
-    shutil.copytree(version_1, saved.damaged)
+    shutil.copytree(older, saved.damaged)
     assert saved.load() == ""
-    cut(saved.damaged / DATA, (version_1 / DATA).stat().st_size - 1)
+    cut(saved.damaged / DATA, (older / DATA).stat().st_size - 1)
     assert " is cut off: " in saved.load()
-    shutil.copy(version_1 / DATA, saved.damaged / DATA)
+    shutil.copy(older / DATA, saved.damaged / DATA)
     (begin,) = [
         place.offset
-        for index, place in earlier.decode((version_1 / METADATA).read_bytes()).places.items()
+        for index, place in earlier.decode((older / METADATA).read_bytes()).places.items()
         if index.fqn == "model.tokens.weight"
     ]
     flip(saved.damaged / DATA, begin + 1000, 3)
     assert "is damaged in model.tokens.weight" in saved.load()
+    shutil.copy(older / DATA, saved.damaged / DATA)
+    assert same(read_all(saved.damaged).keys(), read_all(saved.first).keys())
+    assert saved.load() == ""
 
 
 def test_metadata_say_the_same_as_the_manifest(saved: Saved) -> None:
@@ -591,7 +582,7 @@ def test_metadata_say_the_same_as_the_manifest(saved: Saved) -> None:
     here = manifest.decode((saved.first / MANIFEST).read_bytes())
     assert (there.files, there.tensors) == (here.files, here.tensors)
     assert there.places == {
-        index: place._replace(sha256="") for index, place in here.places.items()
+        index: place._replace(digest="") for index, place in here.places.items()
     }
 
 

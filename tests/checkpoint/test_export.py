@@ -266,7 +266,7 @@ def test_adapters_need_a_configuration_of_peft(saved: Run, tmp_path: Path) -> No
 def test_inspect_says_what_a_checkpoint_holds(saved: Run) -> None:
     found = done("inspect", saved.checkpoint, "--tensors", "--verify")
     count = sum(value.numel() for value in saved.weights.values())
-    assert (found["version"], found["step"], found["ranks"]) == (2, 1, 1)
+    assert (found["version"], found["step"], found["ranks"]) == (3, 1, 1)
     assert found["model"]["elements"] == count
     assert found["model"]["dtypes"] == {"float32": len(saved.weights) - 1, "bfloat16": 1}
     assert found["states"]["exp_avg"]["bytes"] == 4 * (count - 16)
