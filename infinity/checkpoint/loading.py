@@ -54,13 +54,13 @@ from infinity.checkpoint.progress import CheckpointProgress, Told
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
+    PieceCursor,
     Series,
     ShardPiece,
-    ShardWindows,
     in_words,
     one_error,
 )
-from infinity.device import copy_alone, zero_alone
+from infinity.device import copy_alone
 from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -558,8 +558,7 @@ class Loading(LoadPlanner):
         stored = [
             self._stored(item.storage_index)[0]
             for series in self._series
-            for pieces in self._windows(series).values()
-            for piece in pieces
+            for piece in self._sorted(series)
             for item in self._items.get(piece.address, ())
         ]
         places = self._reader.manifest.places
@@ -574,28 +573,36 @@ class Loading(LoadPlanner):
             self._progress.add(self._reader.manifest.places[index].length)
             yield found
 
-    def _windows(self, series: Series) -> dict[int, list[ShardPiece]]:
-        """Its pieces by the number of their window; no piece lies across an end of one."""
-        found: dict[int, list[ShardPiece]] = {}
-        for piece in self._pieces.get(series, ()):
-            found.setdefault(piece.in_shard // layout.PIECE, []).append(piece)
-        return dict(sorted(found.items()))
+    def _sorted(self, series: Series) -> list[ShardPiece]:
+        """The pieces that fill it, in their order in the shard."""
+        return sorted(self._pieces.get(series, ()), key=lambda piece: piece.in_shard)
 
     def _fill(self, series: Series, arriving: Iterator[torch.Tensor]) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
         unit = series.unit
         dtype = unit.states.dtype_of(series.kind)
-        pieces = self._windows(series)
+        memory = torch.empty(0, dtype=dtype)
 
-        def bring(begin: int, values: torch.Tensor) -> None:
-            self._fill_window(pieces.get(begin // layout.PIECE, ()), begin, values, arriving)
+        def bring(piece: ShardPiece) -> torch.Tensor:
+            nonlocal memory
+            for item in self._items[piece.address]:
+                found = self._part(item, next(arriving))
+                is_all = found.numel() == piece.length and found.dtype == dtype
+                if is_all and found.is_contiguous():
+                    return found.view(-1)  # where it arrived
+                if memory.numel() < piece.length:
+                    memory = memory.new_empty(piece.length)
+                target = memory[: piece.length].view(piece.sizes)
+                _copy(target[_slices(item.dest_offsets, item.lengths)], found)
+            return memory[: piece.length]
 
-        windows = ShardWindows(layout.PIECE, unit.layout.shard_numel, dtype, bring)
+        cursor = PieceCursor(self._sorted(series), dtype, bring)
         names = () if series.is_moment else unit.names
         kept = [number for number, name in enumerate(names) if name in self._kept]
 
         def patched(begin: int, end: int) -> torch.Tensor:
-            values = windows.read(begin, end)
+            values = torch.empty(end - begin, dtype=dtype)
+            copy_alone(values, cursor.read(begin, end))
             present = torch.empty_like(values)
             unit.states.read_chunk(series.kind, begin, present)
             unit.states.copy_parameters(kept, begin, present, values)
@@ -604,30 +611,14 @@ class Loading(LoadPlanner):
         if kept:
             unit.states.write_chunks(series.kind, patched)
         else:
-            unit.states.stream_chunks(series.kind, windows.read)
+            unit.states.stream_chunks(series.kind, cursor.read)
 
-    def _fill_window(
-        self,
-        pieces: Sequence[ShardPiece],
-        begin: int,
-        values: torch.Tensor,
-        arriving: Iterator[torch.Tensor],
-    ) -> None:
-        """`values` is the shard from `begin` on, with zeros between the parameters."""
-        if sum(piece.length for piece in pieces) < values.numel():
-            zero_alone(values)
-        for piece in pieces:
-            for item in self._items.get(piece.address, ()):
-                target = values[piece.in_shard - begin :][: piece.length].view(piece.sizes)
-                found = next(arriving)
-                _, box = self._stored(item.storage_index)
-                if box is not None:
-                    found = found[box.number :][: box.rows * box.columns]
-                    found = found.view(box.rows, box.columns)
-                _copy(
-                    target[_slices(item.dest_offsets, item.lengths)],
-                    found[_slices(item.storage_offsets, item.lengths)],
-                )
+    def _part(self, item: ReadItem, found: torch.Tensor) -> torch.Tensor:
+        """What is wanted of a stored tensor, or of a box of one."""
+        _, box = self._stored(item.storage_index)
+        if box is not None:
+            found = found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
+        return found[_slices(item.storage_offsets, item.lengths)]
 
     def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, layout.Box | None]:
         """The tensor that the checkpoint has, and which box of it is wanted."""

@@ -22,10 +22,10 @@ import shutil
 import uuid
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +71,9 @@ from infinity.errors import CheckpointError
 from infinity.optim.foreign import Adapted
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
+from infinity.tiers.access import Checkout
 
-_AHEAD = 256  # chunks that are asked for together; between two such groups the drive may rest
+_AHEAD = 8  # chunks of the store that are under way or in use, slots permitting
 
 
 def save(
@@ -145,36 +146,47 @@ class ChunkStream:
 
     def __init__(self, needs: Iterator[_Need]) -> None:
         self._needs = needs
-        self._arriving = self._arrive()
-        self._here: tuple[_Need, list[torch.Tensor]] | None = None
+        self._next = next(needs, None)  # the first one that was not asked for
+        self._held: deque[tuple[_Need, list[Checkout]]] = deque()  # the first one is in use
 
     def read(self, series: Series, begin: int, values: torch.Tensor) -> None:
         """Fill `values` with the elements from `begin` on."""
         at = 0
         while at < values.numel():
-            need, tensors = self._here or next(self._arriving)
+            self._ask()
+            need, chunks = self._held[0]
             if need.series is not series or not need.begin <= begin + at < need.end:
-                self._here = None
+                self._release_first()
                 continue
-            self._here = need, tensors
+            for chunk in chunks:
+                chunk.wait()
             part = values[at : at + need.end - begin - at]
+            tensors = [chunk.tensor for chunk in chunks]
             series.unit.states.decode(series.kind, tensors, begin + at - need.begin, part)
             at += part.numel()
 
     def close(self) -> None:
         """Give the slots back."""
-        self._arriving.close()
+        with ExitStack() as stack:
+            for _ in range(len(self._held)):
+                stack.callback(self._release_first)
 
-    def _arrive(self) -> Generator[tuple[_Need, list[torch.Tensor]], None, None]:
-        while group := list(islice(self._needs, _AHEAD)):
-            requests = [
-                need.series.unit.states.chunk_request(need.series.kind, need.begin)
-                for need in group
-            ]
-            staging = group[0].series.unit.store.staging
-            with closing(staging.in_turn(requests)) as turns:
-                for need, chunks in zip(group, turns, strict=True):
-                    yield need, [chunk.tensor for chunk in chunks]
+    def _ask(self) -> None:
+        """Start reading what comes next, as far as there are slots."""
+        while self._next is not None and len(self._held) < _AHEAD:
+            states, staging = self._next.series.unit.states, self._next.series.unit.store.staging
+            request = states.chunk_request(self._next.series.kind, self._next.begin)
+            chunks = staging.try_check_out(request) if self._held else staging.check_out(request)
+            if chunks is None:
+                return
+            self._held.append((self._next, chunks))
+            self._next = next(self._needs, None)
+
+    def _release_first(self) -> None:
+        _, chunks = self._held.popleft()
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.callback(chunk.release)
 
 
 class TensorSource(NamedTuple):

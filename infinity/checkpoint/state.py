@@ -22,14 +22,14 @@ package does not read. Checkpoints of version 1 have no `infinity.json`; they ar
 
 [Note: how much memory]
 However large model and units are, a save holds the buffers of its file (`checkpoint/data_file`). A
-load holds the items that it reads ahead, and a window of `PIECE` elements. With `infinity.adapt`
-they also hold the states of one unit.
+load holds the items that it reads ahead, a piece where it is made of parts of items, and a chunk of
+the store. With `infinity.adapt` they also hold the states of one unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from infinity.checkpoint import manifest
+from infinity.device import copy_alone, zero_alone
 from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
@@ -278,43 +279,51 @@ def _states_of(optimizer: Optimizer) -> str:
     )
 
 
-class ShardWindows:
-    """Elements of a shard, asked for in rising order, that come in windows of `length`.
+class PieceCursor:
+    """Elements of a shard, asked for in rising order, that come in pieces; zeros between them.
 
-    `bring(begin, values)` fills `values` with the window from `begin` on. Its memory is used again
-    and again: were it not, malloc would find no room for large pieces between smaller ones, and
-    take more and more.
+    `bring(piece)` gives the elements of a piece, flat, valid until it is called again.
     """
 
     def __init__(
-        self, length: int, end: int, dtype: torch.dtype, bring: Callable[[int, torch.Tensor], None]
+        self,
+        pieces: Iterable[ShardPiece],
+        dtype: torch.dtype,
+        bring: Callable[[ShardPiece], torch.Tensor],
     ) -> None:
-        self._length, self._end, self._bring = length, end, bring
-        self._memory = torch.empty(min(length, end), dtype=dtype)
-        self._joined = torch.empty(0, dtype=dtype)  # what lies in several windows
-        self._begin = -1  # of the one in memory
+        self._pieces, self._bring = iter(pieces), bring
+        self._joined = torch.empty(0, dtype=dtype)  # what lies in several pieces
+        self._begin = self._end = 0  # of the piece in `_values`
+        self._values = self._joined
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The elements [begin, end), valid until the next call."""
-        if begin // self._length == (end - 1) // self._length:
-            return self._part(begin, end)
+        """The elements [begin, end), valid until the next call; of one piece without a copy."""
+        if begin == self._end:
+            self._advance()
+        if self._begin <= begin and end <= self._end:
+            return self._values[begin - self._begin : end - self._begin]
         if self._joined.numel() < end - begin:
             self._joined = self._joined.new_empty(end - begin)
         at = begin
         while at < end:
-            stop = min(end, (at // self._length + 1) * self._length)
-            self._joined[at - begin : stop - begin] = self._part(at, stop)
-            at = stop
+            if at >= self._end and not self._advance():
+                zero_alone(self._joined[at - begin : end - begin])
+                break
+            first, stop = max(at, self._begin), min(end, self._end)
+            zero_alone(self._joined[at - begin : min(first, end) - begin])
+            if first < stop:
+                source = self._values[first - self._begin : stop - self._begin]
+                copy_alone(self._joined[first - begin : stop - begin], source)
+            at = max(stop, min(first, end))
         return self._joined[: end - begin]
 
-    def _part(self, begin: int, end: int) -> torch.Tensor:
-        """Elements of one window."""
-        start = begin // self._length * self._length
-        if start != self._begin:
-            self._begin = -1
-            self._bring(start, self._memory[: min(self._length, self._end - start)])
-            self._begin = start
-        return self._memory[begin - start : end - start]
+    def _advance(self) -> bool:
+        """Go on to the next piece, if there is one."""
+        piece = next(self._pieces, None)
+        if piece is not None:
+            self._begin, self._end = piece.in_shard, piece.in_shard + piece.length
+            self._values = self._bring(piece)
+        return piece is not None
 
 
 @contextmanager

@@ -8,8 +8,9 @@ out itself.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from infinity.device import copy_alone
 from infinity.placement.spec import SPLIT, Kind
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
+from infinity.tiers.access import Checkout
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 
@@ -173,12 +175,27 @@ class States:
         """Like `write_chunks`, while chunks before are still written: `content` checks nothing
         out."""
         with self._rewriting(kind) as blocks:
-            requests = [ChunkRequest(blocks, begin) for begin in self.chunks()]
-            with closing(self.unit.store.staging.in_turn(requests)) as turns:
-                for (begin, end), chunks in zip(self._bounds(), turns, strict=True):
-                    self._encode(kind, content(begin, end), [chunk.tensor for chunk in chunks])
-                    for chunk in chunks:
+            staging, leaving = self.unit.store.staging, deque[list[Checkout]]()
+
+            def end_first() -> None:
+                with ExitStack() as stack:
+                    for chunk in leaving.popleft():
+                        stack.callback(chunk.release)
+
+            try:
+                for begin, end in self._bounds():
+                    values, request = content(begin, end), ChunkRequest(blocks, begin)
+                    chunks = None
+                    while leaving and (chunks := staging.try_check_out(request)) is None:
+                        end_first()
+                    leaving.append(chunks or staging.check_out(request))
+                    self._encode(kind, values, [chunk.tensor for chunk in leaving[-1]])
+                    for chunk in leaving[-1]:
                         chunk.commit()
+            finally:
+                with ExitStack() as stack:
+                    for _ in range(len(leaving)):
+                        stack.callback(end_first)
 
     def _bounds(self) -> list[tuple[int, int]]:
         """The first element of every chunk of this rank's shard, and the one behind its last."""

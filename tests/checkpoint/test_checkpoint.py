@@ -30,11 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity import native
-from infinity.checkpoint import data_file, loading, manifest, progress, saving, state
+from infinity.checkpoint import data_file, manifest, progress, saving, state
 from infinity.checkpoint.data_file import DataWriter
 from infinity.optim.optimizer import Optimizer
 from infinity.quantities import format_bytes
 from infinity.sharding.states import States
+from infinity.tiers.access import Checkout
+from infinity.tiers.staging import Staging
 from support.configs import config_of
 from support.models import Transformer, rounded, text_batch, transformer
 
@@ -601,7 +603,7 @@ def test_the_process_does_not_grow(
         monkeypatch.setattr(owner, name, watched)
 
     watch(saving.TensorSource, "put")
-    watch(loading.Loading, "_fill_window")
+    watch(state.PieceCursor, "read")
     training.save(tmp_path / "checkpoint")
     training.load(tmp_path / "checkpoint")
     states = 12 * sum(p.numel() for p in training.model.parameters())
@@ -615,18 +617,65 @@ def test_no_chunk_is_waited_for_alone(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save and a load take chunks in turn, while others are under way."""
-    training = start(**PLACES[2])
+    training = start(transformer(width=64), **PLACES[2])
+    assert max(len(unit.states.chunks()) for unit in training.engine.units) > 1
     training.steps(range(2))
     saved = training.everything()
 
     def alone(*_: Any, **__: Any) -> None:
         raise RuntimeError("one chunk was checked out and waited for")
 
+    held, most = 0, {}
+
+    def count(name: str, real: Callable[..., Any], step: int) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            nonlocal held
+            result = real(*arguments)
+            held += step * (1 if step < 0 else len(result or ()))
+            most[name] = max(most.get(name, 0), held)
+            return result
+
+        return counted
+
     with monkeypatch.context() as patch:
         patch.setattr(States, "_checked_out", alone)
+        for name in ("check_out", "try_check_out"):
+            patch.setattr(Staging, name, count(name, getattr(Staging, name), 1))
+        patch.setattr(Checkout, "release", count("release", Checkout.release, -1))
         training.save(tmp_path / "checkpoint")
+        assert most.pop("try_check_out") > 1, "chunks of the store that are read at a time"
         training.load(tmp_path / "checkpoint")
+        assert most.pop("try_check_out") > 1, "chunks of the store that are written at a time"
     assert same(training.everything(), saved)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8),
+    tail=st.integers(0, 5),
+    chunk=st.integers(1, 12),
+)
+def test_pieces_are_joined_to_chunks(lengths: list[tuple[int, int]], tail: int, chunk: int) -> None:
+    """Each piece comes when it is needed, in order; what no piece has is zero."""
+    pieces, at, brought = [], 0, []
+    for gap, length in lengths:
+        pieces.append(state.ShardPiece("key", at + gap, (0,), (length,)))
+        at += gap + length
+    whole = torch.zeros(at + tail)
+    for piece in pieces:
+        whole[piece.in_shard :][: piece.length] = torch.arange(1, piece.length + 1)
+    memory = torch.empty(16)
+
+    def bring(piece: state.ShardPiece) -> torch.Tensor:
+        brought.append(piece)
+        memory.fill_(torch.nan)  # what came before is gone
+        memory[: piece.length] = torch.arange(1, piece.length + 1)
+        return memory[: piece.length]
+
+    cursor = state.PieceCursor(pieces, torch.float32, bring)
+    for begin in range(0, len(whole), chunk):
+        end = min(begin + chunk, len(whole))
+        assert torch.equal(cursor.read(begin, end), whole[begin:end])
+    assert brought == pieces
 
 
 def test_the_caller_hears_how_far_it_is(

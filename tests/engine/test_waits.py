@@ -112,6 +112,7 @@ NEVER = "does not block", ""
 WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/data_file.py DataWriter._await_first": DRIVE_OF_ALL,
     "checkpoint/data_file.py ReadAhead.__iter__": DRIVE_OF_ALL,
+    "checkpoint/saving.py ChunkStream.read": DRIVE,
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
