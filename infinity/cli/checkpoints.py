@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.checkpoint.files import DATA_NAME, is_held, is_whole
+from infinity.checkpoint.progress import Told
 from infinity.directories.lock import Lock, lock_directory
 
 _NAME = re.compile(r"step-(\d+)")
@@ -18,8 +19,12 @@ _LEFTOVER = re.compile(r"\.(step-\d+)\.(partial|old|removed)")
 class Saver(Protocol):
     """What can be saved and loaded: `infinity.Engine`."""
 
-    def save_checkpoint(self, directory: str | Path, optimizer: Any, extra: Any) -> None: ...
-    def load_checkpoint(self, directory: str | Path, optimizer: Any) -> dict[str, Any]: ...
+    def save_checkpoint(
+        self, directory: str | Path, optimizer: Any, extra: Any, *, progress: Told | None
+    ) -> None: ...
+    def load_checkpoint(
+        self, directory: str | Path, optimizer: Any, *, progress: Told | None
+    ) -> dict[str, Any]: ...
 
 
 class CheckpointFolders:
@@ -71,11 +76,18 @@ class CheckpointFolders:
         """Whether step `number` (from 1) is to be saved."""
         return number % self._every == 0
 
-    def save(self, engine: Saver, optimizer: Any, number: int, extra: dict[str, Any]) -> None:
+    def save(
+        self,
+        engine: Saver,
+        optimizer: Any,
+        number: int,
+        extra: dict[str, Any],
+        told: Told | None = None,
+    ) -> None:
         """Save the state after step `number`, and remove what is too old, or was left by a save
-        that was killed."""
+        that was killed. `told` hears how far it is."""
         place = self.directory / f"step-{number}"
-        engine.save_checkpoint(place, optimizer, extra)
+        engine.save_checkpoint(place, optimizer, extra, progress=told)
         if not self._prunes:
             return
         self.describe(place)

@@ -169,7 +169,7 @@ class FinetuneJob:
             if engine.committed_step:
                 display.note(f"going on from committed step {engine.committed_step}")
             elif last is not None:
-                trainer.resume(last)
+                trainer.resume(last, display)
             summary = self._train(display, tokenizer, trainer, parts, world)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has all of it

@@ -69,6 +69,7 @@ class Progress:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("starting", total=steps, facts="")
+        self._moving = self._bar.add_task("", total=100, facts="", visible=False)
         self._notes = _Notes(self.note)
 
     def __enter__(self) -> Progress:
@@ -110,6 +111,18 @@ class Progress:
         step, loss = history.validations[-1]
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
+    def moved(self, doing: str, done: int, total: int) -> None:
+        """Show a bar of its own, in percent, until all is done."""
+        if done == 0:
+            self._bar.reset(self._moving)
+        self._bar.update(
+            self._moving,
+            description=doing,
+            completed=100 * done // max(total, 1),
+            facts=f"% of {format_bytes(total)}",
+            visible=done < total,
+        )
+
     def note(self, text: str) -> None:
         """Write a line above the bar; training goes on where nobody reads it any more."""
         with suppress(OSError):
@@ -140,6 +153,9 @@ class Silence:
         """Nothing."""
 
     def validated(self, history: History) -> None:
+        """Nothing."""
+
+    def moved(self, doing: str, done: int, total: int) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:

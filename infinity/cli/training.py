@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +53,9 @@ class Watcher(Protocol):
 
     def validated(self, history: History) -> None:
         """A validation has ended; its record is the last of `history`."""
+
+    def moved(self, doing: str, done: int, total: int) -> None:
+        """A checkpoint is on its way, "saving" or "loading": bytes that are done, and of all."""
 
 
 @dataclass(frozen=True)
@@ -125,18 +129,20 @@ class Trainer:
             if self._checkpoints is not None and (
                 last or signal is not None or self._checkpoints.is_due(number)
             ):
-                self._checkpoints.save(self.engine, self.optimizer, number, self._state())
+                told = partial(watcher.moved, "saving")
+                self._checkpoints.save(self.engine, self.optimizer, number, self._state(), told)
                 signal = self._world.agree(interrupt.signal)
             if signal is not None:
                 self.history.signal = signal
                 break
 
-    def resume(self, checkpoint: Path) -> None:
+    def resume(self, checkpoint: Path, watcher: Watcher) -> None:
         """Go on after the step that `checkpoint` was made at, as if there had been no interruption.
 
         Raises `ValueError` when what decides on the batches or on their use is not as it was then.
         """
-        state = self.engine.load_checkpoint(checkpoint, self.optimizer)
+        told = partial(watcher.moved, "loading")
+        state = self.engine.load_checkpoint(checkpoint, self.optimizer, progress=told)
         self._take(state, str(checkpoint), "--checkpoint")
         # The number of ranks was another one: that of the first is all there is.
         if state.get("rank", 0) != self._world.rank:

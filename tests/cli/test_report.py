@@ -294,3 +294,17 @@ def test_what_is_said_while_memory_is_pinned_is_shown(capsys: pytest.CaptureFixt
         with Progress(1) if shown else contextlib.nullcontext():
             said.info("pinning [much] ...")
         assert ("pinning [much] ..." in capsys.readouterr().err) is shown
+
+
+def test_a_checkpoint_on_its_way_has_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    for done, shown in ((1 << 29, True), (1 << 30, False)):
+        with Progress(3) as progress:
+            progress.moved("saving", 0, 1 << 30)
+            progress.moved("saving", done, 1 << 30)
+        last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err).split("\n")[-2:]
+        assert any("saving" in line and " 50/100" in line for line in last) == shown
+        assert any("of 1 GiB" in line for line in last) == shown

@@ -35,7 +35,7 @@ from infinity.cli.finetune import finetune
 from infinity.cli.history import budget_text, combine, summarize
 from infinity.cli.job import FinetuneJob
 from infinity.cli.main import app
-from infinity.cli.progress import summary_rows
+from infinity.cli.progress import Silence, summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
 from infinity.directories.lock import LOCK_NAME
 from infinity.errors import InfinityError
@@ -580,8 +580,19 @@ class Saved:
     def __init__(self, extra: dict[str, Any]) -> None:
         self.extra = extra
 
-    def load_checkpoint(self, directory: Path, optimizer: Any) -> dict[str, Any]:
+    def load_checkpoint(self, directory: Path, optimizer: Any, *, progress: Any) -> dict[str, Any]:
+        progress(1, 2)
         return self.extra
+
+
+class Listener(Silence):
+    """Notes what it is told of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, int]] = []
+
+    def moved(self, doing: str, done: int, total: int) -> None:
+        self.heard.append((doing, done, total))
 
 
 @pytest.mark.parametrize(("saved", "now"), [(0, 0), (1, 1), (0, 1)])
@@ -604,7 +615,9 @@ def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it
     torch.manual_seed(99)
     extra, expected = before._state(), torch.get_rng_state().tolist()
     torch.manual_seed(0)
-    trainer(now, Saved(extra)).resume(tmp_path)
+    listener = Listener()
+    trainer(now, Saved(extra)).resume(tmp_path, listener)
+    assert listener.heard == [("loading", 1, 2)]
     found = torch.get_rng_state().tolist()
     assert found == (expected if saved == now else random_states(World(now, 2), 7, step=1))
 
