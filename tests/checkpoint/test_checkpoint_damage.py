@@ -178,6 +178,18 @@ def test_a_flipped_bit_is_refused_or_harmless(saved: Saved) -> None:
     assert saved.load() == ""
 
 
+def test_every_byte_belongs_to_the_head_of_its_file_or_to_one_item(saved: Saved) -> None:
+    """So a digest covers it, or a comparison."""
+    content = manifest.decode((saved.first / MANIFEST).read_bytes())
+    for name, length in content.files.items():
+        at = len(content.stamp.head(name))
+        places = [place for place in content.places.values() if place.file == name]
+        for place in sorted(places, key=lambda place: place.offset):
+            assert place.offset == at
+            at += place.length
+        assert at == length == (saved.first / name).stat().st_size
+
+
 def cut(path: Path, keep: int) -> None:
     with path.open("r+b") as file:
         file.truncate(keep)

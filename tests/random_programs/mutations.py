@@ -97,8 +97,8 @@ def _views_begin_at_the_unit(real: Any) -> Any:
 
 
 def _low_bits_are_lost(real: Any) -> Any:
-    def decode(form: Any, tensors: Any, values: torch.Tensor) -> None:
-        real(form, tensors, values)
+    def decode(form: Any, tensors: Any, values: torch.Tensor, first: int = 0) -> None:
+        real(form, tensors, values, first)
         values.view(torch.int32).bitwise_and_(-0x10000)
 
     return decode
