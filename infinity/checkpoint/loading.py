@@ -65,6 +65,7 @@ from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.quantities import format_bytes
+from infinity.sharding.states import StateStream
 
 log = logging.getLogger("infinity")
 
@@ -563,10 +564,13 @@ class Loading(LoadPlanner):
         ]
         places = self._reader.manifest.places
         self._progress.expect(sum(places[index].length for index in stored))
-        with closing(self._reader.read_in_turn(stored, self._state.io_engine)) as arriving:
+        with (
+            closing(self._reader.read_in_turn(stored, self._state.io_engine)) as arriving,
+            StateStream(self._state.units[0].store) as stream,
+        ):
             counted = self._counted(zip(stored, arriving, strict=True))
             for series in self._series:
-                self._fill(series, counted)
+                self._fill(series, counted, stream)
 
     def _counted(self, arriving: Iterable[tuple[MetadataIndex, Any]]) -> Iterator[torch.Tensor]:
         for index, found in arriving:
@@ -577,7 +581,7 @@ class Loading(LoadPlanner):
         """The pieces that fill it, in their order in the shard."""
         return sorted(self._pieces.get(series, ()), key=lambda piece: piece.in_shard)
 
-    def _fill(self, series: Series, arriving: Iterator[torch.Tensor]) -> None:
+    def _fill(self, series: Series, arriving: Iterator[torch.Tensor], stream: StateStream) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
         unit = series.unit
         dtype = unit.states.dtype_of(series.kind)
@@ -609,9 +613,10 @@ class Loading(LoadPlanner):
             return values
 
         if kept:
+            stream.drain()
             unit.states.write_chunks(series.kind, patched)
         else:
-            unit.states.stream_chunks(series.kind, cursor.read)
+            stream.write(unit.states, series.kind, cursor.read)
 
     def _part(self, item: ReadItem, found: torch.Tensor) -> torch.Tensor:
         """What is wanted of a stored tensor, or of a box of one."""

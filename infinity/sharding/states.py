@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from infinity.sharding import codec, collectives
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
+from infinity.tiers.store import Store
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -165,46 +167,25 @@ class States:
     def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
         """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
         elements of the shard."""
-        with self._rewriting(kind) as blocks:
-            for begin, end in self._bounds():
+        blocks = self.begin_rewrite(kind)
+        try:
+            for begin, end in self.bounds():
                 values = content(begin, end)
                 with self._checked_out(blocks, begin, load=False) as tensors:
-                    self._encode(kind, values, tensors)
+                    self.encode(kind, values, tensors)
+        except BaseException as error:
+            self.unit.store.latch.fail(error)
+            raise
+        self.unit.store.resident.end_update(blocks)
 
-    def stream_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
-        """Like `write_chunks`, while chunks before are still written: `content` checks nothing
-        out."""
-        with self._rewriting(kind) as blocks:
-            staging, leaving = self.unit.store.staging, deque[list[Checkout]]()
-
-            def end_first() -> None:
-                with ExitStack() as stack:
-                    for chunk in leaving.popleft():
-                        stack.callback(chunk.release)
-
-            try:
-                for begin, end in self._bounds():
-                    values, request = content(begin, end), ChunkRequest(blocks, begin)
-                    chunks = None
-                    while leaving and (chunks := staging.try_check_out(request)) is None:
-                        end_first()
-                    leaving.append(chunks or staging.check_out(request))
-                    self._encode(kind, values, [chunk.tensor for chunk in leaving[-1]])
-                    for chunk in leaving[-1]:
-                        chunk.commit()
-            finally:
-                with ExitStack() as stack:
-                    for _ in range(len(leaving)):
-                        stack.callback(end_first)
-
-    def _bounds(self) -> list[tuple[int, int]]:
+    def bounds(self) -> list[tuple[int, int]]:
         """The first element of every chunk of this rank's shard, and the one behind its last."""
         starts = self.chunks()
         return list(zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True))
 
-    @contextmanager
-    def _rewriting(self, kind: Kind) -> Iterator[list[Block]]:
-        """The blocks that `kind` consists of; inside they are rewritten as a whole."""
+    def begin_rewrite(self, kind: Kind) -> list[Block]:
+        """The blocks that `kind` consists of; all of them is rewritten from now on, until
+        `Residency.end_update`."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         blocks = [self.unit.blocks[k] for k in kinds]
         self.unit.rollback()
@@ -213,14 +194,9 @@ class States:
             self.unit.store.make_writable(self.unit.blocks[Kind.PARAM])
             self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
             self.unit.outdate()  # other ranks write their parts, too
-        try:
-            yield blocks
-        except BaseException as error:
-            self.unit.store.latch.fail(error)
-            raise
-        self.unit.store.resident.end_update(blocks)
+        return blocks
 
-    def _encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Put `values` into a chunk that is checked out."""
         form = self.unit.blocks[kind].format
         if kind is Kind.MASTER:
@@ -291,7 +267,7 @@ class States:
         overlap = self.unit.layout.overlap(index, self.unit.rank)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
         found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
-        for begin, end in self._bounds():
+        for begin, end in self.bounds():
             low, high = max(begin, first), min(end, last)
             if low < high:
                 chunk = torch.empty(end - begin, dtype=found.dtype)
@@ -340,3 +316,75 @@ class States:
             everywhere=False,
         ).wait()
         return full
+
+
+class StateStream:
+    """Replaces states of units, chunk after chunk, while chunks before are still written.
+
+    A context manager: all is written when its block ends. When that fails the content is in part
+    new: whoever uses the engine from then on gets `EngineClosedError`. For one thread, which checks
+    nothing else out between `write` and `drain`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # Chunks, and after the last one of `write` the blocks that they are.
+        self._leaving: deque[tuple[list[Checkout], list[Block]]] = deque()
+
+    def write(
+        self, states: States, kind: Kind, content: Callable[[int, int], torch.Tensor]
+    ) -> None:
+        """Like `States.write_chunks`; `content` checks nothing out."""
+        blocks = states.begin_rewrite(kind)
+        for begin, end in states.bounds():
+            values = content(begin, end)
+            chunks = self._check_out(ChunkRequest(blocks, begin))
+            self._leaving.append((chunks, []))
+            states.encode(kind, values, [chunk.tensor for chunk in chunks])
+            for chunk in chunks:
+                chunk.commit()
+        self._leaving.append(([], blocks))
+
+    def drain(self) -> None:
+        """Return when all is written."""
+        while self._leaving:
+            self._end_first()
+
+    def _check_out(self, request: ChunkRequest) -> list[Checkout]:
+        """Chunks for new content; as many others are written meanwhile as there are slots."""
+        while self._leaving:
+            if all(chunk.committed() for chunk in self._leaving[0][0]):
+                self._end_first()
+                continue
+            chunks = self._store.staging.try_check_out(request)
+            if chunks is not None:
+                return chunks
+            self._end_first()
+        return self._store.staging.check_out(request)
+
+    def _end_first(self) -> None:
+        chunks, blocks = self._leaving.popleft()
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.callback(chunk.release)
+        self._store.resident.end_update(blocks)
+
+    def __enter__(self) -> StateStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self._store.latch.fail(error)
+            self.drain()
+        except BaseException as failed:
+            self._store.latch.fail(failed)
+            with ExitStack() as stack:
+                for _ in range(len(self._leaving)):
+                    stack.callback(self._end_first)
+            raise

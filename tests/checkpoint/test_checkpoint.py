@@ -649,6 +649,37 @@ def test_no_chunk_is_waited_for_alone(
     assert same(training.everything(), saved)
 
 
+def test_a_drive_that_cannot_be_read_leaves_a_save_undone(start: Start, tmp_path: Path) -> None:
+    training = start(transformer(width=64), **PLACES[2])
+    training.steps(range(1))
+    saved = training.everything()
+    training.engine.io.set_faults(fail_read_at=3)
+    with pytest.raises(
+        infinity.CheckpointError, match=r"checkpoint cannot be written: .*read of .* stopped after"
+    ):
+        training.save(tmp_path / "checkpoint")
+    assert not list(tmp_path.glob("*checkpoint*"))
+    training.engine.io.set_faults()
+    training.save(tmp_path / "checkpoint")
+    assert same(training.everything(), saved)
+
+
+@pytest.mark.parametrize("write", [0, 5])
+def test_a_drive_that_cannot_be_written_ends_the_engine_in_a_load(
+    write: int, start: Start, tmp_path: Path
+) -> None:
+    training = start(transformer(width=64), **PLACES[2])
+    training.steps(range(1))
+    training.save(tmp_path / "checkpoint")
+    training.engine.io.set_faults(fail_write_at=write)
+    with pytest.raises(
+        infinity.CheckpointError, match=r"checkpoint cannot be loaded: .*write of .* stopped after"
+    ):
+        training.load(tmp_path / "checkpoint")
+    with pytest.raises(infinity.EngineClosedError, match="write of"):
+        training.step(1)
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=8),
     tail=st.integers(0, 5),
