@@ -292,7 +292,7 @@ class Engine:
         rounded to nearest. Without `optimizer` the weights alone are loaded. With `strict=False`
         parameters and buffers that the checkpoint lacks keep their values, it may have others, and
         a warning names both. Gradients are forgotten. All ranks call it. `progress(done, total)` is
-        called again and again with bytes of this rank.
+        called again and again with bytes of this rank; what it raises ends the engine.
 
         Raises `ConfigError` when another optimizer updates parameters in the same units: load all
         of these together. Raises `CheckpointError` when the checkpoint is missing, incomplete,

@@ -23,7 +23,7 @@ from infinity.checkpoint.manifest import ItemPlace
 from infinity.device import copy_alone, huge_pages, zero_alone
 from infinity.nvme.open_files import allocate
 from infinity.quantities import round_up
-from infinity.tiers.drives import ALIGNMENT, REQUEST_BYTES
+from infinity.tiers.drives import ALIGNMENT
 
 BUFFERS = 4
 BUFFER_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class DataWriter:
         self._engine: Any = None
         try:
             self._file = native.aio().File(_path_of(self._descriptor), name=os.fsencode(path))
-            self._engine = native.make_engine(io_engine, request_bytes=REQUEST_BYTES)
+            self._engine = native.make_engine(io_engine)
             self._memory = huge_pages(BUFFERS * BUFFER_BYTES)
         except BaseException:
             self.close()
@@ -156,9 +156,9 @@ class ReadAhead:
     ) -> None:
         """`longest`: bytes of the longest one of `places`; `path`: the directory, for errors."""
         self._open_file, self._path = open_file, path
-        self._most = max(longest, min(RUN_BYTES, 4 * longest))
+        self._most = max(longest, RUN_BYTES)
         self._runs = self._joined(places)
-        self._engine = native.make_engine(io_engine, request_bytes=REQUEST_BYTES)
+        self._engine = native.make_engine(io_engine)
         self._memory = huge_pages(SLOTS * (round_up(self._most, ALIGNMENT) + ALIGNMENT))
         self._free = deque(self._memory.chunk(SLOTS))
         self._coming: deque[tuple[Any, _ItemRun, torch.Tensor]] = deque()  # with their slots

@@ -649,6 +649,24 @@ def test_no_chunk_is_waited_for_alone(
     assert same(training.everything(), saved)
 
 
+def test_files_are_moved_by_the_engine_of_the_config(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = start(**PLACES[1], io_engine="posix")
+    training.steps(range(1))
+    saved, real, kinds = training.everything(), native.make_engine, []
+
+    def make_engine(kind: str, **options: Any) -> Any:
+        kinds.append(kind)
+        return real(kind, **options)
+
+    monkeypatch.setattr(native, "make_engine", make_engine)
+    training.save(tmp_path / "checkpoint")
+    training.load(tmp_path / "checkpoint")
+    assert kinds == ["posix", "posix"]
+    assert same(training.everything(), saved)
+
+
 def test_a_drive_that_cannot_be_read_leaves_a_save_undone(start: Start, tmp_path: Path) -> None:
     training = start(transformer(width=64), **PLACES[2])
     training.steps(range(1))
