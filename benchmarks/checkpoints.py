@@ -13,6 +13,10 @@ checkpoint, and so also removes as many bytes, which takes long where the file s
 it frees. The file of the drive was written before, as with `infinity bench io`. A new file may be
 slower to write, on a virtual disk above all: see "write to a new file".
 
+With --slowed the I/O engines of the states and of the checkpoint are slowed to a rate, each in its
+direction. The limit is then the time that the bytes of one direction take. This shows what is lost
+between reading and writing, also on a machine that is not quiet.
+
     benchmarks/checkpoints.py --directory DIR [--json FILE]
 """
 
@@ -27,8 +31,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +50,10 @@ from infinity.device import HostMemory
 from infinity.quantities import parse_bytes
 
 QUESTION = "How near do saving and loading a checkpoint come to the drive?"
-LIMIT = "half reads and half writes on the same drive, in the same round"
+LIMIT = (
+    "half reads and half writes on the same drive, in the same round; of a slowed drive, its rate "
+    "in each direction"
+)
 
 
 class Block(nn.Module):
@@ -150,6 +158,25 @@ class Run:
         return files + 12 * self.parameters
 
 
+@contextmanager
+def slowed(run: Run, gb_per_second: float) -> Iterator[None]:
+    """The engine of the states, and those that are made inside, move no more than this."""
+    real, rate = native.make_engine, gb_per_second * 1e9
+
+    def make_engine(*arguments: Any, **options: Any) -> Any:
+        engine = real(*arguments, **options)
+        engine.set_faults(bytes_per_second=rate)
+        return engine
+
+    native.make_engine = make_engine
+    run.engine.io.set_faults(bytes_per_second=rate)
+    try:
+        yield
+    finally:
+        native.make_engine = real
+        run.engine.io.set_faults()
+
+
 def timed(work: Callable[[], None]) -> tuple[float, float]:
     """Wall and CPU seconds."""
     used, start = cpu_seconds(), time.perf_counter()
@@ -191,6 +218,20 @@ def measure(run: Run, bench: Bench, options: argparse.Namespace) -> list[Row]:
                     "drive_gb_per_second": half,
                 }
             )
+        for rate in options.slowed:
+            shutil.rmtree(run.checkpoint)
+            for name, work in (("save", run.save), ("load", run.load)):
+                with slowed(run, rate):
+                    seconds, cpu = timed(work)
+                moved = run.moved_bytes / 1e9
+                found.setdefault(f"{name}, slowed to {rate:g} GB/s", []).append(
+                    {
+                        "value": moved / seconds,
+                        "ratio": moved / 2 / rate / seconds,
+                        "seconds": seconds,
+                        "cpu_seconds_per_gb": cpu / moved,
+                    }
+                )
     rows = [
         Row(
             name=f"the drive, {mode}",
@@ -233,6 +274,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="requests in flight there")
     parser.add_argument("--request-bytes", type=parse_bytes, default=1 << 20)
     parser.add_argument("--seconds", type=float, default=1.0, help="each measurement of the drive")
+    parser.add_argument(
+        "--slowed", type=float, nargs="*", default=[], help="GB/s: also with a drive of these rates"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()

@@ -41,7 +41,7 @@ class DataWriter:
 
     def __init__(self, path: Path, io_engine: str) -> None:
         """Raises `OSError`, also when `path` exists."""
-        self._path, self.crc = path, 0
+        self.crc = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
         self._file: Any = None
@@ -70,7 +70,8 @@ class DataWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Add `data`."""
         if len(data):
-            source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            writable = data if isinstance(data, memoryview) else bytearray(data)
+            source = torch.frombuffer(writable, dtype=torch.uint8)
             self.fill(len(data), lambda begin, part: copy_alone(part, source[begin:][: len(part)]))
 
     def fill(self, nbytes: int, put: Callable[[int, torch.Tensor], object]) -> None:
