@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -101,11 +102,20 @@ def cached_in_part(place: Path) -> Tensors:
     return train([place / "nvme"], place / "log", **options)
 
 
+def one_rank(place: Path) -> Tensors:
+    """A rank of two, each with a part of all states."""
+    options = {"steps": STEPS, "cache": 0, "update": "speculative"}
+    return train([place / "nvme"], place / f"log{dist.get_rank()}", **options)
+
+
+RANKS = {"two ranks": 2}
+"""Kinds of several ranks. One is killed, and the others as soon as that is seen."""
 KINDS: dict[str, Callable[[Path], Tensors]] = {
     "finetune": lambda place: finetune(place, "--cache", "0"),
     "finetune, cached": finetune,
     "cached in part": cached_in_part,
     "lora": lora,
+    "two ranks": one_rank,
 }
 
 
@@ -116,17 +126,22 @@ def log(place: Path, *values: Any) -> None:
 
 
 def logged(place: Path) -> list[list[Any]]:
-    """The steps of all processes so far, in their order; a last line may be cut off."""
-    path = place / "log"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    """The steps of all processes so far, in their order, or those of the first rank; a last line
+    may be cut off."""
+    path = next((place / name for name in ("log", "log0") if (place / name).exists()), place)
+    lines = path.read_text().split("\n")[:-1] if path != place else []
     return [json.loads(line) for line in lines]
 
 
-def work(errors: Path, kind: str, place: Path) -> None:
+def work(errors: Path, kind: str, place: Path, rank: int, meeting: Path) -> None:
     """One process of a chain."""
     become_rank(errors)
-    torch.save(KINDS[kind](place), place / "result.draft")
-    (place / "result.draft").rename(place / "result")
+    if kind in RANKS:
+        store = f"file://{meeting}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS[kind])
+    draft = place / f"result{rank}.draft"
+    torch.save(KINDS[kind](place), draft)
+    draft.rename(draft.with_suffix(""))
 
 
 def prepare(place: Path) -> None:
@@ -135,18 +150,33 @@ def prepare(place: Path) -> None:
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
 
 
-def one_process(kind: str, place: Path, seconds: float | None) -> bool:
-    """Run one, and kill it after so many seconds; whether it ended by itself before."""
-    errors = place / "errors.txt"
-    process = SERVER.Process(target=work, args=(errors, kind, place))
-    process.start()
-    process.join(seconds)
-    if process.exitcode is None and process.pid is not None:
-        os.kill(process.pid, signal.SIGKILL)
+def one_life(kind: str, place: Path, seconds: float | None, victim: int = 0) -> bool:
+    """Run a process, or all ranks of one, and kill it after so many seconds, the `victim` first;
+    whether all ended by themselves before."""
+    ranks = RANKS.get(kind, 1)
+    lives = place / "lives"
+    with lives.open("a") as file:
+        file.write("one more\n")
+    meeting = place / f"meeting{lives.stat().st_size}"
+    errors = [place / f"errors{rank}.txt" for rank in range(ranks)]
+    processes = [
+        SERVER.Process(target=work, args=(errors[rank], kind, place, rank, meeting))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    processes[victim % ranks].join(seconds)
+    was_killed = False
+    for process in (processes[victim % ranks], *processes):
+        if seconds is not None and process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+            was_killed = True
         process.join()
-    if process.exitcode not in (0, -signal.SIGKILL):
-        raise AssertionError(f"a process failed:\n{errors.read_text()[-4000:]}")
-    return process.exitcode == 0
+    for process, said in zip(processes, errors, strict=True):
+        # A rank whose partner is gone may say so before it is killed, too.
+        if process.exitcode not in (0, -signal.SIGKILL) and not (was_killed and ranks > 1):
+            raise AssertionError(f"a process failed:\n{said.read_text()[-4000:]}")
+    return all(process.exitcode == 0 for process in processes)
 
 
 def chain(kind: str, place: Path, seed: int, most: int, span: float, expected: Path) -> int:
@@ -157,17 +187,18 @@ def chain(kind: str, place: Path, seed: int, most: int, span: float, expected: P
     while True:
         before = logged(place)
         seconds = chance.uniform(0, span) if kills < most else None
-        if one_process(kind, place, seconds):
+        if one_life(kind, place, seconds, victim=chance.randrange(2)):
             break
         kills += 1
         after = logged(place)[len(before) :]
         if before and after:
             again = max(number for number, *_ in before) + 1 - after[0][0]
             assert again <= 1, f"{again} steps were made again"
-    found, wanted = torch.load(place / "result"), torch.load(expected / "result")
-    assert found.keys() == wanted.keys()
-    wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-    assert not wrong, f"other weights: {wrong}"
+    for rank in range(RANKS.get(kind, 1)):
+        found, wanted = (torch.load(each / f"result{rank}") for each in (place, expected))
+        assert found.keys() == wanted.keys()
+        wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+        assert not wrong, f"other weights: {wrong}"
     assert all(steps[(each[0],)] == each for each in logged(place)), "other losses"
     return kills
 
@@ -208,5 +239,5 @@ def uninterrupted(kind: str, top: Path) -> float:
     for name in (f"{kind}, first", kind):  # the first one may start the server
         prepare(top / name)
         begin = time.monotonic()
-        assert one_process(kind, top / name, None)
+        assert one_life(kind, top / name, None)
     return time.monotonic() - begin
