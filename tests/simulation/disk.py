@@ -75,6 +75,12 @@ class Plain:
                     _apply(content, part)
         return Plain(bytes(content))
 
+    def rot(self, chance: Chance) -> None:
+        """One bit that was flushed is another one from now on."""
+        at, bit = chance.below(len(self._flushed), "byte"), chance.below(8, "bit")
+        self._flushed[at] ^= 1 << bit
+        self.now[at] ^= 1 << bit
+
 
 def _keys(changes: Sequence[Change]) -> list[str]:
     return sorted(repr(change.key) for change in changes)

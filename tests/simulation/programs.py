@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ class Program:
     moment_precision: str
     algorithm: str
     update: str
-    clip: bool
+    clip: str
     accumulates: bool
     scheduled: bool
     frozen: bool
@@ -103,7 +104,8 @@ class Program:
 
     def optimizer(self, model: nn.Module) -> Any:
         """Its optimizer."""
-        options = {"max_grad_norm": 0.05 if self.clip else None, "skip_nonfinite": True}
+        norm = 0.05 if self.clip == "optimizer" else None
+        options = {"max_grad_norm": norm, "skip_nonfinite": True}
         if self.algorithm == "adam":
             return infinity.AdamW(model.parameters(), lr=1e-2, **options)
         momentum = 0.9 if self.algorithm == "momentum" else 0.0
@@ -136,7 +138,7 @@ def program(number: int) -> Program:
         moment_precision=one("moments", "fp32", "fp32", "bf16", "int8"),
         algorithm=algorithm,
         update=one("update", "exact", "speculative", "speculative", "plain"),
-        clip=one("clip", False, True),
+        clip=one("clip", "", "optimizer", "engine"),
         accumulates=one("accumulates", False, False, False, True),
         scheduled=one("scheduled", False, True),
         frozen=one("frozen", False, False, False, True),
@@ -203,11 +205,16 @@ class Run:
         self.scheduler: Any = None
         self.progress = Progress()
 
+    def wrap(self, resume: bool) -> None:
+        """Wrap the model."""
+        infinity.wrap(self.model, self._config, units=list(self.model.layers), resume=resume)
+        self.engine = infinity.engine(self.model)
+
     def begin(self, resume: bool) -> int:
         """Wrap, and make all that is committed; returns the step to go on with."""
         wanted = self.program
-        infinity.wrap(self.model, self._config, units=list(self.model.layers), resume=resume)
-        self.engine = infinity.engine(self.model)
+        self.wrap(resume)
+        assert self.engine is not None
         self.optimizer = wanted.optimizer(self.model)
         tracked: dict[str, Any] = {"progress": self.progress}
         if wanted.scheduled:
@@ -247,11 +254,24 @@ class Run:
             progress.loaded = step
             self.engine.load_checkpoint(self._checkpoint, self.optimizer)
         if step == wanted.evaluate_at:
-            with torch.no_grad():
-                self.model.eval()(wanted.batch(step, 0))
-            self.model.train()
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """A forward that changes nothing."""
+        with torch.no_grad():
+            self.model.eval()(self.program.batch(step, 0))
+        self.model.train()
 
     def _train(self, step: int) -> float:
+        total = self.accumulate(step)
+        if self.program.clip == "engine" and step != self.program.skip_at:
+            assert self.engine is not None
+            self.engine.clip_grad_norm_(0.05)
+        self.optimizer.step()
+        return total
+
+    def accumulate(self, step: int) -> float:
+        """The forwards and backwards of a step; returns the sum of the losses."""
         wanted, total = self.program, 0.0
         for micro in range(2 if wanted.accumulates else 1):
             loss = self.model(wanted.batch(step, micro))
@@ -259,8 +279,13 @@ class Run:
                 loss = loss * float("nan")
             loss.backward()
             total += loss.item()
-        self.optimizer.step()
         return total
+
+    def leave(self) -> None:
+        """Let go of the model, which ends the engine."""
+        self.engine = self.optimizer = self.scheduler = None
+        del self.model
+        gc.collect()
 
     def save(self) -> None:
         """Save the checkpoint."""

@@ -34,10 +34,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import infinity
+from infinity.directories.commits import COMMIT_NAMES
+from infinity.tiers.durable import STATES_NAME
 from simulation.chance import Chance
-from simulation.disk import Folder
+from simulation.disk import Folder, Plain
 from simulation.machine import Blow, Machine, Operation, Place
 from simulation.programs import SHAPES, Program, Run, budgets, program, same
 from simulation.system import SimulatedSystem
@@ -60,6 +64,14 @@ KINDS = {
     "load": 1,
 }
 """How often a blow comes at an operation of each kind."""
+CHECKSUMS = False
+"""Whether the package compares checksums of what is committed as it goes on. Then bits may rot
+between two machines (`Plain.rot`): the next process says so, or needs none of them."""
+ROT = 0.1
+"""Of how many machines a bit rots."""
+LEAVES = (*[""] * 8, "between steps", "in a step", "looks", "lets go")
+"""How a process leaves that nothing strikes before: it is closed, after a backward or not, was
+there to evaluate only, or lets go of its model."""
 LASTING = ("write", "read", "flush", "sync")
 
 
@@ -117,10 +129,10 @@ class Simulation:
         """Run a seed, on the main thread."""
         found = Found(seed)
         try:
-            with _threads_that_fail() as failures, _in_time(found):
+            with _failures_elsewhere() as failures, _in_time(found):
                 _Trial(self, seed, found).run()
             if failures:
-                raise Wrong(f"a thread ended with {failures[0]}")
+                raise Wrong(failures[0])
         except Wrong as error:
             found.text = str(error)
         except Exception:
@@ -257,35 +269,41 @@ class _Trial:
         self._shape = simulation.shape(seed)
         self._folders: list[Folder] = []
         self._ended = -1  # the last step of which the end was seen
-        self._reached = 0  # the step that the last process was at
+        self._reached = 0  # the step that any process was at
+        self._at = 0  # that the last one was at
+        self._least = 0  # that the next one must be at, or beyond
         self._is_over = False  # nothing is left to go on from, as is said
+        self._is_rotten = False
         self._is_complete = False
 
     def run(self) -> None:
         """All machines."""
         blows = 1 + self._chance.below(MOST_BLOWS, "blows")
         for life in range(blows):
-            self._live(life, self._blow(life))
+            leaves = self._chance.one(LEAVES, "leaves", life)
+            self._live(life, self._blow(life), leaves)
             if self._is_over:
                 return
             if self._is_complete:
                 break
-        self._live(blows, None)
+        self._live(blows, None, "")
         if not self._is_over and self._chance.of("look again") < 0.1:
-            self._live(blows + 1, None)
+            self._live(blows + 1, None, "")
 
     def _blow(self, life: int) -> Blow:
         chance = self._chance.child("blow", life)
         places = self._shape.new if life == 0 or not self._folders else self._shape.resumed
         kinds = [kind for kind in KINDS if any(place.kind == kind for place in places)]
         kind = chance.one([kind for kind in kinds for _ in range(KINDS[kind])], "kind")
-        place = chance.one(sorted(place for place in places if place.kind == kind), "place")
+        there = sorted(place for place in places if place.kind == kind)
+        records = [place for place in there if place.name.endswith(COMMIT_NAMES)]
+        place = chance.one(records if records and chance.of("record") < 0.5 else there, "place")
         count = places[place]
         if places is self._shape.resumed:  # that of the second half
             half = self._program.steps - self._program.half
             count = -(-count * (self._program.steps - self._ended) // half)
         when = chance.of("when")
-        number = chance.below(count, "number") if when < 0.6 else 0 if when < 0.8 else count - 1
+        number = chance.below(count, "number") if when < 0.5 else 0 if when < 0.8 else count - 1
         moment = chance.one(
             ("before", "during" if kind in LASTING else "before", "after", "after", "fails"),
             "moment",
@@ -296,44 +314,57 @@ class _Trial:
             code = errno.ENOSPC if kind in ("allocate", "store", "create") else errno.EIO
         return Blow(Operation(place, number), moment, code)
 
-    def _live(self, life: int, blow: Blow | None) -> None:
-        """One machine, until it ends."""
+    def _live(self, life: int, blow: Blow | None, leaves: str) -> None:
+        """One machine, until it ends. `leaves`: how the process does before the end of the program,
+        "" where it does not."""
         chance = self._chance.child("life", life)
         simulation = self._simulation
         machine = simulation.machine(
             self._program, self._folders, chance.child("machine"), blow, life
         )
         try:
-            error = self._end_of_process(machine)
-            if self._is_refusal_of_half_a_load(error):
+            error = self._end_of_process(machine, leaves)
+            if self._is_refusal(error):
                 self._is_over = True
                 return
             if error is not None and not machine.was_struck:
                 raise Wrong("".join(traceback.format_exception(error)))
             simulation.look_behind(machine)
+            if not machine.was_struck and leaves not in ("looks", "lets go"):
+                self._least = self._at
         except Wrong as wrong:
             raise Wrong(f"machine {life}, to be struck by {blow}: {wrong}") from None
-        struck = f"{blow.operation.place.kind} {blow.moment}" if blow is not None else "last"
-        self._found.blows[struck if machine.was_struck or blow is None else "none"] += 1
-        self._is_complete = not machine.was_struck
+        struck = "last" if blow is None else f"{blow.operation.place.kind} {blow.moment}"
+        left = f"leaves {leaves}" if leaves else "none"
+        self._found.blows[struck if machine.was_struck or blow is None else left] += 1
+        self._is_complete = not machine.was_struck and not leaves
         self._folders = machine.left(chance.of("power") < 0.65, chance.child("left"))
+        if CHECKSUMS and chance.of("rot") < ROT:
+            self._rot(chance)
 
-    def _end_of_process(self, machine: Machine) -> BaseException | None:
+    def _end_of_process(self, machine: Machine, leaves: str) -> BaseException | None:
         """A process on `machine`; returns the error that ended it."""
         try:
             with self._simulation.process(self._program, machine) as run:
                 try:
-                    self._train(run, machine)
+                    if leaves == "looks":
+                        run.wrap(resume=True)
+                        run.evaluate(0)
+                    else:
+                        self._train(run, machine, leaves)
                 finally:
-                    self._reached = max(self._reached, run.progress.step)
+                    self._at = run.progress.step
+                    self._reached = max(self._reached, self._at)
         except ERRORS as error:
             return error
         return None
 
-    def _train(self, run: Run, machine: Machine) -> None:
+    def _train(self, run: Run, machine: Machine, leaves: str) -> None:
         first = run.begin(resume=True)
-        if first < self._ended:
-            raise Wrong(f"it goes on with step {first}, and step {self._ended} had ended")
+        if first < max(self._ended, self._least):
+            raise Wrong(
+                f"it goes on with step {first}: {self._ended} had ended, {self._least} was next"
+            )
         if first > self._reached:
             raise Wrong(f"it goes on with step {first}, and had not passed {self._reached}")
 
@@ -343,16 +374,35 @@ class _Trial:
             if not machine.is_off:
                 self._ended = max(self._ended, step)
 
-        run.go_on(see)
+        steps = self._program.steps
+        until = first + self._chance.below(steps - first + 1, "until", first) if leaves else steps
+        run.go_on(see, until)
+        if leaves == "in a step" and until < steps:
+            run.accumulate(until)
+            return
+        if leaves == "lets go":
+            run.leave()
+            return
         wrongs = run.wrongs()
         if wrongs:
             raise Wrong(wrongs[0])
+        if until < steps:
+            return
         differs = same(run.states(), self._shape.states)
         if differs:
             raise Wrong(f"in the end {', '.join(differs[:4])} are other bits than undisturbed")
 
-    def _is_refusal_of_half_a_load(self, error: BaseException | None) -> bool:
-        """What is frozen has one place: a load that is cut off leaves nothing to go on from."""
+    def _rot(self, chance: Chance) -> None:
+        states = chance.one(self._folders, "folder").names.get(STATES_NAME)
+        if isinstance(states, Plain) and states.now:
+            states.rot(chance)
+            self._is_rotten = True
+
+    def _is_refusal(self, error: BaseException | None) -> bool:
+        """Whether nothing is left to go on from, and that is said: where a bit has rotten; or a
+        load was cut off, for what is frozen has one place."""
+        if self._is_rotten and isinstance(error, infinity.InfinityError):
+            return True
         return (
             self._program.frozen
             and self._program.load_at >= 0
@@ -386,14 +436,20 @@ def _in_time(found: Found) -> Iterator[None]:
 
 
 @contextmanager
-def _threads_that_fail() -> Iterator[list[str]]:
-    """The errors that end threads inside."""
+def _failures_elsewhere() -> Iterator[list[str]]:
+    """What ends threads inside, and what nobody can be told of; there the errors of a machine that
+    has stopped are due."""
     failures: list[str] = []
-    before = threading.excepthook
-    threading.excepthook = lambda args: failures.append(
-        f"{args.exc_type.__name__}: {args.exc_value}"
-    )
-    try:
+
+    def thread(args: Any) -> None:
+        failures.append(f"a thread ended with {args.exc_type.__name__}: {args.exc_value}")
+
+    def unraisable(args: Any) -> None:
+        if not issubclass(args.exc_type, ERRORS):
+            failures.append(f"{args.object!r} ended with {args.exc_type}: {args.exc_value}")
+
+    with (
+        mock.patch.object(threading, "excepthook", thread),
+        mock.patch.object(sys, "unraisablehook", unraisable),
+    ):
         yield failures
-    finally:
-        threading.excepthook = before

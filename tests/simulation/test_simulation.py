@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from simulation.many import divided, simulating, told
-from simulation.planted import BUGS, Bug
-from simulation.programs import SHAPES
+from simulation.planted import BUGS, WITHIN, Bug
 from simulation.seeds import Simulation
 from support.children import CHILD
 from support.threads import one_thread
@@ -47,7 +46,7 @@ def test_durable_steps_go_on_with_the_same_bits(part: int, simulation: Simulatio
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.breaks)
 def test_the_simulation_finds_a_broken_engine(bug: Bug, simulation: Simulation) -> None:
     """The seed that is named, as a rule; where threads came in another order one near it."""
-    for seed in (*[bug.found_by] * 5, *range(3 * SHAPES)):
+    for seed in (*[bug.found_by] * 5, *range(WITHIN)):
         simulation.shape(seed)
         with bug.plant():
             if simulation.run(seed).text:
