@@ -19,6 +19,8 @@ leaves out as time allows: what it prefetches, and updates that it begins on a g
 replays what it found, as a rule at once and else in a few tries. Latencies are sleeps of
 microseconds to two milliseconds, also by the seed.
 
-What is not simulated: drives that change or lose what was flushed, several ranks, and the native
-engines, which have tests of their own for transfers that are continued.
+Bits of the states may also rot between two machines.
+
+What is not simulated: several ranks, and the native engines, which have tests of their own for
+transfers that are continued.
 """

@@ -77,9 +77,10 @@ class Plain:
 
     def rot(self, chance: Chance) -> None:
         """One bit that was flushed is another one from now on."""
-        at, bit = chance.below(len(self._flushed), "byte"), chance.below(8, "bit")
-        self._flushed[at] ^= 1 << bit
+        at, bit = chance.below(len(self.now), "byte"), chance.below(8, "bit")
         self.now[at] ^= 1 << bit
+        if at < len(self._flushed):
+            self._flushed[at] ^= 1 << bit
 
 
 def _keys(changes: Sequence[Change]) -> list[str]:

@@ -85,6 +85,7 @@ class Program:
     scheduled: bool
     frozen: bool
     roomy: bool
+    cached: bool
     write_at: int
     load_at: int
     skip_at: int
@@ -143,6 +144,7 @@ def program(number: int) -> Program:
         scheduled=one("scheduled", False, True),
         frozen=one("frozen", False, False, False, True),
         roomy=one("roomy", False, False, True),
+        cached=one("cached", False, False, True),
         write_at=one("write", -1, -1, *range(steps)),
         load_at=one("load", *[-1] * 6, *range(1, steps)),
         skip_at=one("skip", -1, -1, -1, *range(steps)),
@@ -164,7 +166,7 @@ def budgets(number: int, drives: tuple[Path, ...]) -> dict[str, int]:
             values[found[1]] = int(found[2])
         else:
             infinity.engine(model).close()
-            more = 4 if wanted.roomy else 1
+            more = 4 if wanted.roomy or wanted.cached else 1
             return {name: value * more for name, value in values.items()}
 
 
@@ -178,7 +180,7 @@ def _config(
         moment_precision=wanted.moment_precision,
         algorithm=wanted.algorithm,
         update=wanted.update,
-        cache=0,
+        cache="auto" if wanted.cached else 0,
         device="cpu",
         threads=1,
         poison=True,

@@ -64,11 +64,8 @@ KINDS = {
     "load": 1,
 }
 """How often a blow comes at an operation of each kind."""
-CHECKSUMS = False
-"""Whether the package compares checksums of what is committed as it goes on. Then bits may rot
-between two machines (`Plain.rot`): the next process says so, or needs none of them."""
 ROT = 0.1
-"""Of how many machines a bit rots."""
+"""Of how many machines a bit rots (`Plain.rot`): the next process says so, or needs none of it."""
 LEAVES = (*[""] * 8, "between steps", "in a step", "looks", "lets go")
 """How a process leaves that nothing strikes before: it is closed, after a backward or not, was
 there to evaluate only, or lets go of its model."""
@@ -339,7 +336,7 @@ class _Trial:
         self._found.blows[struck if machine.was_struck or blow is None else left] += 1
         self._is_complete = not machine.was_struck and not leaves
         self._folders = machine.left(chance.of("power") < 0.65, chance.child("left"))
-        if CHECKSUMS and chance.of("rot") < ROT:
+        if chance.of("rot") < ROT:
             self._rot(chance)
 
     def _end_of_process(self, machine: Machine, leaves: str) -> BaseException | None:
