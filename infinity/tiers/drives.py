@@ -25,11 +25,11 @@ from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
 from infinity.tiers.durable import (
-    DURABLE_NAMES,
     STATES_NAME,
     DurableStates,
     refuse_kept,
     refuse_other_ranks,
+    remove_uncommitted,
 )
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
@@ -244,10 +244,11 @@ class NvmeTier:
 
     def _remove(self, place: Directory) -> None:
         """What is closed leaves nothing, unless it was committed."""
-        if self._durable is None or not self._durable.outlive:
-            place.remove(STATES_NAME)
-            for name in DURABLE_NAMES if self._durable is not None else ():
-                place.remove(name)
+        if self._durable is not None and self._durable.outlive:
+            return
+        if self._durable is not None:
+            remove_uncommitted(place)
+        place.remove(STATES_NAME)
 
     def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)

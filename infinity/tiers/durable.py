@@ -303,6 +303,16 @@ def unreadable(error: Exception) -> CheckpointError:
     )
 
 
+def remove_uncommitted(place: Directory) -> None:
+    """Remove what lies beside states that nobody goes on from. A record is there when the first
+    commit failed late. It goes first and for good: without the rest it would be refused."""
+    for name in COMMIT_NAMES:
+        if place.status(name) is not None:
+            DurableFiles(place).remove(name)
+    for name in DURABLE_NAMES:
+        place.remove(name)
+
+
 def has_manifest(place: Directory) -> bool:
     """Whether states were, or are to be, committed there."""
     return place.check(MANIFEST_NAME) is not None

@@ -25,7 +25,7 @@ from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME
+from infinity.tiers.durable import DURABLE_NAMES, HEAD_BYTES, MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import LEAST, STEPS, Model, in_a_process, logged, train
@@ -532,3 +532,35 @@ def test_a_record_that_cannot_be_read_leaves_nothing_behind(
     with pytest.raises(infinity.CheckpointError, match="cannot be read"):
         infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
     assert footprint() == before
+
+
+def test_a_kill_while_a_first_commit_that_failed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was committed, so nothing is refused, whatever of it is still there."""
+    (folder,) = folders_in(tmp_path)
+    copies: list[Path] = []
+
+    def fail(directory: Directory, sync: Any = Directory.sync) -> None:
+        if (folder / COMMIT_NAMES[0]).exists() and not copies:
+            raise OSError(errno.EIO, "a drive fails", "nvme0")
+        sync(directory)
+
+    def remove(directory: Directory, name: str, real: Any = Directory.remove) -> None:
+        if (folder / COMMIT_NAMES[0]).exists() or copies:
+            copies.append(tmp_path / f"copy{len(copies)}")
+            shutil.copytree(folder, copies[-1])  # as a kill leaves it
+            (copies[-1] / LOCK_NAME).unlink()
+        real(directory, name)
+
+    model = Model()
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "sync", fail)
+        patch.setattr(Directory, "remove", remove)
+        infinity.wrap(model, config_of(nvme=[folder], **LEAST), resume=True)
+        Probe(infinity.engine(model)).committer.rest()
+        infinity.engine(model).close()
+    assert list(folder.iterdir()) == []
+    assert len(copies) >= len(DURABLE_NAMES)
+    for copy in copies:
+        train([copy], tmp_path / "log", steps=1)
