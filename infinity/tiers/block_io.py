@@ -79,7 +79,7 @@ class BlockIo:
         )
         if self._verifies and isinstance(extent, Extent):
             sums = self.sums(block, extent)
-            ticket.check = lambda: self._check(block, extent, sums, at, nbytes, address)
+            ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
         return ticket
 
     def write(
@@ -131,9 +131,11 @@ class BlockIo:
             raise RuntimeError(f"bytes {at}..{end} of {placed.spec.name} are no whole pieces")
         return sums[at // piece : -(-end // piece)]
 
-    def _check(
+    def compare(
         self, block: Block, extent: Extent, sums: Sums, at: int, nbytes: int, address: int
     ) -> None:
+        """Raise `CorruptStateError` where memory at `address`, as bytes [at, at + nbytes) of
+        `block`, has other checksums than `sums` of the whole block."""
         wanted = self._of(sums, block.placed, at, nbytes)
         (wrong,) = np.nonzero(_computed(block.placed, nbytes, address) != wanted)
         if wrong.size:
