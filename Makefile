@@ -16,6 +16,7 @@ PROGRAMS ?= 5000
 FIRST ?= 1000
 RANDOM_ARGS ?=
 SEEDS ?= 5000
+KILLS ?= 200
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -25,7 +26,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate kills native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -74,6 +75,12 @@ simulate: $(VENV)/installed  ## Run SEEDS=5000 simulations of durable steps from
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m simulation --seeds $(SEEDS) --first $(FIRST)
+
+# The moments are of a clock: `simulate` kills at the same operation again.
+kills: $(VENV)/installed  ## Kill training processes at KILLS=200 random moments, and compare what they end with
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m kill_runs --kills $(KILLS)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }
