@@ -206,6 +206,8 @@ class Run:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.progress = Progress()
+        self.is_loading = False
+        """Whether it is in the middle of a load, or was cut off there."""
 
     def wrap(self, resume: bool) -> None:
         """Wrap the model."""
@@ -253,8 +255,9 @@ class Run:
             progress.written = step
         if step == wanted.load_at and progress.loaded != step:
             assert self.engine is not None
-            progress.loaded = step
+            progress.loaded, self.is_loading = step, True
             self.engine.load_checkpoint(self._checkpoint, self.optimizer)
+            self.is_loading = False
         if step == wanted.evaluate_at:
             self.evaluate(step)
 

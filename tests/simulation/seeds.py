@@ -70,8 +70,6 @@ LEAVES = (*[""] * 8, "between steps", "in a step", "looks", "lets go")
 """How a process leaves that nothing strikes before: it is closed, after a backward or not, was
 there to evaluate only, or lets go of its model."""
 LASTING = ("write", "read", "flush", "sync")
-
-
 LONGEST = 60.0
 """Seconds after which a seed hangs."""
 
@@ -91,7 +89,8 @@ class Found:
     seed: int
     text: str = ""
     blows: Counter[str] = field(default_factory=Counter)
-    """Those that came, and how many machines ended without one that was to come ("none")."""
+    """Those that came, and how many machines ended without one: the "last" ones, those of a process
+    that "leaves", and those on which the one that was to come did not ("none")."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +191,13 @@ class Simulation:
         machine: Machine,
         given: dict[str, int] | None = None,
         durability: str = "step",
+        room: int = 1,
     ) -> Iterator[Run]:
-        """A run, whose engine is closed after the block."""
+        """A run, whose engine is closed after the block. Without `given` budgets it has the
+        smallest ones, `room` times."""
         if given is None:
-            given = self._budgets(wanted, machine)
+            smallest = self._budgets(wanted, machine)
+            given = {name: room * value for name, value in smallest.items()}
         checkpoint = self._where / f"checkpoint{wanted.number}"
         run = Run(wanted, self._drives(wanted), checkpoint, given, durability)
         try:
@@ -270,7 +272,7 @@ class _Trial:
         self._at = 0  # that the last one was at
         self._least = 0  # that the next one must be at, or beyond
         self._is_over = False  # nothing is left to go on from, as is said
-        self._is_rotten = False
+        self._is_rotten = self._was_loading = False
         self._is_complete = False
 
     def run(self) -> None:
@@ -320,7 +322,7 @@ class _Trial:
             self._program, self._folders, chance.child("machine"), blow, life
         )
         try:
-            error = self._end_of_process(machine, leaves)
+            error = self._end_of_process(machine, leaves, chance.one((1, 1, 3), "room"))
             if self._is_refusal(error):
                 self._is_over = True
                 return
@@ -339,10 +341,11 @@ class _Trial:
         if chance.of("rot") < ROT:
             self._rot(chance)
 
-    def _end_of_process(self, machine: Machine, leaves: str) -> BaseException | None:
-        """A process on `machine`; returns the error that ended it."""
+    def _end_of_process(self, machine: Machine, leaves: str, room: int) -> BaseException | None:
+        """A process on `machine`, with `room` times the budgets; returns the error that ended
+        it."""
         try:
-            with self._simulation.process(self._program, machine) as run:
+            with self._simulation.process(self._program, machine, room=room) as run:
                 try:
                     if leaves == "looks":
                         run.wrap(resume=True)
@@ -351,6 +354,7 @@ class _Trial:
                         self._train(run, machine, leaves)
                 finally:
                     self._at = run.progress.step
+                    self._was_loading |= run.is_loading
                     self._reached = max(self._reached, self._at)
         except ERRORS as error:
             return error
@@ -364,6 +368,8 @@ class _Trial:
             )
         if first > self._reached:
             raise Wrong(f"it goes on with step {first}, and had not passed {self._reached}")
+
+        self._was_loading = False
 
         def see(step: int, text: str) -> None:
             if text != self._shape.shown[step]:
@@ -402,7 +408,7 @@ class _Trial:
             return True
         return (
             self._program.frozen
-            and self._program.load_at >= 0
+            and self._was_loading
             and "was killed while it loaded a checkpoint" in str(error)
         )
 
