@@ -173,7 +173,7 @@ class FinetuneJob:
             summary = self._train(display, tokenizer, trainer, parts, world)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has all of it
-            elif config.durability != "off":
+            elif engine.committed_step is not None:
                 kept = " and ".join(map(str, config.nvme))
                 display.note(f"the last step stays in {kept}: --resume goes on from it")
             return summary
@@ -302,15 +302,16 @@ def assemble(
     if source.directory is not None:
         weights = open_weights(source.directory, model)
         check_complete(weights, model)
+    wrap = partial(infinity.wrap, model, weights=weights, seed=job.seed, group=world.group)
     try:
-        model = infinity.wrap(
-            model,
-            config,
-            weights=weights,
-            seed=job.seed,
-            group=world.group,
-            resume=job.resume and config.durability != "off",
-        )
+        try:
+            wrap(config, resume=job.resume and config.durability != "off")
+        except BudgetError as error:
+            # Commits take space for all states, also for those that are cached.
+            if job.durability != "auto" or config.durability == "off" or world.size > 1:
+                raise
+            wrap(config.model_copy(update={"durability": "off"}))
+            log.warning("no step is committed, because there is no room for that: %s", error)
     except BudgetError as error:
         shared = [
             option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)

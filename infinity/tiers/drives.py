@@ -373,12 +373,17 @@ class NvmeTier:
             file.truncate(0)
         need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
         alone = len(self._directories) == 1
+        way_out = (
+            "Tuning(copy_on_write=False) (halves what is updated, but a failed step then loses the "
+            "state)"
+            if self._durable is None
+            else "durability='off' (no step outlives the process; what is cached takes no space)"
+        )
         return BudgetError(
             f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the "
             f"states on nvme need {format_bytes(need)} there; free "
             f"{format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
-            "directory, or set Tuning(copy_on_write=False) (halves what is updated, but a failed "
-            "step then loses the state)"
+            f"directory, or set {way_out}"
         )
 
     def grow(self, nbytes: int) -> Extent | None:

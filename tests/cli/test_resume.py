@@ -475,6 +475,17 @@ def test_a_run_that_commits_its_steps_goes_on_without_checkpoints(
     assert len(ends) > 2 and names(tmp_path / "nvme") == [], "it has ended: nothing stays"
 
 
+def test_a_run_that_has_no_room_for_commits_does_without(
+    common: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All states are cached: only commits need them on the drive."""
+    options = [*common, "--cache", "auto", "--nvme-memory", "4MiB"]
+    assert finished(*options)["steps"] == STEPS
+    assert "no step is committed, because there is no room for that: nvme_memory=4" in caplog.text
+    assert "nvme_memory=4 MiB cannot hold the states" in refusal(*options, "--durability", "step")
+    assert names(tmp_path / "nvme") == []
+
+
 def test_a_run_that_commits_its_steps_is_neither_lost_nor_changed(
     common: list[Any], tmp_path: Path
 ) -> None:

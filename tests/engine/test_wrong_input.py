@@ -274,6 +274,8 @@ def test_a_full_file_system(
         pytest.raises(infinity.BudgetError, match=f"^{text}"),
     ):
         infinity.wrap(model, config(path))
+    with pytest.raises(infinity.BudgetError, match=r"directory, or set durability='off' \(no step"):
+        infinity.wrap(model, config(path, durability="step"))
     # All of it fits into the other.
     infinity.engine(infinity.wrap(model, config([other, path]))).close()
 
