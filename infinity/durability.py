@@ -110,7 +110,8 @@ class Durability:
     ) -> None:
         """`agreement`: of all ranks; None for one."""
         # First, as it may be refused: the committer is a thread.
-        self._found = None if store.taken_over is None else CommittedStep(store.taken_over)
+        content = store.taken_over
+        self._found = None if content is None else CommittedStep(content)
         self._store = store
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)

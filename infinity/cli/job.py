@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -288,6 +288,20 @@ class RunParts:
     device: torch.device
 
 
+def _with_or_without_commits(
+    job: FinetuneJob, config: Config, world: World, wrap: Callable[..., torch.nn.Module]
+) -> None:
+    """Wrap; without commits where `auto` was to commit and one rank has no room for that: they take
+    space for all states, also for those that are cached."""
+    try:
+        wrap(config, resume=job.resume and config.durability != "off")
+    except BudgetError as error:
+        if job.durability != "auto" or config.durability == "off" or world.size > 1:
+            raise
+        wrap(config.model_copy(update={"durability": "off"}))
+        log.warning("no step is committed, because there is no room for that: %s", error)
+
+
 def assemble(
     job: FinetuneJob, source: ModelSource, config: Config, world: World
 ) -> tuple[torch.nn.Module, TrainedEngine, torch.optim.Optimizer, torch.device]:
@@ -304,14 +318,7 @@ def assemble(
         check_complete(weights, model)
     wrap = partial(infinity.wrap, model, weights=weights, seed=job.seed, group=world.group)
     try:
-        try:
-            wrap(config, resume=job.resume and config.durability != "off")
-        except BudgetError as error:
-            # Commits take space for all states, also for those that are cached.
-            if job.durability != "auto" or config.durability == "off" or world.size > 1:
-                raise
-            wrap(config.model_copy(update={"durability": "off"}))
-            log.warning("no step is committed, because there is no room for that: %s", error)
+        _with_or_without_commits(job, config, world, wrap)
     except BudgetError as error:
         shared = [
             option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)

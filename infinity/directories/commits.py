@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<16sQQ32s")  # magic, sequence, length, digest of the res
 
 
 class DurableFiles:
-    """Small files of a directory that is ours. Every method but `read` returns when what it did
+    """Small files of a directory that is ours. Every method that changes one returns when that
     would survive a power cut."""
 
     def __init__(self, directory: Directory) -> None:
@@ -52,6 +52,11 @@ class DurableFiles:
             return None
         with os.fdopen(descriptor, "rb") as file:
             return file.read(_HEAD.size + MOST_BYTES)
+
+    def size(self, name: str) -> int | None:
+        """The bytes of the file; None where there is none."""
+        status = self._directory.check(name)
+        return None if status is None else status.st_size
 
     def create(self, name: str, content: bytes) -> None:
         """A new file, which is there as a whole or not at all."""
@@ -147,7 +152,7 @@ class CommitLog:
         sequence, at = self._sequence + 1, 1 - self._at
         name = COMMIT_NAMES[at]
         record = _encoded(sequence, content)
-        if self._files.read(name) is None:
+        if self._files.size(name) is None:
             self._files.create(name, record)
         else:
             self._files.overwrite(name, record)
@@ -184,7 +189,7 @@ class CommitLog:
         self._sequence, self._at, self._is_settled = 0, 1, True
 
     def _empty(self, at: int) -> None:
-        if self._files.read(COMMIT_NAMES[at]):
+        if self._files.size(COMMIT_NAMES[at]):
             self._files.overwrite(COMMIT_NAMES[at], b"")
 
 

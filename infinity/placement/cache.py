@@ -4,8 +4,9 @@ Imports no torch.
 [Note: a part that always stays]
 Every step uses every block in the same order: a cyclic scan. For that no policy hits more than C of
 N bytes with C bytes of cache, and evicted bytes must be written besides. A part that never leaves
-reaches that bound. It moves nothing and needs no shadow copy on the drive. It is the same in every
-run, so the planner can state the bytes that move.
+reaches that bound. It moves nothing and needs no shadow copy on the drive, except
+where commits need it there (`Placed.write_through`). It is the same in every run, so the planner
+can state the bytes that move.
 
 [Note: what is cached first]
 What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a

@@ -57,6 +57,9 @@ class SimulatedFiles(DurableFiles):
     def read(self, name: str) -> bytes | None:
         return self.content.get(name)
 
+    def size(self, name: str) -> int | None:
+        return len(self.content[name]) if name in self.content else None
+
     def create(self, name: str, content: bytes) -> None:
         killed = self._is_killed()
         if not killed or self.mask & 1:

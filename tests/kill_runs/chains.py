@@ -183,7 +183,7 @@ def chain(kind: str, place: Path, seed: int, most: int, span: float, expected: P
     """One run, killed up to `most` times; returns how often it was. Raises `AssertionError`."""
     chance, kills = random.Random(seed), 0
     prepare(place)
-    steps = {tuple(each[:1]): each for each in logged(expected)}
+    steps = {each[0]: each for each in logged(expected)}
     while True:
         before = logged(place)
         seconds = chance.uniform(0, span) if kills < most else None
@@ -199,7 +199,7 @@ def chain(kind: str, place: Path, seed: int, most: int, span: float, expected: P
         assert found.keys() == wanted.keys()
         wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
         assert not wrong, f"other weights: {wrong}"
-    assert all(steps[(each[0],)] == each for each in logged(place)), "other losses"
+    assert all(steps[each[0]] == each for each in logged(place)), "other losses"
     return kills
 
 
