@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from infinity.tiers.drives import NvmeTier
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.rank_group import PATIENCE, RANKS, SERVER, become_rank, end, load
+from support.rank_group import PATIENCE, RANKS, SERVER, become_rank, load, run_all
 
 STEPS = 8
 LEAST: dict[str, Any] = {
@@ -200,7 +199,7 @@ def ranks_in_processes(
     work: Callable[..., Any],
     *arguments: Any,
     ranks: int = RANKS,
-    kills: Mapping[int, Kill] = {},
+    kills: Mapping[int, Kill] | None = None,
     together: bool = True,
 ) -> list[int]:
     """Let `ranks` processes call `work(place, rank, *arguments)`, and end those in `kills` at that
@@ -214,23 +213,12 @@ def ranks_in_processes(
             target=_work_on_ranks,
             args=(
                 *(said[rank], rank, place, ranks, rendezvous),
-                *(file, work.__name__, arguments, kills.get(rank)),
+                *(file, work.__name__, arguments, (kills or {}).get(rank)),
             ),
         )
         for rank in range(ranks)
     ]
-    try:
-        for process in processes:
-            process.start()
-        running = {process.sentinel: process for process in processes}
-        while running:
-            for sentinel in wait(list(running)):
-                process = running.pop(sentinel)  # type: ignore[index]
-                process.join()
-                if process.exitcode and together:
-                    end(processes)
-    finally:
-        end(processes)
+    run_all(processes, together)
     exits = [process.exitcode or 0 for process in processes]
     for code, errors in zip(exits, said, strict=True):
         if code not in (0, -signal.SIGKILL):

@@ -109,6 +109,15 @@ def run_ranks(path: str, directory: Path, ranks: int, work: str = "serve") -> No
         SERVER.Process(target=_run, args=(said[rank], path, work, directory, rank, ranks))
         for rank in range(ranks)
     ]
+    run_all(processes)
+    if any(process.exitcode for process in processes):
+        exits = [process.exitcode for process in processes]
+        raise AssertionError("\n".join([f"ranks ended with {exits}", *map(_content, said)]))
+
+
+def run_all(processes: Sequence[ForkServerProcess], together: bool = True) -> None:
+    """Start all, and return when they have ended. Where one fails the others are killed, or not
+    unless `together`."""
     try:
         for process in processes:
             process.start()
@@ -117,13 +126,10 @@ def run_ranks(path: str, directory: Path, ranks: int, work: str = "serve") -> No
             for sentinel in wait(list(running)):
                 process = running.pop(sentinel)  # type: ignore[index]
                 process.join()
-                if process.exitcode:
+                if process.exitcode and together:
                     end(processes)
     finally:
         end(processes)
-    if any(process.exitcode for process in processes):
-        exits = [process.exitcode for process in processes]
-        raise AssertionError("\n".join([f"ranks ended with {exits}", *map(_content, said)]))
 
 
 def end(processes: Sequence[ForkServerProcess]) -> None:
