@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.optim.kernels import Hyper
+from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer, are_decay_rates
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
@@ -30,6 +31,7 @@ class Adam(Optimizer):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -41,6 +43,7 @@ class Adam(Optimizer):
             loss_scaler,
             error_if_nonfinite,
             clip,
+            norm_group,
             torch_options,
         )
 
@@ -86,6 +89,7 @@ class AdamW(Adam):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         **torch_options: Any,
     ) -> None:
         super().__init__(
@@ -99,6 +103,7 @@ class AdamW(Adam):
             loss_scaler,
             error_if_nonfinite,
             clip,
+            norm_group,
             **torch_options,
         )
 

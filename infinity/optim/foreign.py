@@ -25,6 +25,7 @@ from torch import nn
 from infinity import nvme
 from infinity.errors import ConfigError, in_words
 from infinity.optim.kernels import Segment
+from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
 from infinity.optim.state_dict import misfit, numbers
@@ -48,6 +49,7 @@ def adapt(
     loss_scaler: LossScaler | None = None,
     error_if_nonfinite: bool = False,
     clip: str = "global",
+    norm_group: NormGroup = None,
     **settings: Any,
 ) -> Adapted:
     """An optimizer that updates the parameters of a wrapped model as `optimizer(params,
@@ -79,7 +81,7 @@ def adapt(
             f"{optimizer.__name__} updates by sparse gradients alone, and gradients are dense "
             "here; use infinity.AdamW"
         )
-    common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip)
+    common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group)
     return Adapted(optimizer, params, settings, *common)
 
 

@@ -6,14 +6,24 @@ import logging
 import math
 from collections.abc import Sequence
 
-from infinity.errors import EngineClosedError, NonFiniteError
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.errors import ConfigError, EngineClosedError, NonFiniteError
 from infinity.optim.kernels import Kernels, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
+from infinity.sharding import collectives
+from infinity.sharding.collectives import Group
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
+
+NormGroup = dist.ProcessGroup | DeviceMesh | None
+"""What optimizers take as `norm_group`."""
+ELSEWHERE = "a parameter of another rank of norm_group"
+"""Whose gradient is not finite where none of this rank's parameters is to blame."""
 
 
 class GradientNorm:
@@ -119,8 +129,8 @@ class GradientNorm:
             return None
 
     def first_nonfinite(self, shares: Sequence[UnitShare]) -> str:
-        """The name of the first parameter with a settled gradient that is not finite; "" when all
-        are."""
+        """The name of the first parameter with a settled gradient that is not finite; `ELSEWHERE`
+        when all are."""
         names = [share.unit.names[index] for share in shares for index in share.positions]
         bad = [
             float(flag)
@@ -128,7 +138,7 @@ class GradientNorm:
             for flag in nonfinite_gradients(share.unit, share.positions)
         ]
         everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
-        return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
+        return next((name for name, flag in zip(names, everywhere, strict=True) if flag), ELSEWHERE)
 
     def take_nonfinite(
         self, norm: float, shares: Sequence[UnitShare], number: int, raises: bool
@@ -146,6 +156,27 @@ class GradientNorm:
         would add the same again."""
         exchange = self._units[0].exchange
         return values if exchange is None else exchange.sum(values, what, everywhere=False)
+
+
+def group_of(given: NormGroup) -> Group:
+    """The process group that `given` names; raises `ConfigError` for anything else."""
+    if isinstance(given, DeviceMesh) and given.ndim == 1:
+        return given.get_group()
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return given
+    raise ConfigError(
+        f"norm_group={given!r} is neither a process group that this process belongs to nor a "
+        "DeviceMesh of one dimension; give what divides the model into parts, for example "
+        "mesh['pp']"
+    )
+
+
+def over_parts(norm: float, group: Group) -> float:
+    """The L2 norm of a model of which every rank of `group` has a part, with `norm` here; on all
+    ranks the same bits. All of them call it."""
+    if group is None:
+        return norm
+    return math.sqrt(collectives.sum_by_rank([norm**2], [group])[0])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, NonFiniteError, in_words
 from infinity.optim.kernels import Hyper, Segment, segments_of
-from infinity.optim.norm import apply_clips, clip_factor
+from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
     add_states,
@@ -85,6 +85,10 @@ class Optimizer(torch.optim.Optimizer):
     other units there are other numbers. `grad_norm` stays the global norm. Where a unit has
     parameters of several optimizers, each clips what is its own, and their updates begin in `step`.
 
+    `norm_group` (a process group, or a `DeviceMesh` of one dimension) has the ranks that hold other
+    parts of the model, such as the stages of a pipeline. Norms are then those of all parts, and a
+    step is skipped on all of them or on none. Its ranks make like optimizers and step alike.
+
     The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
     backward adds to them. Several optimizers may have parameters of one model, also of one unit:
     norm, clipping and `zero_grad` concern an optimizer's own.
@@ -119,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         torch_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._check_parameters(params)
@@ -140,6 +145,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.error_if_nonfinite, self.clip = error_if_nonfinite, clip
+        self._norm_group = group_of(norm_group)
         self.loss_scaler = loss_scaler
         """What scales the loss; None where nothing does."""
         self.grad_norm: float | None = None
@@ -369,6 +375,7 @@ class Optimizer(torch.optim.Optimizer):
                 norm = math.sqrt(sum(squares))
             else:
                 norm = self.updater.norm.of(shares)
+            norm = over_parts(norm, self._norm_group)
         self.grad_norm = self.clipped_grad_norm = norm
         return Norms(norm, squares)
 
@@ -386,9 +393,8 @@ class Optimizer(torch.optim.Optimizer):
         factors = dict(zip(shares, map(self._factor, own), strict=True))
         if squares is not None:
             clipped = zip(squares, factors.values(), strict=True)
-            self.clipped_grad_norm = math.sqrt(
-                sum(square * factor**2 for square, factor in clipped)
-            )
+            own_norm = math.sqrt(sum(square * factor**2 for square, factor in clipped))
+            self.clipped_grad_norm = over_parts(own_norm, self._norm_group)
         elif norm is not None:
             self.clipped_grad_norm = norm * self._factor(norm)
         for share, factor in factors.items():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.optim.kernels import Hyper
+from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer, are_decay_rates
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
@@ -33,6 +34,7 @@ class Adagrad(Optimizer):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
@@ -44,6 +46,7 @@ class Adagrad(Optimizer):
             loss_scaler,
             error_if_nonfinite,
             clip,
+            norm_group,
             torch_options,
         )
 
@@ -89,6 +92,7 @@ class Lion(Optimizer):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
@@ -100,6 +104,7 @@ class Lion(Optimizer):
             loss_scaler,
             error_if_nonfinite,
             clip,
+            norm_group,
             torch_options,
         )
 
@@ -148,6 +153,7 @@ class SGD(Optimizer):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
         clip: str = "global",
+        norm_group: NormGroup = None,
         **torch_options: Any,
     ) -> None:
         defaults = {
@@ -165,6 +171,7 @@ class SGD(Optimizer):
             loss_scaler,
             error_if_nonfinite,
             clip,
+            norm_group,
             torch_options,
         )
 

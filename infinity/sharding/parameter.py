@@ -14,7 +14,7 @@ from infinity.errors import ConfigError, EngineClosedError, ShardedParameterErro
 from infinity.placement.spec import Kind
 from infinity.sharding.copied import writes
 from infinity.sharding.recognize import is_dtensor_class
-from infinity.sharding.value import LazyValue, on_values, readable
+from infinity.sharding.value import LazyValue, on_values, readable, same
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
@@ -86,6 +86,12 @@ _LIKE = {
 }
 """Functions that make another tensor by shape, dtype and device."""
 
+_BACKWARD = {torch.autograd.backward, torch.autograd.grad}
+"""Functions that ask parameters for their place in the graph alone."""
+
+_SAME = {"view_as", "expand_as"}
+"""Methods that give the parameter as it is when it is their argument, too."""
+
 _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"),
     *("set_", "resize_", "swap_tensors", "as_subclass", "module_load"),
@@ -113,6 +119,11 @@ _UPDATED = (
     "update with infinity.AdamW and its family, or any other by "
     "infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
 )
+_SPLIT_BACKWARD = (
+    "a schedule that computes weight gradients apart from the backward (zero-bubble, DualPipeV) "
+    "sets them past the engine, which is supported where one rank has a stage: use ScheduleGPipe, "
+    "Schedule1F1B or ScheduleInterleaved1F1B, or no data and tensor parallel ranks"
+)
 _GATHER = (
     "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
     "gathered(..., write=True) to change it"
@@ -125,6 +136,8 @@ _WAYS = {
     ("torch.nn.utils.weight_norm", "apply"): _BEFORE,
     ("torch.nn.utils.spectral_norm", "apply"): _BEFORE,
     ("torch.nn.utils.prune", "apply"): _BEFORE,
+    ("torch.distributed.pipelining._backward", "stage_backward_input"): _SPLIT_BACKWARD,
+    ("torch.distributed.pipelining._backward", "stage_backward_weight"): _SPLIT_BACKWARD,
     ("torch.optim.optimizer", "wrapper"): _UPDATED,
     ("torch.serialization", "save"): SAVED,
     ("torch.nn.parameter", "__reduce_ex__"): SAVED,
@@ -168,6 +181,7 @@ class ShardedParameter(nn.Parameter, ZeroNames):
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
         plain = plain or (attribute == "requires_grad" and accessor == "__set__")
+        plain = plain or func in _BACKWARD
         if attribute == "grad":
             return _grad(args[0], *args[1:])
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
@@ -192,6 +206,8 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             )
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
+        if name in _SAME and args[0] is args[1] and not unit.ranks.groups():
+            return same(args[0], unit, unit.position(args[0]))
         way = _way_out()
         if not way and _reads(name, accessor, args, kwargs):
             if name in ("data", "detach"):

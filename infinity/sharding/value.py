@@ -104,6 +104,25 @@ class _Read(torch.autograd.Function):
         return gradient, None, None
 
 
+class _Same(_Read):
+    """The value of a parameter, read when it is needed, right after the parameter in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
+        return LazyValue(unit, index)
+
+
+def same(parameter: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
+    """What `parameter.view_as(parameter)` gives outside of a forward.
+
+    Callers want the node that accumulates the gradient: `.grad_fn.next_functions[0][0]` of the
+    view, as torch.distributed.pipelining asks for. Nothing is read for that.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        view: torch.Tensor = _Same.apply(parameter, unit, index)  # type: ignore[no-untyped-call]
+        return view
+
+
 def on_values(
     func: Callable[..., Any], args: Any, kwargs: Any, place_of: Callable[[Any], Any]
 ) -> Any:

@@ -314,3 +314,55 @@ def test_graphed_callables_are_refused(tmp_path: Path) -> None:
         wrap(model, tmp_path)
     del model.blocks[1].forward
     assert goes_on(wrap(model, tmp_path))
+
+
+# What tools ask of a leaf
+
+
+def test_gradients_of_some_parameters(wrapped: Any) -> None:
+    """`autograd.grad` gives them, and `backward(inputs=...)` adds them up, for these alone."""
+    plain, engine = transformer(), infinity.engine(wrapped)
+    names = ["tokens.weight", "norm.weight"]
+
+    def of(model: Any) -> list[torch.Tensor]:
+        return [model.get_parameter(name) for name in names]
+
+    expected = torch.autograd.grad(plain(**text_batch(0)).loss, of(plain))
+    for graph in (False, True):
+        loss = wrapped(**text_batch(0)).loss
+        found = torch.autograd.grad(loss, of(wrapped), create_graph=graph)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert all(engine.gradient(p) is None for p in wrapped.parameters())
+        del loss, found
+    for ask in (
+        lambda loss, inputs: torch.autograd.backward(loss, inputs=inputs),
+        lambda loss, inputs: loss.backward(inputs=inputs),
+    ):
+        ask(wrapped(**text_batch(0)).loss, of(wrapped))
+        for name, p in wrapped.named_parameters():
+            gradient = engine.gradient(p)
+            if name in names:
+                assert torch.equal(gradient, expected[names.index(name)])
+            else:
+                assert gradient is None
+        engine.zero_grad()
+    assert goes_on(wrapped)
+
+
+@pytest.mark.parametrize("method", ["view_as", "expand_as"])
+def test_the_node_that_accumulates_a_gradient(wrapped: Any, method: str) -> None:
+    """Torch has no other way to it than a view of the parameter as itself. Nothing is read for
+    that."""
+    plain = transformer()
+    engine = infinity.engine(wrapped)
+    before = engine.io.counters()["bytes_read"]
+    for name, parameter in wrapped.named_parameters():
+        view = getattr(parameter, method)(parameter)
+        assert view.shape == parameter.shape
+        assert view.grad_fn.next_functions[0][0].variable is parameter
+        assert engine.io.counters()["bytes_read"] == before
+        (gradient,) = torch.autograd.grad((view * 3).sum(), parameter)
+        assert torch.equal(gradient, torch.full_like(gradient, 3.0))
+        assert torch.equal(view + 0, plain.get_parameter(name))
+        before = engine.io.counters()["bytes_read"]
+    assert goes_on(wrapped)
