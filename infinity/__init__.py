@@ -24,6 +24,7 @@ from infinity.errors import (
     ShardedParameterError,
     WeightsError,
 )
+from infinity.modules.chunked_loss import chunked_loss
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
 from infinity.optim.adam import Adam, AdamW
@@ -56,6 +57,7 @@ __all__ = [
     "WeightsError",
     "accumulate",
     "adapt",
+    "chunked_loss",
     "engine",
     "gathered",
     "get",

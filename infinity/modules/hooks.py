@@ -9,6 +9,7 @@ ends:
 | begun by | shows the parameters | ends |
 |---|---|---|
 | a call of a hooked module | yes | with the call; the one around it takes it while views are left |
+| `Hooks.call`, for code that computes in its place | yes | the same |
 | a touch of a parameter in a forward whose hooks did not bring it | yes | with the call that runs |
 | a saved view that a backward unpacks | no | with the last reference to it: see `Execution.sweep` |
 | a touch of a parameter in a backward | yes | see [Note: recomputation] |
@@ -62,7 +63,7 @@ from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.parameter_data import UnitState
-from infinity.sharding.unit import Border, Unit
+from infinity.sharding.unit import Border, Result, Unit
 from infinity.sharding.use import Showing, Unpacking, collected, described
 
 _GRAD: Any = torch.Tensor.grad
@@ -305,6 +306,19 @@ class Hooks(Border):
         if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             torch.clear_autocast_cache()
         unit.release()
+
+    def call(self, module: nn.Module, function: Callable[..., Result], *inputs: Any) -> Result:
+        """`function(*inputs)`, with the parameters of `module` there as in a call of it. A module
+        that is not hooked has what those around it have."""
+        if module not in self._units_of:
+            return function(*inputs)
+        self._before_forward(module, inputs, {})
+        output = None
+        try:
+            output = function(*inputs)
+        finally:
+            self._after_forward(module, inputs, output)
+        return output
 
     def packing(self) -> AbstractContextManager[object]:
         """The context in which autograd saves views of units so that these may move."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from infinity.tiers.block import Block
 from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 from infinity.tiers.store import Store
 
+Result = TypeVar("Result")
+
 
 class Border:
     """Whoever ties units to the model, as far as units need that. This base class does nothing."""
@@ -34,6 +36,10 @@ class Border:
     def touched(self, unit: Unit) -> bool:
         """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
         return False
+
+    def call(self, module: nn.Module, function: Callable[..., Result], *inputs: Any) -> Result:
+        """`function(*inputs)`, with the parameters of `module` there as in a call of it."""
+        return function(*inputs)
 
     def packing(self) -> AbstractContextManager[object]:
         """The context in which autograd saves views of units so that these may move."""

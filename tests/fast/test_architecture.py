@@ -60,6 +60,7 @@ PUBLIC = [
     "WeightsError",
     "accumulate",
     "adapt",
+    "chunked_loss",
     "engine",
     "gathered",
     "get",

@@ -1,0 +1,256 @@
+"""The cross entropy of a large vocabulary, with the logits of a few tokens at a time.
+
+[Note: chunks of tokens]
+The forward makes the logits of one chunk of tokens, keeps their loss, and drops them. The backward
+makes them again. So a step has one more product with the weight of the projection than usual, and
+autograd saves hidden states in the place of logits. What one chunk does to its logits are torch's
+own operators. With one chunk the results are therefore the bits of a plain model.
+
+[Note: the sum of chunks]
+The gradient of the weight is the sum over all chunks. A plain model makes it in one product, which
+adds in fp32 and rounds once. Here the factors are widened to at least fp32 and the products are
+added there. So it is rounded once, too. Example: 64 chunks in bf16, whose gradients are 256 and
+then 63 times 1. Added in bf16, whose next number after 256 is 258, they stay 256. The sum is 319,
+and bf16 has 320.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class LogitsStep(NamedTuple):
+    """One operation between the projection and the loss, on each logit alone."""
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    dtype: torch.dtype
+    """Of the result."""
+    saves: bool
+    """Whether autograd saves the result."""
+
+
+class AutocastState(NamedTuple):
+    """The autocast of one kind of device, to be entered again in a backward."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, kind: str) -> AutocastState:
+        """The one that is on for this `kind` of device."""
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def entered(self) -> AbstractContextManager[object]:
+        """A context with this autocast, whose casts are not kept."""
+        return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
+
+
+class Reduction(NamedTuple):
+    """Which tokens a cross entropy counts, and how it adds them: arguments of torch's function."""
+
+    reduction: str
+    """"none", "sum" or "mean"."""
+    ignore_index: int
+    label_smoothing: float
+
+
+@dataclass(frozen=True)
+class EntropyPlan:
+    """What becomes of hidden states on the way to a loss, and in how many bytes."""
+
+    cast: torch.dtype | None
+    """What autocast makes of the factors of the projection; None leaves them."""
+    steps: Sequence[LogitsStep]
+    autocast: AutocastState
+    """That of the loss."""
+    reduction: Reduction
+    max_bytes: int
+
+    def bytes_per_token(self, vocabulary: int, dtype: torch.dtype) -> int:
+        """The most bytes that a token's logits of `dtype`, and all that is made of them, take at
+        once.
+
+        Example: 256,000 logits in bf16, a conversion to fp32, and the loss. When the gradient of
+        the log-softmax is made, these are alive: the logits (2 bytes each), the log-softmax, its
+        gradient and the gradient of its input (4 bytes each), 3.6 MB together.
+        """
+        last = self.steps[-1].dtype if self.steps else dtype
+        loss = max(last.itemsize, 4) if self.autocast.enabled else last.itemsize
+        kept = sum(step.dtype.itemsize for step in self.steps if step.saves)
+        tables = 4 if self.reduction.label_smoothing else 3
+        return vocabulary * (dtype.itemsize + kept + tables * loss)
+
+    def parts(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
+        """The chunks of `tokens`, as even as can be; each has one token at least."""
+        most = max(self.max_bytes // self.bytes_per_token(vocabulary, dtype), 1)
+        number = -(-tokens // most)
+        ends = [tokens * each // number for each in range(number + 1)]
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+    def of_a_chunk(self, parts: int) -> str:
+        """The reduction of each of so many chunks."""
+        whole = parts == 1 or self.reduction.reduction == "none"
+        return self.reduction.reduction if whole else "sum"
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        reduction: str,
+    ) -> torch.Tensor:
+        """The loss of one chunk, whose logits are (tokens, vocabulary)."""
+        with self.autocast.entered():
+            for step in self.steps:
+                logits = step.apply(logits)
+            return functional.cross_entropy(
+                logits,
+                target,
+                class_weight,
+                ignore_index=self.reduction.ignore_index,
+                reduction=reduction,
+                label_smoothing=self.reduction.label_smoothing,
+            )
+
+    def total(self, target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
+        """What a mean divides by: how many tokens count, or the sum of their weights."""
+        counted = target != self.reduction.ignore_index
+        return counted.sum() if class_weight is None else class_weight[target[counted]].sum()
+
+
+def project(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cast: torch.dtype | None,
+) -> torch.Tensor:
+    """The logits (..., vocabulary) of `hidden` (..., width), as `nn.Linear` makes them under an
+    autocast to `cast`."""
+    # Autocast would keep a cast of the weight that a forward without autograd has made.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return functional.linear(*(_cast(each, cast) for each in (hidden, weight, bias)))
+
+
+def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The loss of `hidden` (tokens, width) by way of logits of which no more than `max_bytes` of
+    the plan are there at once. See [Note: chunks of tokens]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        plan: EntropyPlan,
+    ) -> torch.Tensor:
+        """The loss, (tokens,) without a reduction and else ()."""
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
+        parts = plan.parts(len(hidden), len(weight), plan.cast or hidden.dtype)
+        reduction = plan.of_a_chunk(len(parts))
+        losses = []
+        for part in parts:
+            logits = project(hidden[part], weight, bias, plan.cast)
+            losses.append(plan.loss(logits, target[part], class_weight, reduction))
+            del logits  # before those of the next chunk are made
+        if len(losses) == 1:
+            return losses[0]
+        if reduction == "none":
+            return torch.cat(losses)
+        wide = torch.promote_types(losses[0].dtype, torch.float32)
+        loss = torch.stack(losses).sum(dtype=wide)
+        if plan.reduction.reduction == "mean":
+            loss = loss / plan.total(target, class_weight)
+        return loss.to(losses[0].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """The gradients of hidden states, weight and bias."""
+        plan: EntropyPlan = ctx.plan
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        parts = plan.parts(len(hidden), len(weight), plan.cast or hidden.dtype)
+        reduction = plan.of_a_chunk(len(parts))
+        if reduction != plan.reduction.reduction:  # "sum" of a chunk, and "mean" of all
+            gradient = gradient / plan.total(target, class_weight).to(gradient.dtype)
+        sums = _Gradients(ctx.needs_input_grad[:3], hidden, weight, bias, len(parts) == 1)
+        weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
+        for part in parts:
+            inputs = _cast(hidden[part], plan.cast)
+            logits = project(inputs, weight, bias, plan.cast).requires_grad_()
+            with torch.enable_grad():
+                loss = plan.loss(logits, target[part], class_weight, reduction)
+            share = gradient[part] if reduction == "none" else gradient
+            (of_logits,) = torch.autograd.grad(loss, logits, share)
+            del logits, loss
+            sums.add(part, of_logits, inputs, weight)
+            del of_logits
+        return *sums.results(), None, None, None
+
+
+class _Gradients:
+    """The gradients of hidden states (tokens, width), weight (vocabulary, width) and bias
+    (vocabulary,), as far as they are wanted, chunk after chunk. See [Note: the sum of chunks]."""
+
+    def __init__(
+        self,
+        wanted: Sequence[bool],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        alone: bool,
+    ) -> None:
+        self._dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        self._alone = alone
+        self._hidden = torch.empty_like(hidden) if wanted[0] and not alone else None
+        self._weight = self._bias = None
+        self._wanted = wanted
+        if not alone:
+            self._weight = _wide_zeros(weight) if wanted[1] else None
+            self._bias = _wide_zeros(bias) if wanted[2] and bias is not None else None
+
+    def add(
+        self, part: slice, of_logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        """The chunk `part` has the gradient `of_logits` (tokens, vocabulary), `inputs` (tokens,
+        width) and the `weight`, as the projection multiplied them."""
+        if self._alone:
+            self._hidden = of_logits.mm(weight) if self._wanted[0] else None
+            self._weight = of_logits.t().mm(inputs) if self._wanted[1] else None
+            self._bias = of_logits.sum(0) if self._wanted[2] else None
+            return
+        if self._hidden is not None:
+            self._hidden[part] = of_logits.mm(weight)
+        if self._weight is not None:
+            wide = self._weight.dtype
+            self._weight.addmm_(of_logits.to(wide).t(), inputs.to(wide))
+        if self._bias is not None:
+            self._bias += of_logits.sum(0, dtype=self._bias.dtype)
+
+    def results(self) -> list[torch.Tensor | None]:
+        """The three gradients, in the dtypes of what they are the gradients of."""
+        found = (self._hidden, self._weight, self._bias)
+        return [
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(found, self._dtypes, strict=True)
+        ]
+
+
+def _wide_zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
