@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 
@@ -80,14 +80,13 @@ class EntropyPlan:
         once.
 
         Example: 256,000 logits in bf16, a conversion to fp32, and the loss. When the gradient of
-        the log-softmax is made, these are alive: the logits (2 bytes each), the log-softmax, its
-        gradient and the gradient of its input (4 bytes each), 3.6 MB together.
+        the log-softmax is made, three tables in fp32 are alive: the log-softmax, its gradient and
+        the gradient of its input, 3.1 MB together. The logits are gone by then.
         """
         last = self.steps[-1].dtype if self.steps else dtype
         loss = max(last.itemsize, 4) if self.autocast.enabled else last.itemsize
         kept = sum(step.dtype.itemsize for step in self.steps if step.saves)
-        tables = 4 if self.reduction.label_smoothing else 3
-        return vocabulary * (dtype.itemsize + kept + tables * loss)
+        return vocabulary * (kept + 3 * loss)
 
     def parts(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
         """The chunks of `tokens`, as even as can be; each has one token at least."""
@@ -180,9 +179,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss.to(losses[0].dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """The gradients of hidden states, weight and bias."""
+        """The gradients of hidden states, weight and bias. Raises `RuntimeError` where these shall
+        have gradients themselves."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a chunked loss has no second derivative (create_graph=True); take it off with "
+                "infinity.chunked_loss(model, max_bytes=None)"
+            )
         plan: EntropyPlan = ctx.plan
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         parts = plan.parts(len(hidden), len(weight), plan.cast or hidden.dtype)
@@ -192,14 +196,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         sums = _Gradients(ctx.needs_input_grad[:3], hidden, weight, bias, len(parts) == 1)
         weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
         for part in parts:
-            inputs = _cast(hidden[part], plan.cast)
-            logits = project(inputs, weight, bias, plan.cast).requires_grad_()
-            with torch.enable_grad():
-                loss = plan.loss(logits, target[part], class_weight, reduction)
+            inputs = _cast(hidden[part], plan.cast).detach()
             share = gradient[part] if reduction == "none" else gradient
-            (of_logits,) = torch.autograd.grad(loss, logits, share)
-            del logits, loss
-            sums.add(part, of_logits, inputs, weight)
+            with torch.enable_grad():
+                logits = project(inputs.requires_grad_(), weight, bias, plan.cast)
+                edge = get_gradient_edge(logits)
+                loss = plan.loss(logits, target[part], class_weight, reduction)
+            del logits  # of which the loss has saved what it needs
+            (of_logits,) = torch.autograd.grad(loss, [edge], share)
+            del loss, edge
+            sums.add(part, of_logits, inputs.detach(), weight)
             del of_logits
         return *sums.results(), None, None, None
 
