@@ -38,6 +38,7 @@ def finetune(
     batch_size: o.BatchSize = 4,
     accumulate: o.Accumulate = 1,
     accumulation_order: o.AccumulationOrder = "horizontal",
+    chunked_loss: o.ChunkedLoss = "off",
     lr: o.LearningRate = 3e-4,
     weight_decay: o.WeightDecay = 0.1,
     warmup: o.Warmup = None,

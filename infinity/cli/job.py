@@ -62,6 +62,7 @@ class FinetuneJob:
     batch_size: int
     accumulate: int
     accumulation_order: Any
+    chunked_loss: int | None
     lr: float
     weight_decay: float
     warmup: int
@@ -312,6 +313,8 @@ def assemble(
 
     with infinity.init(exact=False):
         model = source.build(job.checkpoint_activations)
+    if job.chunked_loss is not None:
+        infinity.chunked_loss(model, job.chunked_loss)
     weights = None
     if source.directory is not None:
         weights = open_weights(source.directory, model)

@@ -19,6 +19,10 @@ def parse_size(value: Any) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def _parse_chunks(value: Any) -> int | None:
+    return None if value is None or value == "off" else parse_size(value)
+
+
 MOST = (1 << 63) - 1
 _MOST_WINDOWS = 1 << 20
 _MOST_TOKENS = 1 << 24
@@ -106,6 +110,15 @@ AccumulationOrder = Annotated[
     typer.Option(
         help="vertical: all forward passes of a step go through one unit before the next unit. "
         "Parameters then move once per step, and the activations of all passes are alive at once.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+ChunkedLoss = Annotated[
+    Any,
+    typer.Option(
+        parser=_parse_chunks,
+        metavar="off|BYTES",
+        help="Compute the loss from chunks of tokens whose logits take at most so much at once.",
         rich_help_panel=_TRAINING,
     ),
 ]

@@ -222,8 +222,8 @@ def _check_projection(model: Any, head: Any) -> None:
 
 def _check_room(head: nn.Linear, max_bytes: int) -> None:
     """Raise `ConfigError` where the logits of one token take more than `max_bytes`."""
-    kind, dtype = head.weight.device.type, head.weight.dtype
-    autocast = AutocastState(kind, False, dtype)
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)  # as losses of transformers do
+    autocast = AutocastState(head.weight.device.type, False, dtype)
     plan = EntropyPlan(None, (), autocast, Reduction("mean", -100, 0.0), max_bytes)
     least = plan.bytes_per_token(head.out_features, dtype)
     if max_bytes < least:

@@ -982,6 +982,35 @@ def test_real_runs_learn_and_agree_whatever_the_placement(
         assert memory["budget"] is None or 0 < memory["peak"] <= memory["budget"]
 
 
+def test_a_real_run_with_a_chunked_loss_has_its_losses(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def spy(model: Any, max_bytes: Any) -> Any:
+        given.append(max_bytes)
+        return chunked_loss(model, max_bytes)
+
+    chunked_loss = infinity.chunked_loss
+    monkeypatch.setattr(infinity, "chunked_loss", spy)
+    common = ["--nvme", tmp_path, "--data", text, *SMALL, "--precision", "fp32", "--json"]
+    runs = [run("finetune", *common, *more) for more in ([], ["--chunked-loss", "16KiB"])]
+    whole, chunked = (json.loads(each.stdout)["loss"] for each in runs)
+    assert given == [16 << 10]
+    assert chunked["first"] == pytest.approx(whole["first"], rel=1e-6)
+    assert chunked["last"] == pytest.approx(whole["last"], rel=1e-4)
+    assert chunked["validation"] == pytest.approx(whole["validation"], rel=1e-4)
+
+
+def test_a_chunk_without_room_for_a_token_is_refused(tmp_path: Path, text: Path) -> None:
+    common = ["finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--chunked-loss"]
+    assert refusal(*common, "100B") == (
+        "infinity.chunked_loss: max_bytes is 100 B, and the logits of one token take 3.75 KiB, "
+        "because the vocabulary has 320 entries; give at least that, better some hundred times as "
+        "much"
+    )
+
+
 def test_a_real_run_in_fp16_scales_the_loss_and_counts_what_it_skips(
     text: Path, nvme: Path
 ) -> None:

@@ -88,6 +88,7 @@ FINETUNE = {
     "batch_size": 4,
     "accumulate": 1,
     "accumulation_order": "horizontal",
+    "chunked_loss": "off",
     "lr": 3e-4,
     "weight_decay": 0.1,
     "warmup": None,
