@@ -6,7 +6,7 @@ Each round runs a step in every way, one after the other in one process; ratios 
 round. The peak is that of all that torch allocates during one more step, beside the weights. The
 gradients are compared with those of all logits, by the norm of their difference.
 
-    python benchmarks/chunked_loss.py [--vocabulary 262144 --tokens 512 --widths 64 256 --rounds 5]
+    python benchmarks/chunked_loss.py [--vocabulary 262144 --tokens 512 --widths 64 --rounds 5]
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def main() -> None:
     )
     for name, default in {"vocabulary": 1 << 18, "tokens": 512, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--limits", nargs="+", default=["256MiB", "64MiB", "16MiB"])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64])
+    parser.add_argument("--limits", nargs="+", default=["256MiB", "64MiB"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [
