@@ -20,7 +20,7 @@ from infinity.bench.summary import Row, Spread, Summary
 
 TOP = Path(__file__).resolve().parents[1]
 RESULTS = TOP / "benchmarks" / "results"
-PAGES = (TOP / "README.md", TOP / "docs" / "benchmarks.md")
+PAGES = (TOP / "README.md", TOP / "docs" / "benchmarks.md", TOP / "docs" / "training.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 Lines = Iterator[str]
@@ -297,6 +297,21 @@ def activations() -> Lines:
     )
 
 
+def chunked_loss() -> Lines:
+    yield from lines(
+        ["", "step", "peak beside the weights (MiB)", "gradients differ by"],
+        (
+            [
+                name.replace(", width 64", ""),
+                spread(row.ratio),
+                fact(row, "peak_mib", ".0f"),
+                fact(row, "gradients_differ_ratio", ".0e"),
+            ]
+            for name, row in rows_of("chunked-loss").items()
+        ),
+    )
+
+
 def formats() -> Lines:
     rows = rows_of("formats")
     labels = {
@@ -488,6 +503,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "adam": adam,
     "adam-peers": adam_peers,
     "activations": activations,
+    "chunked-loss": chunked_loss,
     "formats": formats,
     "vertical": vertical,
     "aio": aio,

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, in_words
-from infinity.modules.cross_entropy import AutocastState, EntropyPlan, Reduction
+from infinity.modules.cross_entropy import AutocastState, EntropyPlan, LossReduction
 from infinity.modules.lazy_logits import LazyLogits, Projection
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.recognize import is_dtensor
@@ -224,7 +224,7 @@ def _check_room(head: nn.Linear, max_bytes: int) -> None:
     """Raise `ConfigError` where the logits of one token take more than `max_bytes`."""
     dtype = torch.promote_types(head.weight.dtype, torch.float32)  # as losses of transformers do
     autocast = AutocastState(head.weight.device.type, False, dtype)
-    plan = EntropyPlan(None, (), autocast, Reduction("mean", -100, 0.0), max_bytes)
+    plan = EntropyPlan(None, (), autocast, LossReduction("mean", -100, 0.0), max_bytes)
     least = plan.bytes_per_token(head.out_features, dtype)
     if max_bytes < least:
         raise ConfigError(

@@ -54,7 +54,7 @@ class AutocastState(NamedTuple):
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
 
 
-class Reduction(NamedTuple):
+class LossReduction(NamedTuple):
     """Which tokens a cross entropy counts, and how it adds them: arguments of torch's function."""
 
     reduction: str
@@ -72,7 +72,7 @@ class EntropyPlan:
     steps: Sequence[LogitsStep]
     autocast: AutocastState
     """That of the loss."""
-    reduction: Reduction
+    reduction: LossReduction
     max_bytes: int
 
     def bytes_per_token(self, vocabulary: int, dtype: torch.dtype) -> int:
@@ -193,7 +193,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         reduction = plan.of_a_chunk(len(parts))
         if reduction != plan.reduction.reduction:  # "sum" of a chunk, and "mean" of all
             gradient = gradient / plan.total(target, class_weight).to(gradient.dtype)
-        sums = _Gradients(ctx.needs_input_grad[:3], hidden, weight, bias, len(parts) == 1)
+        sums = _ChunkSums(ctx.needs_input_grad[:3], hidden, weight, bias, len(parts) == 1)
         weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
         for part in parts:
             inputs = _cast(hidden[part], plan.cast).detach()
@@ -210,7 +210,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return *sums.results(), None, None, None
 
 
-class _Gradients:
+class _ChunkSums:
     """The gradients of hidden states (tokens, width), weight (vocabulary, width) and bias
     (vocabulary,), as far as they are wanted, chunk after chunk. See [Note: the sum of chunks]."""
 

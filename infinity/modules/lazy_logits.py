@@ -41,7 +41,7 @@ from infinity.modules.cross_entropy import (
     ChunkedCrossEntropy,
     EntropyPlan,
     LogitsStep,
-    Reduction,
+    LossReduction,
     project,
 )
 from infinity.placement.spec import Kind
@@ -126,7 +126,7 @@ def _changes(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Origin:
+class LogitsOrigin:
     """What values are made of."""
 
     projection: Projection
@@ -146,7 +146,7 @@ class Origin:
 class LazyLogits(torch.Tensor):
     """Logits (..., vocabulary) without values. See [Note: lazy logits]."""
 
-    origin: Origin
+    origin: LogitsOrigin
     _value: torch.Tensor | None
     _changes: int  # of the value, when it was made
     _hidden_changes: int
@@ -156,10 +156,12 @@ class LazyLogits(torch.Tensor):
         """What `projection` gives of `hidden` (..., width)."""
         shape = (*hidden.shape[:-1], projection.module.out_features)
         dtype = projection.cast or hidden.dtype
-        return cls.of(Origin(projection, hidden, torch.empty(shape, dtype=dtype, device="meta")))
+        return cls.of(
+            LogitsOrigin(projection, hidden, torch.empty(shape, dtype=dtype, device="meta"))
+        )
 
     @classmethod
-    def of(cls, origin: Origin) -> LazyLogits:
+    def of(cls, origin: LogitsOrigin) -> LazyLogits:
         """Those of `origin`."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = origin.hidden.requires_grad or origin.projection.trains
@@ -216,7 +218,7 @@ class LazyLogits(torch.Tensor):
             )
 
     def entropy(
-        self, target: torch.Tensor, class_weight: torch.Tensor | None, reduction: Reduction
+        self, target: torch.Tensor, class_weight: torch.Tensor | None, reduction: LossReduction
     ) -> torch.Tensor:
         """`functional.cross_entropy` of these logits (tokens, vocabulary), chunk by chunk."""
         self._check_hidden()
@@ -293,7 +295,7 @@ class LazyLogits(torch.Tensor):
         made = functools.partial(_after, func, others, kwargs)
         step = LogitsStep(made, form.dtype, name in _SAVED)
         return LazyLogits.of(
-            Origin(origin.projection, origin.hidden, form, (*origin.steps, step), self, made)
+            LogitsOrigin(origin.projection, origin.hidden, form, (*origin.steps, step), self, made)
         )
 
     def _rows(self, func: Any, name: str, others: Sequence[Any], kwargs: Any) -> Any:
@@ -318,7 +320,7 @@ class LazyLogits(torch.Tensor):
             return NotImplemented
         made = functools.partial(_after, func, others, kwargs)
         return LazyLogits.of(
-            Origin(origin.projection, hidden, form, origin.steps, self, made, shares)
+            LogitsOrigin(origin.projection, hidden, form, origin.steps, self, made, shares)
         )
 
 
@@ -327,7 +329,9 @@ class _Anchored(torch.autograd.Function):
     can go."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, kind: type[LazyLogits], origin: Origin) -> Any:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, kind: type[LazyLogits], origin: LogitsOrigin
+    ) -> Any:
         """Lazy logits of class `kind`; they require a gradient like `anchor`."""
         make: Any = torch.Tensor._make_wrapper_subclass
         form = origin.form
@@ -402,4 +406,4 @@ def _entropy(
         or reduction not in ("none", "sum", "mean")
     ):
         return NotImplemented
-    return input.entropy(target, weight, Reduction(reduction, ignore_index, label_smoothing))
+    return input.entropy(target, weight, LossReduction(reduction, ignore_index, label_smoothing))

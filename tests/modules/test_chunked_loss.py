@@ -23,7 +23,7 @@ from infinity.modules.cross_entropy import (
     ChunkedCrossEntropy,
     EntropyPlan,
     LogitsStep,
-    Reduction,
+    LossReduction,
 )
 from infinity.modules.lazy_logits import LazyLogits
 from support.allocations import peak
@@ -225,7 +225,7 @@ def test_in_bf16_with_64_chunks_gradients_are_as_near_to_fp64_as_those_of_the_pl
             None,
             (widen,),
             AutocastState("cpu", False, torch.bfloat16),
-            Reduction("mean", -100, 0.0),
+            LossReduction("mean", -100, 0.0),
             8 * 12 * vocabulary,
         )
         assert len(plan.parts(tokens, vocabulary, torch.bfloat16)) == 64
@@ -272,7 +272,7 @@ def test_a_chunk_takes_max_bytes_to_the_byte(name: str, smoothing: float) -> Non
     )
     target = torch.randint(0, vocabulary, (rows * number,))
     autocast = AutocastState("cpu", False, torch.bfloat16)
-    plan = EntropyPlan(None, step_of(name), autocast, Reduction("mean", -100, smoothing), 1)
+    plan = EntropyPlan(None, step_of(name), autocast, LossReduction("mean", -100, smoothing), 1)
     limit = rows * plan.bytes_per_token(vocabulary, dtype)
     plan = EntropyPlan(None, step_of(name), autocast, plan.reduction, limit)
     chunks = {rows * vocabulary * 2, rows * vocabulary * 4}
