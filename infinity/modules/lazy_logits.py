@@ -83,7 +83,8 @@ class Projection:
         whole: Callable[[str], None],
     ) -> None:
         self.module, self.max_bytes, self.whole = module, max_bytes, whole
-        self.cast = autocast.dtype if autocast.enabled else None
+        casts = autocast.enabled and module.weight.dtype != torch.float64
+        self.cast = autocast.dtype if casts else None
         self._content = self._versions()
 
     @property
@@ -148,7 +149,7 @@ class LazyLogits(torch.Tensor):
 
     origin: LogitsOrigin
     _value: torch.Tensor | None
-    _changes: int  # of the value, when it was made
+    _value_changes: int  # when it was made
     _hidden_changes: int
 
     @classmethod
@@ -170,7 +171,7 @@ class LazyLogits(torch.Tensor):
             )
         found.origin = origin
         found._value = None
-        found._changes = 0
+        found._value_changes = 0
         found._hidden_changes = _changes(origin.hidden)
         return found
 
@@ -194,12 +195,12 @@ class LazyLogits(torch.Tensor):
                     self._value = made(parent.value())
             else:
                 self._value = self._unchanged()
-            self._changes = _changes(self._value)
+            self._value_changes = _changes(self._value)
         return self._value
 
     def _unchanged(self) -> torch.Tensor:
         """The values as they were made, whoever has changed them since."""
-        if self._value is not None and _changes(self._value) == self._changes:
+        if self._value is not None and _changes(self._value) == self._value_changes:
             return self._value
         parent, made = self.origin.parent, self.origin.made
         with torch.set_grad_enabled(self.requires_grad):
@@ -314,7 +315,7 @@ class LazyLogits(torch.Tensor):
         elif name == "__getitem__" and _is_of_rows(others[0], self.dim()):
             hidden = hidden[others[0]]
             shape = (*hidden.shape[:-1], self.shape[-1])
-            shares = not any(isinstance(each, torch.Tensor | list) for each in _indices(others[0]))
+            shares = all(map(_is_basic, _indices(others[0])))
             form = origin.form[others[0]] if shares else origin.form.new_empty(shape)
         else:
             return NotImplemented
@@ -362,6 +363,13 @@ def _brought(by: str, value: Any) -> Any:
 
 def _indices(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index of one dimension gives a view, and no copy."""
+    if isinstance(index, (int, slice)):
+        return not isinstance(index, bool)
+    return index is None or index is Ellipsis
 
 
 def _is_of_rows(index: Any, dims: int) -> bool:

@@ -181,6 +181,15 @@ def test_under_autocast(name: str) -> None:
     assert distance(many, plain) < 1e-2
 
 
+def test_autocast_leaves_fp64_alone() -> None:
+    plain, chunked = causal().double(), causal().double()
+    infinity.chunked_loss(chunked)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = plain(**batch()), chunked(**batch())
+    assert torch.equal(found.loss, expected.loss)
+    assert found.logits.dtype == expected.logits.dtype == torch.float64
+
+
 def test_a_forward_without_autograd_leaves_nothing_in_the_cache_of_autocast() -> None:
     plain, chunked = causal(tie_word_embeddings=False), causal(tie_word_embeddings=False)
     infinity.chunked_loss(chunked)
