@@ -28,7 +28,7 @@ import io
 import logging
 import random
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoint.inert import read_item
+from infinity.checkpoint.inert import pack_item, read_item
+from infinity.checkpoint.readers import CommittedStates
+from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.device import ComputeDevice
 from infinity.errors import (
     CheckpointError,
@@ -115,6 +117,9 @@ class Durability:
         self._store = store
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)
+        self._jobs = jobs
+        self._has_others = agreement is not None
+        self._snapshot: SnapshotTask | None = None
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
         self._tracked: dict[str, Any] = {}
@@ -242,6 +247,7 @@ class Durability:
             self.seal()
         if fixed is not None or not all(b.home.is_free or b.home.rewrite() for b in blocks):
             self.rest()
+        self._store.await_unpinned(blocks)
         self._is_sealed = False
 
     @contextmanager
@@ -279,7 +285,7 @@ class Durability:
     def close(self) -> None:
         """Commit the last step, which other ranks may lack then, and end the thread. What failed
         stays at the step that was committed last, and so does a model that is gone with its
-        buffers. May be called twice."""
+        buffers. A snapshot that is under way is finished. May be called twice."""
         try:
             wanted = not self._store.latch.failed and not self._is_discarded
             if wanted and (self._model() is not None or not self._buffers):
@@ -290,7 +296,81 @@ class Durability:
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
         finally:
-            self._committer.close()
+            with self._finishing():
+                self._committer.close()
+
+    # Snapshots
+
+    def check_snapshot(self) -> None:
+        """Raise `ConfigError` while one is under way."""
+        task = self._snapshot
+        if task is not None and not task.done():
+            raise ConfigError(
+                f"a snapshot of step {task.step} is being written to {task.directory}, and there "
+                "is one at a time: wait for it (wait()), or end it (cancel())"
+            )
+
+    def snapshot(self, begin: Callable[[CommittedStates], SnapshotTask]) -> SnapshotTask:
+        """Have `begin` write what was committed last, on all ranks that of one step."""
+        if self._has_others or not self._store.has_committed:
+            self.rest()  # from then on it is the last that was sealed
+        committed = self._pin()
+        try:
+            self._snapshot = begin(committed)
+        except BaseException:
+            committed.end()
+            raise
+        return self._snapshot
+
+    def _pin(self) -> CommittedStates:
+        """What was committed last, kept as it is. Raises `ConfigError` where its optimizer is
+        gone."""
+        pinned = self._store.pin()
+        try:
+            record = CommittedStep(pinned.content)
+            if not record.is_whole:
+                raise ConfigError(
+                    "a checkpoint is being loaded: begin the snapshot when that has ended"
+                )
+            headers = {
+                self._maker_of(each, pinned.step): {k: v for k, v in each.items() if k != "kind"}
+                for each in record.optimizers
+            }
+        except BaseException:
+            pinned.release()
+            raise
+        counts = record.posted, record.skipped
+        return CommittedStates(
+            pinned, counts, record.buffers, headers, self._jobs.first, self._jobs.poke
+        )
+
+    def _maker_of(self, header: Mapping[str, Any], step: int) -> Optimizer:
+        """The optimizer that a record has this of."""
+        for known in self._optimizers:
+            optimizer = known.optimizer()
+            if optimizer is not None and all(
+                known.header[key] == header[key] for key in ("kind", "names")
+            ):
+                return optimizer
+        raise ConfigError(
+            f"the optimizer ({header['kind']}) of the committed step {step} is gone: make it, with "
+            "the same groups, before the snapshot"
+        )
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Finish the snapshot that is under way, if any, after the block; what is raised meanwhile,
+        as by Ctrl-C, ends it."""
+        task = self._snapshot
+        try:
+            yield
+            if task is not None and not task.done():
+                log.info("waiting for the snapshot of step %d in %s", task.step, task.directory)
+                task.finish()
+        except BaseException:
+            if task is not None:
+                task.cancel()
+            raise
 
     def _content(self, versions: Sequence[Version]) -> bytes:
         updater = self._updater
@@ -420,16 +500,7 @@ def _plain(header: dict[str, Any]) -> dict[str, Any]:
 def _check_tracked(states: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` for what could not be read again without running its code."""
     for name, state in states.items():
-        stream = io.BytesIO()
-        try:
-            torch.save(state, stream)
-            read_item(stream.getvalue())
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                f"the state of {name} may have numbers, texts and tensors in dicts, lists and "
-                f"tuples only: {reason}"
-            ) from error
+        pack_item(f"the state of {name}", state)
 
 
 def _random_states(device: ComputeDevice) -> dict[str, Any]:

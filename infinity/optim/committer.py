@@ -120,7 +120,7 @@ class Committer:
             if self._open > 1:
                 log.warning("the last step is not committed: other ranks are gone")
             return False
-        self._store.commit(sealed.versions)
+        self._store.commit(sealed.step, sealed.versions, sealed.content)
         self._recorder.add("commit", f"step {sealed.step}", start, time.perf_counter())
         with self._changed:
             self.committed_step = sealed.step

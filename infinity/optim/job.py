@@ -121,7 +121,8 @@ class Job:
         may_begin = self.is_final or (
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
-        return may_begin and (not self._is_durable or self.unit.states.is_free)
+        states = self.unit.states
+        return may_begin and (not self._is_durable or (states.is_free and not states.is_pinned))
 
     @property
     def written(self) -> bool:
@@ -260,6 +261,14 @@ class JobQueue:
         seconds."""
         with self.changed:
             return self._wait_for(lambda: all(job.state is JobState.ENDED for job in jobs), timeout)
+
+    def first(self, units: Sequence[Unit]) -> Unit:
+        """Which of `units`, which are pinned, an update waits for and is needed first; the first
+        one where none waits yet."""
+        with self.changed:
+            waiting = (j for j in self.jobs if j.unit in units and j.unit.states.is_pinned)
+            first = min(waiting, key=lambda job: job.place, default=None)
+            return units[0] if first is None else first.unit
 
     def poke(self) -> None:
         """A unit got its place, or its copy, on the compute device; or more may be overwritten."""

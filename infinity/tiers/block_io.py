@@ -7,7 +7,7 @@ same pieces. With bf16 that is 4 bytes for every 32 KiB.
 
 [Note: when they are checked]
 On every read with `Tuning(verify="always")`. States that outlive the process are all checked when
-they are taken over: the record of a commit has their checksums.
+they are taken over: the record of a commit has their checksums. So is all that a snapshot reads.
 """
 
 from __future__ import annotations
@@ -78,6 +78,24 @@ class BlockIo:
             extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
         )
         if self._verifies and isinstance(extent, Extent):
+            sums = self.sums(block, extent)
+            ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
+        return ticket
+
+    def read_version(
+        self,
+        block: Block,
+        extent: Extent | FileExtent,
+        at: int,
+        nbytes: int,
+        address: int,
+        meter: Meter,
+    ) -> Ticket:
+        """Like `read`, of what lies in `extent`, which has all of `block`, in the background. An
+        extent of ours is always checked."""
+        where = (extent, at, nbytes, address, block.name, meter)
+        ticket = self._drives.read(*where, background=True)
+        if isinstance(extent, Extent):
             sums = self.sums(block, extent)
             ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
         return ticket

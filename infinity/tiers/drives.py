@@ -483,18 +483,19 @@ class NvmeTier:
         name: str,
         meter: Meter | None = None,
         direct: bool = False,
+        background: bool = False,
     ) -> Ticket:
         """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in
-        the memory that was attached; `name` labels the span, `meter` counts."""
+        the memory that was attached; in the `background` when nobody waits for it. `name` labels
+        the span, `meter` counts."""
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
         if isinstance(extent, FileExtent):
             requests = self.originals.requests(extent, begin, nbytes, address, name)
             return Ticket(requests, self._spanning("nvme read", name))
-        return self._submit(
-            "read", self.direct if direct else self.engines, extent, begin, nbytes, address, name
-        )
+        engines = self.direct if direct else self.engines
+        return self._submit("read", engines, extent, begin, nbytes, address, name, background)
 
     def write(
         self,

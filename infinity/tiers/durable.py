@@ -222,6 +222,11 @@ class DurableStates:
         """The number of the record that is taken over; 0 for none."""
         return 0 if self._taken is None else self._taken.sequence
 
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return 0 if self._taken is None else self._taken.step
+
     def take(self, record: KeptRecord | None, life: str) -> None:
         """Go on from `record`, which all ranks have; None: begin a run, which has the name of its
         first `life`. `keep` gives up the record after it."""

@@ -41,6 +41,8 @@ class Home:
         self.sealed: int | None = None
         """Which of them the next commit speaks of, or did: once it is the content, nobody writes
         there either."""
+        self.pinned: int | None = None
+        """Which of them a snapshot has yet to read: nobody writes there. None: none."""
         self._flips = self._sealed_flips = 0
         self._is_rewritten = False
 
@@ -91,6 +93,11 @@ class Home:
         """Whether an update may write: what it overwrites is in no commit that is still needed."""
         was_sealed = self.target == self.sealed and self._flips > self._sealed_flips
         return self.target != self.durable and not was_sealed
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether what is written next would overwrite what a snapshot has yet to read."""
+        return self.target == self.pinned
 
     def rewrite(self) -> bool:
         """What is written next, all of it, takes the place of the content where no commit speaks of

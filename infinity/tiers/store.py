@@ -48,6 +48,7 @@ from infinity.tiers.durable import (
 )
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
+from infinity.tiers.pins import PinnedStates
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import ChunkRequest, Staging
 
@@ -59,6 +60,15 @@ class Version(NamedTuple):
 
     extent: int
     is_written: bool
+
+
+class LastCommit(NamedTuple):
+    """What was committed last: the step, what `durable_blocks` had then, and what else the record
+    says."""
+
+    step: int
+    versions: Sequence[Version]
+    content: bytes
 
 
 class Store:
@@ -94,6 +104,7 @@ class Store:
         self._device = device
         self._recorder = recorder
         self._durable = DurableStates(resume, member) if config.durability != "off" else None
+        self._committed: LastCommit | None = None
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -323,8 +334,10 @@ class Store:
             block.home.version, block.home.written = version
             block.home.durable = version.extent
             block.home.seal(version.extent)
+        sums, content = unpack_sums(self._durable.content)
+        self._committed = LastCommit(self._durable.step, versions, content)
         start = time.perf_counter()
-        nbytes = self._check(unpack_sums(self._durable.content)[0])
+        nbytes = self._check(sums)
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self._durable.keep()
@@ -370,16 +383,41 @@ class Store:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
         return self._durable.record(step, self._with_sums(versions, content))
 
-    def commit(self, versions: Sequence[Version]) -> None:
-        """All ranks have the last record, of these versions of `durable_blocks`: what those before
-        spoke of may be overwritten. For the thread of `record`."""
+    def commit(self, step: int, versions: Sequence[Version], content: bytes) -> None:
+        """All ranks have the last record, which was told this: what those before spoke of may be
+        overwritten. For the thread of `record`."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._durable.settle()
         with self._changed:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.durable = version.extent
+            self._committed = LastCommit(step, versions, content)
             self._changed.notify_all()
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether there is a commit that `pin` could speak of."""
+        return self._committed is not None
+
+    def pin(self) -> PinnedStates:
+        """Keep all that the last commit speaks of as it is, until it is given back. For one caller
+        at a time."""
+        with self._changed:
+            self.latch.check()
+            if self._committed is None:
+                raise RuntimeError("nothing was committed")
+            step, versions, content = self._committed
+            pinned = dict(zip(self.durable_blocks(), versions, strict=True))
+            return PinnedStates(step, content, pinned, self._originals, self._io, self._changed)
+
+    def await_unpinned(self, blocks: Sequence[Block]) -> None:
+        """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises
+        `EngineClosedError`."""
+        with self._changed:
+            while any(block.home.is_pinned for block in blocks):
+                self.latch.check()
+                self._changed.wait()
 
     def discard_committed(self) -> None:
         """`close` leaves nothing of what was committed."""
