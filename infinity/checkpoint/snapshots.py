@@ -66,7 +66,7 @@ class SnapshotTask:
         """End it, on all ranks, and return when it has ended. What was in the directory before
         stays there, and nothing else. A checkpoint that is there by then stays, too."""
         self._is_cancelled = True
-        self._ended.wait()
+        self.finish()
 
     def _run(self) -> None:
         try:
