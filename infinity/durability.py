@@ -312,13 +312,12 @@ class Durability:
 
     def snapshot(self, begin: Callable[[CommittedStates], SnapshotTask]) -> SnapshotTask:
         """Have `begin` write what was committed last, on all ranks that of one step."""
-        is_new = self._found is None and not self._updater.next_number > 1
+        is_new = self._updater.next_number == 1
         if is_new and self._random is None:
             self._is_sealed = False
-            self.seal()  # of what `wrap` has left, the optimizers that were made since
-            self._is_sealed = False
-            self.rest()
-        if self._has_others or not self._store.has_committed:
+            self.seal()  # with the optimizers that were made since `wrap`
+            self._is_sealed = False  # for the first forward
+        if is_new or self._has_others or not self._store.has_committed:
             self.rest()  # from then on it is the last that was sealed
         committed = self._pin()
         try:

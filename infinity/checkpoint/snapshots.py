@@ -83,6 +83,7 @@ class SnapshotTask:
         finally:
             self._end()
             self._write = self._end = _nothing  # what they held is let go
+            self._progress = None
             self._ended.set()
 
     def _tell(self, done: int, total: int) -> None:

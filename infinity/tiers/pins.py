@@ -55,6 +55,8 @@ class PinnedStates:
         """Start reading bytes [at, at + nbytes) of `block` to `address`. `wait` raises
         `CorruptStateError` where they are not what was written."""
         original = self._originals.get(block)
+        if original is None and block not in self._left:
+            raise RuntimeError(f"{block.name} may have been overwritten")
         extent = original or block.home.extents[self._versions[block].extent]
         return self._io.read_version(block, extent, at, nbytes, address, self.meter)
 
