@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -662,3 +663,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not any(b.home.pinned is not None for b in Probe(run.engine).store.durable_blocks())
     run.engine.close()
     assert not (tmp_path / "snap").exists()
+
+
+def test_a_model_that_is_collected_leaves_it_whole(
+    held: Held, undisturbed: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "nvme")
+    run.step(0)
+    run.model(**text_batch(1))
+    extra, progress = run.extra(), list[tuple[int, int]]()
+    task = run.snapshot(tmp_path / "snap", progress=lambda *counts: progress.append(counts))
+    assert task.step == 1 and held.came.wait(60)
+    go_on_when_it_is_waited_for(held, monkeypatch)
+    gone = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert gone() is None and task.done() and task.wait()
+    assert (
+        progress[-1][0] == progress[-1][1] > 0 and extra == content(tmp_path / "snap")["extra"]["0"]
+    )
+    assert same(content(tmp_path / "snap"), content(undisturbed[0] / "1"))
