@@ -106,6 +106,11 @@ class StatesManifest:
     rooms: tuple[int, ...]
     blocks: tuple[StoredBlock, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the address space up to the end of the last extent."""
+        return max((start + b.nbytes for b in self.blocks for start in b.extents), default=0)
+
     def encode(self, directory: int) -> bytes:
         """That of directory number `directory`."""
         values = {"version": VERSION, "directory": directory, **asdict(self)}
