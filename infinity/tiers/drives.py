@@ -30,7 +30,7 @@ from infinity.tiers.durable import (
     StatesManifest,
     refuse_kept,
     refuse_other_ranks,
-    remove_uncommitted,
+    remove_records,
 )
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
@@ -199,6 +199,7 @@ class NvmeTier:
         try:
             for place in self._places:
                 self._files.append(self._open_file(place))
+            self._parts.callback(self._remove_records)
             for _ in self._directories:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
@@ -251,8 +252,13 @@ class NvmeTier:
         if self._durable is not None and self._durable.outlive:
             return
         if self._durable is not None:
-            remove_uncommitted(place)
+            remove_records([place])
         place.remove(STATES_NAME)
+
+    def _remove_records(self) -> None:
+        """The same for what lies beside the states, of all directories before any of these go."""
+        if self._durable is not None and not self._durable.outlive:
+            remove_records(self._places)
 
     def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)
