@@ -57,15 +57,14 @@ class States:
             if kind is not Kind.GRAD
         )
 
-    @property
-    def is_free(self) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed."""
-        return all(block.home.is_free for block in self.unit.blocks.values())
+    def is_free(self, left: int) -> bool:
+        """Whether an update may write: what it overwrites is in no commit that is still needed.
+        `left`: see `Home`."""
+        return all(block.home.is_free(left) for block in self.unit.blocks.values())
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether an update would overwrite what a snapshot has yet to read."""
-        return any(block.home.is_pinned for block in self.unit.blocks.values())
+    def is_pinned(self, left: int) -> bool:
+        """Whether an update would overwrite what a snapshot has yet to read. `left`: see `Home`."""
+        return any(block.home.is_pinned(left) for block in self.unit.blocks.values())
 
     @property
     def staged_from(self) -> int:

@@ -31,6 +31,11 @@ from infinity.tiers.originals import FileExtent
 Sums = npt.NDArray[np.uint32]
 
 
+def begin_of(block: Block, extent: Extent | FileExtent) -> int:
+    """The byte of `block` with which one of its extents begins. It ends where the block does."""
+    return block.nbytes - extent.nbytes
+
+
 def piece_bytes(placed: Placed) -> int:
     """Bytes of a block that have one checksum; the last piece may be shorter."""
     form = placed.spec.format
@@ -73,7 +78,7 @@ class BlockIo:
         """Start reading bytes [at, at + nbytes) of the content of `block` to `address`. `wait`
         raises `CorruptStateError` where they are checked, and are not what was written."""
         extent = block.home.extent
-        begin = at - block.placed.extent_begin
+        begin = at - begin_of(block, extent)
         ticket = self._drives.read(
             extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
         )
@@ -116,7 +121,7 @@ class BlockIo:
             self._of(self.sums(block, extent), block.placed, at, nbytes)[:] = _computed(
                 block.placed, nbytes, address
             )
-        begin = at - block.placed.extent_begin
+        begin = at - begin_of(block, extent)
         return self._drives.write(
             extent, begin, nbytes, address, block.name, meter or self._meter, background
         )
@@ -158,7 +163,7 @@ class BlockIo:
         (wrong,) = np.nonzero(_computed(block.placed, nbytes, address) != wanted)
         if wrong.size:
             first = at + int(wrong[0]) * piece_bytes(block.placed)
-            path, offset = self._drives.where(extent, first - block.placed.extent_begin)
+            path, offset = self._drives.where(extent, first - begin_of(block, extent))
             raise CorruptStateError(block.name, block.kind.value, path, offset, int(wrong.size))
 
 

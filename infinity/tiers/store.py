@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from infinity.tiers.durable import (
     StoredBlock,
     unreadable,
 )
+from infinity.tiers.home import SPARE
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.pins import PinnedStates
@@ -198,16 +199,28 @@ class Store:
             raise
 
     def _open_drives(self) -> None:
-        """Reserve the places of all blocks on NVMe, and make the files."""
+        """Reserve the places of all blocks on NVMe, and make the files.
+
+        Those that commits speak of come first, and do not depend on budgets: a later run with other
+        ones finds them there.
+        """
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
-            if not placed.written_bytes:
+        durable = self.durable_blocks()
+        others = [block for block in self._blocks if block not in set(durable)]
+        for block in (*durable, *others):
+            placed = block.placed
+            if not placed.extent_bytes:
                 continue
             if block in self._originals:
-                block.home.extents = (self._originals[block].after(placed.extent_begin),)
+                block.home.extents = (self._originals[block].after(placed.cached_bytes),)
             else:
-                places = (self._nvme.reserve(placed.written_bytes) for _ in range(placed.copies))
+                places = (self._nvme.reserve(placed.extent_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
+        for block in durable:
+            if block.placed.has_spare:
+                spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
+                block.home.extents = (*block.home.extents, spare)
         if self._config.activations == "nvme" or self._originals:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         if self._durable is not None:
@@ -289,6 +302,21 @@ class Store:
         """Whether the states outlive the process."""
         return self._durable is not None
 
+    @property
+    def has_spares(self) -> bool:
+        """Whether there are steps that are not committed, and spare extents for them."""
+        return self.steps_per_commit > 1
+
+    @property
+    def steps_per_commit(self) -> int:
+        """Every how many steps one is committed; 0 where none is."""
+        return self._config.steps_per_commit
+
+    def steps_left(self, number: int) -> int:
+        """How many steps lie between step `number` and the one that is committed next: 0 for that
+        one itself, and where none is."""
+        return -number % max(self.steps_per_commit, 1)
+
     def durable_blocks(self) -> list[Block]:
         """Those that commits speak of, in the order of declaration."""
         return [
@@ -366,6 +394,35 @@ class Store:
                 pass  # it was checked as it came
         return sum(block.nbytes for block in blocks)
 
+    def make_whole(self) -> None:
+        """Write what `durable_blocks` lack on the drives for a commit to speak of them: what is
+        cached, and what lies in a spare extent.
+
+        For the thread that runs the model, when no update is under way, and all that was sealed is
+        committed. After an error the engine cannot go on.
+        """
+        lacking = [block for block in self.durable_blocks() if not block.home.is_whole]
+        try:
+            requests = []
+            for block in lacking:
+                with self._changed:
+                    in_place = block.home.rewrite()
+                    if not block.home.is_free():
+                        raise RuntimeError(f"a commit still needs what {block.name} has to replace")
+                self.await_unpinned([block])
+                requests += [
+                    ChunkRequest([block], begin, load=[block])
+                    for begin in self.staging.chunks(block)
+                    if begin < block.cached_elements or not in_place
+                ]
+            with closing(self.staging.in_turn(requests)) as turns:
+                for (chunk,) in turns:
+                    chunk.commit()
+        except BaseException as error:
+            self.latch.fail(error)
+            raise
+        self.resident.end_update(lacking)
+
     def seal(self, versions: Sequence[Version]) -> None:
         """`record` will be told of these versions of `durable_blocks`: they are not overwritten."""
         with self._changed:
@@ -415,7 +472,7 @@ class Store:
         """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises
         `EngineClosedError`."""
         with self._changed:
-            while any(block.home.is_pinned for block in blocks):
+            while any(block.home.is_pinned() for block in blocks):
                 self.latch.check()
                 self._changed.wait()
 
@@ -481,11 +538,11 @@ class Store:
         files of the user. Raises `BudgetError` where NVMe has no room for it."""
         if block.original is None or len(block.home.extents) > 1:
             return
-        extent = self._nvme.grow(block.placed.written_bytes)
+        extent = self._nvme.grow(block.placed.extent_bytes)
         if extent is None:
             raise BudgetError(
                 f"{block.name} is at home in files of the user, which are only read, and the nvme "
-                f"directories have no room for its {format_bytes(block.placed.written_bytes)} with "
+                f"directories have no room for its {format_bytes(block.placed.extent_bytes)} with "
                 "other values; free some, or raise nvme_memory"
             )
         with self._changed:
@@ -509,7 +566,7 @@ class Store:
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def written_through(self) -> int:
-        """Bytes of what is cached that each step writes all the same, for commits."""
+        """Bytes of what is cached that each step that is committed writes all the same."""
         placed = (b.placed for b in self._blocks if b.placed.write_through and not b.spec.frozen)
         return sum(each.cached_bytes for each in placed)
 
@@ -566,7 +623,8 @@ class Store:
 
 
 def _stored(block: Block) -> StoredBlock:
-    starts = tuple(extent.start for extent in block.home.extents if isinstance(extent, Extent))
+    whole = block.home.extents[:SPARE]
+    starts = tuple(extent.start for extent in whole if isinstance(extent, Extent))
     spec = block.spec
     return StoredBlock(
         spec.name, spec.kind.value, spec.format.name, spec.elements, spec.nbytes, starts

@@ -142,7 +142,7 @@ class Held:
     def waiting(probe: Probe) -> list[Any]:
         """The units whose updates wait for the snapshot."""
         jobs = probe.jobs.jobs
-        return [job.unit for job in jobs if job.is_final and job.unit.states.is_pinned]
+        return [job.unit for job in jobs if job.is_final and job.is_pinned]
 
 
 @pytest.fixture
@@ -184,13 +184,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
 
 
+@pytest.mark.parametrize("durability", ["step", 2])
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_it_has_the_bits_of_a_save_and_training_those_of_an_undisturbed_run(
-    update: str, cache: int | str, undisturbed: Reference, tmp_path: Path, held: Held
+    update: str,
+    cache: int | str,
+    durability: int | str,
+    undisturbed: Reference,
+    tmp_path: Path,
+    held: Held,
 ) -> None:
-    """Updates of step 4 wait for what the snapshot of step 2 has yet to read."""
+    """Updates of step 4 wait for what the snapshot of step 2 has yet to read; or of step 6, where
+    every second step is committed."""
     place, losses, weights = undisturbed
-    run = Run(tmp_path / "nvme", update=update, cache=cache)
+    run = Run(tmp_path / "nvme", update=update, cache=cache, durability=durability)
     tasks: list[SnapshotTask] = []
     held.until_updates_wait(run)
 
@@ -586,7 +593,7 @@ def test_writes_outside_of_steps_wait_for_it(
     wait = type(Probe(run.engine).store).await_unpinned
 
     def awaited(store: Any, blocks: Any) -> None:
-        waited.append(any(block.home.is_pinned for block in blocks))
+        waited.append(any(block.home.is_pinned() for block in blocks))
         held.go_on.set()
         wait(store, blocks)
 

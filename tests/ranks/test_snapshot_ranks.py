@@ -95,7 +95,7 @@ def train(
         nonlocal count
         jobs = probe.jobs.jobs
         if count == 0 and rank == holds:
-            probe.await_jobs(lambda: any(j.is_final and j.unit.states.is_pinned for j in jobs), 60)
+            probe.await_jobs(lambda: any(j.is_final and j.is_pinned for j in jobs), 60)
         count += 1
         return read(*values)
 
