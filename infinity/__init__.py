@@ -10,7 +10,7 @@ from infinity.access import set_state as set
 from infinity.accumulation import accumulate, no_sync
 from infinity.build import wrap
 from infinity.config import Config, Tuning
-from infinity.engine import Engine, engine
+from infinity.engine import Engine, engine, snapshot
 from infinity.errors import (
     BudgetError,
     CheckpointError,
@@ -65,6 +65,7 @@ __all__ = [
     "no_sync",
     "nvme",
     "set",
+    "snapshot",
     "wrap",
 ]
 

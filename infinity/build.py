@@ -274,7 +274,7 @@ class Build:
             parameter.requires_grad for parameter in self._model.parameters()
         ):
             raise ConfigError(
-                "durability='step' commits what is trained, and all parameters are frozen; set "
+                "durability commits what is trained, and all parameters are frozen; set "
                 "durability='off'"
             )
 
@@ -341,16 +341,18 @@ class Build:
     def agree(self) -> None:
         """Have all ranks go on from one committed step, or begin one run. Changes nothing that
         could be gone on from."""
-        says = self._left, self.ranks.member, uuid.uuid4().hex
+        says = self._left, self.ranks.member, uuid.uuid4().hex, self._config.durability
         said = told(self.ranks, self._config.tuning.collective_timeout, says)
-        left = {rank: LeftStates.of(each) for rank, (each, _, _) in said.items() if each}
-        if left and len(left) < len(said):
-            without = min(said.keys() - left.keys())
+        left = {rank: LeftStates.of(each) for rank, (each, *_) in said.items() if each}
+        first = min(left, default=min(said))
+        wanted = said[first][3]
+        other = next((rank for rank in sorted(said) if said[rank][3] != wanted), None)
+        if other is not None:
             raise ConfigError(
-                f"durability is 'step' on rank {min(left)} and 'off' on rank {without}; give all "
-                "ranks the same Config"
+                f"durability is {wanted!r} on rank {first} and {said[other][3]!r} on rank {other}; "
+                "give all ranks the same Config"
             )
-        members = {rank: Member(*member) for rank, (_, member, _) in said.items()}
+        members = {rank: Member(*member) for rank, (_, member, *_) in said.items()}
         self._members, self._life = sorted(said), said[min(said)][2]
         if left:
             self.store.take(common_step(left, members), self._life)

@@ -74,6 +74,16 @@ def _as_shares(value: Any) -> Any:
     return value
 
 
+def _as_durability(value: Any) -> Any:
+    if type(value) is int and value > 0:
+        return value if value > 1 else "step"
+    if type(value) is str and value in ("off", "step"):
+        return value
+    raise ValueError(
+        f"{in_words(value)} is neither 'off' nor 'step' nor a number of steps from 1 on"
+    )
+
+
 def _as_tuning(value: Any) -> Any:
     odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     if odd:
@@ -90,6 +100,8 @@ BytesOrPart = Annotated[int | str, BeforeValidator(_as_budget)]
 BytesOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)]
 ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
+Durability = Annotated[Literal["off", "step"] | int, BeforeValidator(_as_durability)]
+"""What is committed: nothing, every step, or every N-th."""
 Shares = Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)]
 
 
@@ -174,7 +186,8 @@ class Tuning(_Knobs):
     """How much of `cpu_memory` may keep a part of what is on NVMe; "auto" is what homes and staging
     leave, 0 is none.
 
-    What is kept is never read from NVMe. With `durability="step"` each step still writes it there.
+    What is kept is never read from NVMe. With `durability` each step that is committed still writes
+    it there.
     """
     gpu_cache: BytesOrAuto = "auto"
     """How much of `gpu_memory` keeps all states of the first units; "auto" is what pays on a GPU, 0
@@ -355,18 +368,27 @@ class Config(_Knobs):
     "momentum" (`infinity.SGD`). There are none for "sgd" and "other" (`infinity.adapt`).
     """
 
-    durability: Literal["off", "step"] = "off"
-    """What outlives the process: nothing, or with "step" every optimizer step.
+    durability: Durability = "off"
+    """What outlives the process: nothing, or with "step" every optimizer step, or every N-th step.
 
     With "step" the states in the `nvme` directories stay there, and `infinity.wrap(...,
     resume=True)` goes on from the last committed step with the same bits, whatever ended the
     process. It needs parameters and optimizer states on nvme; what is cached of them is written
-    with each step. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep
-    parameters on the device.
+    with each step that is committed. With a number N those are the steps N, 2 N, 3 N and so on, and
+    the last one; a kill costs N steps at most. What is not cached then takes half as much space
+    again. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep parameters
+    on the device.
     """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
     """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
+
+    @property
+    def steps_per_commit(self) -> int:
+        """Every how many steps one is committed; 0 where none is."""
+        if isinstance(self.durability, int):
+            return self.durability
+        return 1 if self.durability == "step" else 0
 
     @model_validator(mode="before")
     @classmethod
@@ -440,7 +462,7 @@ class Config(_Knobs):
             return ""
         if self.stage in (1, 2):
             return (
-                "durability='step' commits parameters on nvme, and stage="
+                f"durability={self.durability!r} commits parameters on nvme, and stage="
                 f"{self.stage} keeps them on the device of every rank; set stage=3, or stage=0 for "
                 "whole replicas, or durability='off'"
             )
@@ -455,9 +477,8 @@ class Config(_Knobs):
             wrong.append("another update than 'delayed'")
         if self.algorithm == "other":
             wrong.append("another algorithm than 'other'")
-        return (
-            f"durability='step' needs {', '.join(wrong)}, or set durability='off'" if wrong else ""
-        )
+        needs = f"durability={self.durability!r} needs {', '.join(wrong)}"
+        return f"{needs}, or set durability='off'" if wrong else ""
 
     def _wrong_shares(self) -> str:
         shares = self.tuning.nvme_shares

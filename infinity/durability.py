@@ -8,6 +8,11 @@ forward draws them. `close` fixes the record of the last step; there is no forwa
 gives the random states back. Where a step updates once more what no forward has used since the last
 one, that is fixed before.
 
+[Note: one of N steps]
+Where one of N > 1 steps is committed, the others fix no record. What a record of their moment would
+say is noted as the forward begins all the same: the engine may be closed before the next commit.
+The store makes blocks whole where a record is fixed at another moment than their updates knew of.
+
 [Note: writes outside of steps]
 What was written since the last record takes part in the next one. So a block is rewritten in its
 place as long as no record speaks of its content, and beside it otherwise.
@@ -24,11 +29,13 @@ is not whole, and is not taken over.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import random
+import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +44,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoint.inert import read_item
+from infinity.checkpoint.inert import pack_item, read_item
+from infinity.checkpoint.readers import CommittedStates
+from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.device import ComputeDevice
 from infinity.errors import (
     CheckpointError,
@@ -61,7 +70,8 @@ from infinity.tiers.store import Store, Version
 
 log = logging.getLogger("infinity")
 
-VERSION = 1
+VERSION = 2
+_COUNT = struct.Struct("<Q")
 
 
 class CommittedStep:
@@ -69,18 +79,20 @@ class CommittedStep:
 
     def __init__(self, content: bytes) -> None:
         try:
-            values: dict[str, Any] = read_item(content)
+            blocks, noted = _unpacked(content)
+            values: dict[str, Any] = read_item(noted)
             if values["version"] != VERSION:
                 raise ValueError(f"it is of version {values['version']!r}, and {VERSION} is known")
             self.posted, self.skipped = int(values["posted"]), int(values["skipped"])
             self.is_whole, self.in_forward = bool(values["whole"]), bool(values["in_forward"])
-            self.versions = [
-                Version(each & 1, bool(each & 2)) for each in values["blocks"].tolist()
-            ]
+            self.versions = [Version(each & 1, bool(each & 2)) for each in blocks]
             self.optimizers: list[dict[str, Any]] = list(values["optimizers"])
             self.random: dict[str, Any] = dict(values["random"])
             self.buffers: dict[str, torch.Tensor] = dict(values["buffers"])
-            self.tracked: dict[str, Any] = dict(values["tracked"])
+            self.tracked: dict[str, Any] = {
+                name: read_item(saved.numpy().tobytes())
+                for name, saved in values["tracked"].items()
+            }
         except Exception as error:
             raise unreadable(error) from error
 
@@ -115,12 +127,16 @@ class Durability:
         self._store = store
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)
+        self._jobs = jobs
+        self._has_others = agreement is not None
+        self._snapshot: SnapshotTask | None = None
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
         self._tracked: dict[str, Any] = {}
         self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
+        self._noted: bytes | None = None  # what a record says of it
         self._is_sealed = self._is_loading = self._is_discarded = False
         self._has_begun = self._found is None or not self._found.in_forward
 
@@ -202,20 +218,24 @@ class Durability:
             _set_random_states(self._device, self._found.random)
         self._has_begun = True
         self._random, self._buffers = _random_states(self._device), self._buffers_now()
-        self.seal()
+        if self._store.steps_left(self._step) == 0:
+            self.seal()
+        else:
+            self._noted = self._note()
 
     def before_step(self, units: Sequence[Unit]) -> None:
-        """A step of `units` begins. What was sealed is committed, so a kill costs one step at
-        most.
+        """A step of `units` begins. What was sealed is committed, so a kill costs no more steps
+        than lie between two commits.
 
         What the step would overwrite is committed, too. All ranks must find the same, so no commit
         is under way when that is asked.
         """
         self.rest()
-        if not all(unit.states.is_free for unit in units):
+        left = self._store.steps_left(self._step + 1)
+        if not all(unit.states.is_free(left) for unit in units):
             self.seal()
             self.rest()
-        self._is_sealed, self._random = False, None
+        self._is_sealed, self._random, self._noted = False, None, None
 
     def stepped_by(self, optimizer: Optimizer) -> None:
         """A step of `optimizer` has been fixed: this is what a record says of it, if it is gone by
@@ -233,21 +253,24 @@ class Durability:
         fixed = next((block for block in blocks if _is_fixed(block)), None)
         if fixed is not None and (not self._is_loading or fixed.spec.in_files):
             raise ConfigError(
-                f"{fixed.name} cannot be changed with durability='step': what is frozen has one "
-                "place on nvme, and a kill meanwhile would leave a part of it; change it before "
-                "wrap, or set durability='off'"
+                f"{fixed.name} cannot be changed with durability: what is frozen has one place on "
+                "nvme, and a kill meanwhile would leave a part of it; change it before wrap, or "
+                "set durability='off'"
             )
         if fixed is not None:
             self._is_sealed = False
             self.seal()
-        if fixed is not None or not all(b.home.is_free or b.home.rewrite() for b in blocks):
+        are_free = [block.home.rewrite() or block.home.is_free() for block in blocks]
+        if fixed is not None or not all(are_free):
             self.rest()
+        self._store.await_unpinned(blocks)
         self._is_sealed = False
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, states are replaced one by one; what they are then is committed."""
-        self._is_loading = True
+        self._make_whole()  # what is replaced is not looked at then
+        self._noted, self._is_loading = None, True
         try:
             yield
         finally:
@@ -259,9 +282,22 @@ class Durability:
     def seal(self) -> None:
         """Have the states as they are after all posted steps committed; returns at once."""
         if not self._is_sealed:
-            step = self._updater.posted_steps + self._updater.skipped_steps
-            self._committer.seal(step, self._content)
+            self._make_whole()
+            noted = self._note() if self._noted is None else self._noted
+            self._committer.seal(self._step, functools.partial(_packed, noted))
             self._is_sealed = True
+
+    @property
+    def _step(self) -> int:
+        """The number of the last step that was posted or left out."""
+        return self._updater.posted_steps + self._updater.skipped_steps
+
+    def _make_whole(self) -> None:
+        """Have a commit be able to speak of what blocks are after all posted steps. Where every
+        step is committed, it always is; else that may wait for updates."""
+        if self._store.has_spares and not self._committer.will_be_whole():
+            self._updater.rest()
+            self._store.make_whole()
 
     def rest(self) -> None:
         """Block until what was sealed is committed, on all ranks. Raises `EngineClosedError` when
@@ -279,7 +315,7 @@ class Durability:
     def close(self) -> None:
         """Commit the last step, which other ranks may lack then, and end the thread. What failed
         stays at the step that was committed last, and so does a model that is gone with its
-        buffers. May be called twice."""
+        buffers. A snapshot that is under way is finished. May be called twice."""
         try:
             wanted = not self._store.latch.failed and not self._is_discarded
             if wanted and (self._model() is not None or not self._buffers):
@@ -290,13 +326,91 @@ class Durability:
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
         finally:
-            self._committer.close()
+            with self._finishing():
+                self._committer.close()
 
-    def _content(self, versions: Sequence[Version]) -> bytes:
+    # Snapshots
+
+    def check_snapshot(self) -> None:
+        """Raise `ConfigError` while one is under way."""
+        task = self._snapshot
+        if task is not None and not task.done():
+            raise ConfigError(
+                f"a snapshot of step {task.step} is being written to {task.directory}, and there "
+                "is one at a time: wait for it (wait()), or end it (cancel())"
+            )
+
+    def snapshot(self, begin: Callable[[CommittedStates], SnapshotTask]) -> SnapshotTask:
+        """Have `begin` write what was committed last, on all ranks that of one step."""
+        is_new = self._updater.next_number == 1
+        if is_new and self._random is None:
+            self._is_sealed = False
+            self.seal()  # with the optimizers that were made since `wrap`
+            self._is_sealed = False  # for the first forward
+        if is_new or self._has_others or not self._store.has_committed:
+            self.rest()  # from then on it is the last that was sealed
+        committed = self._pin()
+        try:
+            self._snapshot = begin(committed)
+        except BaseException:
+            committed.end()
+            raise
+        return self._snapshot
+
+    def _pin(self) -> CommittedStates:
+        """What was committed last, kept as it is. Raises `ConfigError` where its optimizer is
+        gone."""
+        pinned = self._store.pin()
+        try:
+            record = CommittedStep(pinned.content)
+            if not record.is_whole:
+                raise ConfigError(
+                    "a checkpoint is being loaded: begin the snapshot when that has ended"
+                )
+            headers = {
+                self._maker_of(each, pinned.step): {k: v for k, v in each.items() if k != "kind"}
+                for each in record.optimizers
+            }
+        except BaseException:
+            pinned.release()
+            raise
+        counts = record.posted, record.skipped
+        return CommittedStates(
+            pinned, counts, record.buffers, headers, self._jobs.first, self._jobs.poke
+        )
+
+    def _maker_of(self, header: Mapping[str, Any], step: int) -> Optimizer:
+        """The optimizer that a record has this of."""
+        for known in self._optimizers:
+            optimizer = known.optimizer()
+            if optimizer is not None and all(
+                known.header[key] == header[key] for key in ("kind", "names")
+            ):
+                return optimizer
+        raise ConfigError(
+            f"the optimizer ({header['kind']}) of the committed step {step} is gone: make it, with "
+            "the same groups, before the snapshot"
+        )
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Finish the snapshot that is under way, if any, after the block; what is raised meanwhile,
+        as by Ctrl-C, ends it."""
+        task = self._snapshot
+        try:
+            yield
+            if task is not None and not task.done():
+                log.info("waiting for the snapshot of step %d in %s", task.step, task.directory)
+                task.finish()
+        except BaseException:
+            if task is not None:
+                task.cancel()
+            raise
+
+    def _note(self) -> bytes:
+        """What a record says now, but of blocks."""
         updater = self._updater
-        blocks = [version.extent | version.is_written << 1 for version in versions]
         tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
-        _check_tracked(tracked)
         random_states = self._random
         if not self._has_begun and self._found is not None:
             random_states = self._found.random
@@ -306,11 +420,10 @@ class Durability:
             "skipped": updater.skipped_steps,
             "whole": not self._is_loading,
             "in_forward": random_states is not None,
-            "blocks": torch.tensor(blocks, dtype=torch.uint8, device="cpu"),
             "optimizers": [_plain(each) for each in self._headers()],
             "random": random_states or _random_states(self._device),
             "buffers": self._buffers if self._random is not None else self._buffers_now(),
-            "tracked": tracked,
+            "tracked": _saved(tracked),
         }
         stream = io.BytesIO()
         torch.save(values, stream)
@@ -343,7 +456,7 @@ class Durability:
         for other in self._optimizers:
             if other.optimizer() is not None and not other.parameters & known.parameters:
                 raise ConfigError(
-                    "durability='step' commits the steps of one optimizer, and there is another "
+                    "durability commits the steps of one optimizer, and there is another "
                     "one: give one all parameters, in groups, or set durability='off'"
                 )
         if self._waiting:
@@ -373,7 +486,7 @@ class Durability:
                 )
             if name in self._tracked:
                 raise ConfigError(f"{name} is tracked already; choose another name")
-        _check_tracked({name: value.state_dict() for name, value in objects.items()})
+        _saved({name: value.state_dict() for name, value in objects.items()})
         given = [name for name in objects if name in self._states]
         for name, value in objects.items():
             if name in given:
@@ -383,6 +496,19 @@ class Durability:
             optimizer = known.optimizer()
             if optimizer is not None and known.saved is not None and self._random is None:
                 optimizer.take_groups(known.saved)  # a scheduler has set its first rate
+
+
+def _packed(noted: bytes, versions: Sequence[Version]) -> bytes:
+    """A record: how many blocks there are, a byte for each of them, and what was `noted`."""
+    blocks = bytes(version.extent | version.is_written << 1 for version in versions)
+    return _COUNT.pack(len(blocks)) + blocks + noted
+
+
+def _unpacked(content: bytes) -> tuple[bytes, bytes]:
+    """The bytes for blocks of a record, and what was noted."""
+    (count,) = _COUNT.unpack_from(content)
+    end = _COUNT.size + count
+    return content[_COUNT.size : end], content[end:]
 
 
 def _is_fixed(block: Block) -> bool:
@@ -417,19 +543,14 @@ def _plain(header: dict[str, Any]) -> dict[str, Any]:
     return header | {"param_groups": groups}
 
 
-def _check_tracked(states: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for what could not be read again without running its code."""
+def _saved(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The bytes (uint8) of each of them. Raises `CheckpointError` for what could not be read again
+    without running its code."""
+    found = {}
     for name, state in states.items():
-        stream = io.BytesIO()
-        try:
-            torch.save(state, stream)
-            read_item(stream.getvalue())
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                f"the state of {name} may have numbers, texts and tensors in dicts, lists and "
-                f"tuples only: {reason}"
-            ) from error
+        stream = pack_item(f"the state of {name}", state)
+        found[name] = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+    return found
 
 
 def _random_states(device: ComputeDevice) -> dict[str, Any]:

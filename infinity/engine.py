@@ -16,12 +16,20 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.checkpoints import Checkpoints
+from infinity.checkpoint.inert import pack_item, read_item
+from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.directories.mapped import mapped
 from infinity.durability import Durability
-from infinity.errors import ConfigError, EngineClosedError, in_words
+from infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    InfinityError,
+    in_words,
+)
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
@@ -92,7 +100,11 @@ class Engine:
         self._reporter = parts.reporter
         self._durability = parts.durability
         self._checkpoints = Checkpoints(
-            self._units, self._updater, self._exchange, config.tuning.io_engine
+            self._units,
+            self._updater,
+            self._exchange,
+            config.tuning.io_engine,
+            config.tuning.collective_timeout,
         )
 
     def attach(self, model: nn.Module) -> None:
@@ -261,20 +273,75 @@ class Engine:
         Raises `ConfigError` for arguments of other kinds, and `CheckpointError` when it cannot be
         written; what was there is as it was, and training can go on.
         """
-        if not isinstance(extra, (Mapping, NoneType)):
-            raise ConfigError(
-                f"extra is {in_words(extra)}; give a dict with what load_checkpoint gives back"
-            )
-        tied = {name: first for name, first in self._first_names().items() if name != first}
         self._checkpoints.save(
             self._buffers(),
-            tied,
+            self._tied(),
             _path_of(directory),
             optimizer,
-            extra or {},
+            _given(extra),
             trainable_only,
             progress,
         )
+
+    def snapshot(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> SnapshotTask:
+        """Write what `save_checkpoint` would have written at the last committed step to
+        `directory`, on a thread of its own, while training goes on. Returns a handle at once: its
+        `step` says which step that is, and `wait` waits until it is written.
+
+        Needs `durability="step"`. It reads the states of that step where they lie on NVMe, checked
+        by their checksums. An update that would overwrite some of them waits until these have been
+        read, unit by unit. It takes about 45 MB of memory. `extra` is copied; it belongs to
+        `committed_step`, which is the step before the last one between `optimizer.step()` and the
+        next forward. `progress(done, total)` is called on the thread.
+
+        All ranks call it at the same place in the program, and meet there. One snapshot is under
+        way at a time. What fails later raises in `wait` of the handle, on all ranks, and is logged:
+        what was in `directory` is as it was, and training goes on. `close` waits for the snapshot.
+
+        Raises `ConfigError` with `durability="off"`, for arguments of other kinds, while another
+        snapshot is under way, and when the optimizer of the committed step is gone. Raises
+        `CheckpointError` for what `extra` may not have.
+        """
+        durability = self._durability
+        if durability is None:
+            raise ConfigError(
+                "a snapshot is made of committed steps: set durability='step', or use "
+                "save_checkpoint, which training waits for"
+            )
+        with self._on_all_ranks("snapshots that cannot begin"):
+            path = _path_of(directory)
+            given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
+            durability.check_snapshot()
+        return durability.snapshot(
+            lambda committed: self._checkpoints.snapshot(
+                committed, self._tied(), path, given, progress
+            )
+        )
+
+    @contextmanager
+    def _on_all_ranks(self, what: str) -> Iterator[None]:
+        """What is refused inside on one rank is refused on all; `what` is counted for that."""
+        problem: InfinityError | None = None
+        try:
+            yield
+        except InfinityError as error:
+            problem = error
+        if self._exchange is not None:
+            (failed,) = self._exchange.sum([float(problem is not None)], f"of {what}")
+            if problem is None and failed:
+                problem = CheckpointError("another rank refuses this; its error says why")
+        if problem is not None:
+            raise problem
+
+    def _tied(self) -> dict[str, str]:
+        """Other names of tied parameters, and for each the first one."""
+        return {name: first for name, first in self._first_names().items() if name != first}
 
     def load_checkpoint(
         self,
@@ -426,6 +493,14 @@ class Engine:
         self.close()
 
 
+def _given(extra: object) -> Mapping[str, Any]:
+    if not isinstance(extra, (Mapping, NoneType)):
+        raise ConfigError(
+            f"extra is {in_words(extra)}; give a dict with what load_checkpoint gives back"
+        )
+    return extra or {}
+
+
 def _path_of(directory: object) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
         raise ConfigError(f"the directory of a checkpoint is {in_words(directory)}; give a path")
@@ -450,3 +525,16 @@ def engine(model: nn.Module) -> Engine:
             "infinity.wrap(model, config)"
         )
     return found
+
+
+def snapshot(
+    model: nn.Module | Engine,
+    directory: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> SnapshotTask:
+    """A checkpoint of the last committed step, written while training goes on: `Engine.snapshot` of
+    the engine of a wrapped model."""
+    found = model if isinstance(model, Engine) else engine(model)
+    return found.snapshot(directory, extra, progress=progress)

@@ -51,8 +51,8 @@ class Report:
     budgets: dict[str, int]
     """Budget per tier, same keys."""
     written_through: int = 0
-    """Those of the cached bytes that each step writes to NVMe all the same, with
-    `durability="step"`."""
+    """Those of the cached bytes that each step writes to NVMe all the same that `durability`
+    commits."""
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite; not among `steps`."""
     copied_to_device: int = 0
@@ -117,6 +117,8 @@ class StepMeter:
         """Copied to the compute device, and from it."""
         self.updates = (0, 0)
         """Of `traffic`, what the updates read and wrote."""
+        self.for_commit = False
+        """Whether the updates wrote what is cached, because the step is committed."""
 
     def stepped(self, before: StepRun) -> None:
         """A step has been fixed; the updates of the one `before` ran between that step and this
@@ -125,6 +127,7 @@ class StepMeter:
         fetched, earlier = (meter.read, meter.written), self._fetched_before
         read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
         self.updates = read, written
+        self.for_commit = any(job.writes_through for job in before.jobs)
         self.traffic = fetched[0] - earlier[0] + read, fetched[1] - earlier[1] + written
         self._fetched_before = fetched
         copied, earlier = self._copied(), self._copied_before
@@ -194,6 +197,7 @@ class Reporter:
         self._updater.rest()
         count = sum(p.numel() for unit in self._units for p in unit.parameters)
         planned = self.plan()
+        planned_written = planned.update_written + planned.commit_written * self.meter.for_commit
         config, counters = self._config, self._recorder.counters()
         cached, on_nvme = self._store.cached()
         activations = self._store.activations
@@ -205,7 +209,7 @@ class Reporter:
             read_per_parameter=traffic[0] / count,
             written_per_parameter=traffic[1] / count,
             planned_read_per_parameter=planned.read / count,
-            planned_written_per_parameter=planned.update_written / count,
+            planned_written_per_parameter=planned_written / count,
             seconds=self._seconds(),
             updates_kept=counters.get("updates kept", 0),
             updates_rolled_back=counters.get("updates rolled back", 0),

@@ -87,7 +87,7 @@ def unwrap(engine: Engine, model: nn.Module) -> KeptValues:
     if engine.config.durability != "off":
         raise ConfigError(
             "the model got parameters after wrap, and the states that are committed are those of "
-            "before; with durability='step' add adapters before wrap"
+            "before; with durability add adapters before wrap"
         )
     _check(engine.units)
     engine.drain()

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infinity.checkpoint.progress import Told
+from infinity.checkpoint.readers import CommittedStates
+from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.placement.spec import MOMENTS
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.ranks import whole_group
+from infinity.sharding.ranks import Ranks, whole_group
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import described
 
@@ -44,8 +46,11 @@ class Checkpoints:
         updater: Updater,
         exchange: Exchange | None,
         io_engine: str = "auto",
+        timeout: float = 600.0,
     ) -> None:
+        """`timeout` is `Tuning.collective_timeout`, in seconds."""
         self._units = units
+        self._timeout = timeout
         self._io_engine = io_engine
         self._updater = updater
         self._exchange = exchange
@@ -55,6 +60,12 @@ class Checkpoints:
     def _savers(self) -> collectives.Group:
         """The ranks that save together; made once, when it is first needed."""
         return whole_group(self._units[0].ranks)
+
+    @cached_property
+    def _apart(self) -> Ranks:
+        """The ranks that save together, and those that hold the same, in groups for the threads of
+        snapshots; made once, when they are first needed."""
+        return Ranks(self._savers, self._units[0].ranks.replicas).copy(self._timeout, "gloo")
 
     def save(
         self,
@@ -72,6 +83,38 @@ class Checkpoints:
         state = self._state(buffers, optimizers)
         state = state._replace(tied=tied, trainable_only=trainable_only)
         save(state, directory.absolute(), extra, progress)
+
+    def snapshot(
+        self,
+        committed: CommittedStates,
+        tied: Mapping[str, str],
+        directory: Path,
+        extra: Mapping[str, Any],
+        progress: Told | None = None,
+    ) -> SnapshotTask:
+        """See `Engine.snapshot`."""
+        ranks, directory = self._apart, directory.absolute()
+
+        def write(told: Told) -> None:
+            from infinity.checkpoint.saving import save  # not at the top: see there
+            from infinity.checkpoint.state import EngineState
+
+            state = EngineState(
+                self._units,
+                committed.buffers,
+                committed.optimizers,
+                lambda: None,
+                ranks.shards,
+                self._updater,
+                self._run,
+                tied,
+                io_engine=self._io_engine,
+                replicas=ranks.replicas,
+                reader=committed,
+            )
+            save(state, directory, extra, told)
+
+        return SnapshotTask(committed.step, directory, write, committed.end, progress)
 
     def load(
         self,
@@ -107,6 +150,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let go of the ranks: the engine was closed, and may live on. See `Unit.close`."""
+        apart = vars(self).pop("_apart", None)
+        if apart is not None:
+            apart.end()
         if vars(self).pop("_savers", None) is not None:
             gc.collect()  # torch's save and load leave cycles that hold the group
 
@@ -129,6 +175,7 @@ class Checkpoints:
             self._updater,
             self._run,
             io_engine=self._io_engine,
+            replicas=self._units[0].ranks.replicas,
         )
 
     def _rest(self) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from infinity.errors import CheckpointError
+
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -114,3 +116,18 @@ def read_item(content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def pack_item(what: str, content: Any) -> io.BytesIO:
+    """`content` as torch.save writes it; raises `CheckpointError` for what `read_item` could not
+    read again."""
+    stream = io.BytesIO()
+    try:
+        torch.save(content, stream)
+        read_item(stream.getvalue())
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{what} may have numbers, texts and tensors in dicts, lists and tuples only: {reason}"
+        ) from error
+    return stream

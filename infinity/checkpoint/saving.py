@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import os
 import shutil
 import uuid
-import warnings
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,9 +55,10 @@ from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.digest import as_text
 from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
 from infinity.checkpoint.frame import frame
-from infinity.checkpoint.inert import read_item
+from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
 from infinity.checkpoint.progress import CheckpointProgress, Told
+from infinity.checkpoint.readers import StatesReader
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
@@ -84,7 +85,7 @@ def save(
 
     Raises `CheckpointError`; what was in `directory` is then as it was.
     """
-    replicas, failure = state.units[0].ranks.replicas, None
+    replicas, failure = state.replicas, None
     try:
         if collectives.rank(replicas) == 0:
             _save(state, directory, extra, told)
@@ -92,6 +93,7 @@ def save(
             with in_words("the engine cannot be saved"):
                 # What is delayed is seen from now on, by all replicas or by none.
                 state.await_updates()
+                state.reader.end()
     except CheckpointError as error:
         failure = error
     failures = collectives.all_reduce_sum(
@@ -111,22 +113,34 @@ def _save(state: EngineState, directory: Path, extra: Mapping[str, Any], told: T
         f"saving {directory}" if says else "", f"saved {directory}" if says else "", told
     )
     writer = CheckpointWriter(directory, state, progress)
+    planner = Saving(state, extra)
     try:
-        with one_error(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save_state_dict(
-                {},
-                storage_writer=writer,
-                planner=Saving(state, extra),
-                process_group=state.group,
-                no_dist=state.group is None,
-            )
+        with one_error():
+            if state.group is None:
+                _save_alone(planner, writer)
+            else:
+                save_state_dict(
+                    {}, storage_writer=writer, planner=planner, process_group=state.group
+                )
     except BaseException:
         writer.give_up()
         raise
     finally:
         writer.close()
     progress.end()
+
+
+def _save_alone(planner: Saving, writer: CheckpointWriter) -> None:
+    """What DCP does, which on one rank gives a warning of that; filters of warnings are those of
+    all threads."""
+    planner.set_up_planner({})
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())]
+    )
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner).value()
+    writer.finish(metadata, [written])
 
 
 class _Need(NamedTuple):
@@ -138,13 +152,14 @@ class _Need(NamedTuple):
 
 
 class ChunkStream:
-    """Elements of series, each chunk of the store while those behind it are on their way.
+    """Elements of series, each chunk while those behind it are on their way.
 
-    `needs` are the chunks in the order in which `read` wants them. Who has it checks out nothing
-    else until `close`.
+    `needs` are the chunks of `reader` in the order in which `read` wants them. Who has it checks
+    out nothing else until `close`.
     """
 
-    def __init__(self, needs: Iterator[_Need]) -> None:
+    def __init__(self, reader: StatesReader, needs: Iterator[_Need]) -> None:
+        self._reader = reader
         self._needs = needs
         self._next = next(needs, None)  # the first one that was not asked for
         self._held: deque[tuple[_Need, list[Checkout]]] = deque()  # the first one is in use
@@ -162,7 +177,7 @@ class ChunkStream:
                 chunk.wait()
             part = values[at : at + need.end - begin - at]
             tensors = [chunk.tensor for chunk in chunks]
-            series.unit.states.decode(series.kind, tensors, begin + at - need.begin, part)
+            self._reader.decode(series, tensors, begin + at - need.begin, part)
             at += part.numel()
 
     def close(self) -> None:
@@ -174,9 +189,8 @@ class ChunkStream:
     def _ask(self) -> None:
         """Start reading what comes next, as far as there are slots."""
         while self._next is not None and len(self._held) < _AHEAD:
-            states, staging = self._next.series.unit.states, self._next.series.unit.store.staging
-            request = states.chunk_request(self._next.series.kind, self._next.begin)
-            chunks = staging.try_check_out(request) if self._held else staging.check_out(request)
+            series, begin, _ = self._next
+            chunks = self._reader.check_out(series, begin, waits=not self._held)
             if chunks is None:
                 return
             self._held.append((self._next, chunks))
@@ -199,6 +213,11 @@ class TensorSource(NamedTuple):
     """The first element in the shard of the series."""
     tensor: torch.Tensor | None = None
 
+    @property
+    def unit(self) -> Unit | None:
+        """The unit of the series."""
+        return None if self.series is None else self.series.unit
+
     def put(self, stream: ChunkStream, at: int, part: torch.Tensor) -> None:
         """Write the bytes from byte `at` on to `part`."""
         values, first = part.view(self.dtype), at // self.dtype.itemsize
@@ -207,11 +226,10 @@ class TensorSource(NamedTuple):
         elif self.tensor is not None:
             copy_alone(values, self.tensor[first:][: values.numel()])
 
-    def needs(self) -> Iterator[_Need]:
+    def needs(self, reader: StatesReader) -> Iterator[_Need]:
         """The chunks that it takes."""
         if self.series is not None:
-            states = self.series.unit.states
-            bounds = [*states.chunks(), self.series.unit.layout.shard_numel]
+            bounds = [*reader.starts(self.series), self.series.unit.layout.shard_numel]
             at, end = self.begin, self.begin + math.prod(self.sizes)
             while at < end:
                 number = bisect_right(bounds, at) - 1
@@ -236,6 +254,7 @@ class Saving(SavePlanner):
         """Wait for updates."""
         with in_words("the engine cannot be saved"):
             self._state.await_updates()
+            self._state.reader.begin(self._state.series())
 
     def create_local_plan(self) -> SavePlan:
         """What this rank writes."""
@@ -245,10 +264,10 @@ class Saving(SavePlanner):
 
     def _plan(self, state: EngineState) -> None:
         # Before anything is written, so that it is refused in time.
-        extra = _packed("extra", self._extra)
+        extra = pack_item("extra", self._extra)
         self._add_object(("extra", str(state.rank)), lambda: extra)
         if state.rank == 0:
-            header = _packed("the optimizer", state.header())
+            header = pack_item("the optimizer", state.header())
             self._add_object((HEADER,), lambda: header)
             for name, buffer in state.buffers.items():
                 chunk = ChunkStorageMetadata(torch.Size([0] * buffer.ndim), buffer.shape)
@@ -256,8 +275,8 @@ class Saving(SavePlanner):
                 source = TensorSource(buffer.dtype, tuple(buffer.shape), tensor=flat)
                 self._add(("model", name), chunk, buffer.shape, source)
         for series in state.series():
-            if series.is_moment and not series.is_written:
-                continue  # zeros, and in `EngineState.absent`
+            if state.is_zero(series):
+                continue  # and in `EngineState.absent`
             for number, name in enumerate(series.unit.names):
                 size = series.size(number)
                 for piece in series.pieces(number, size) if series.unit.counted[number] else ():
@@ -311,24 +330,9 @@ class Saving(SavePlanner):
 
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
-    return _packed(
+    return pack_item(
         f"the state of {unit.name}", dict(zip(unit.names, optimizer.unit_states(unit), strict=True))
     )
-
-
-def _packed(what: str, content: Any) -> io.BytesIO:
-    """`content` as torch.save writes it; raises `CheckpointError` for what could not be read again
-    without running its code."""
-    stream = io.BytesIO()
-    try:
-        torch.save(content, stream)
-        read_item(stream.getvalue())
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{what} may have numbers, texts and tensors in dicts, lists and tuples only: {reason}"
-        ) from error
-    return stream
 
 
 class WriteInstructions(NamedTuple):
@@ -384,7 +388,8 @@ class CheckpointWriter(FileSystemWriter):
                     shutil.rmtree(left)
             self._partial.mkdir(parents=True)
             self._held = hold(self._partial)
-            self._stamp = Stamp(self._state.run, uuid.uuid4().hex, self._state.updater.posted_steps)
+            posted, _ = self._state.reader.counts(self._state.updater)
+            self._stamp = Stamp(self._state.run, uuid.uuid4().hex, posted)
             self._absent = self._state.absent()
         shares = [
             WriteInstructions(f"__{rank}_0.distcp", self._stamp) for rank in range(len(plans))
@@ -420,23 +425,32 @@ class CheckpointWriter(FileSystemWriter):
                 yield Written(item.index, place)
         tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
         sources = [planner.source(item) for item in tensors]
-        begin = file.tell()
+        end = file.tell()
         for source in sources:
-            begin += frame(begin, source.dtype, source.sizes).length
-        file.reserve(begin - file.tell())
-        self._progress.expect(begin)
+            end += frame(end, source.dtype, source.sizes).length
+        file.reserve(end - file.tell())
+        self._progress.expect(end)
         self._progress.add(file.tell())
-        needs = (need for source in sources for need in source.needs())
-        with closing(ChunkStream(_without_repeats(needs))) as stream:
-            for item, source in zip(tensors, sources, strict=True):
-                begin, file.crc = file.tell(), 0
+        reader, unit = self._state.reader, None
+        # Which comes next is decided as late as possible, and once: when it is read ahead.
+        order, ahead = itertools.tee(reader.in_order([source.unit for source in sources]))
+        needs = (need for number in ahead for need in sources[number].needs(reader))
+        with closing(ChunkStream(reader, _without_repeats(needs))) as stream:
+            for number in order:
+                source = sources[number]
+                if unit is not None and unit is not source.unit:
+                    reader.leave(unit)
+                begin, unit, file.crc = file.tell(), source.unit, 0
                 around = frame(begin, source.dtype, source.sizes)
                 file.write(around.head)
                 file.fill(around.nbytes, functools.partial(source.put, stream))
                 file.write(around.tail)
                 place = ItemPlace(name, begin, around.length, source.sizes, as_text(file.crc))
                 self._progress.add(around.length)
-                yield Written(item.index, place)
+                yield Written(tensors[number].index, place)
+        reader.end()
+        if file.tell() != end:  # what lies between items depends on their order
+            self._progress.expect(file.tell())
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """On the first rank, when all have written: complete the checkpoint and put it in its

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from infinity.checkpoint import manifest
+from infinity.checkpoint.readers import LiveStates, StatesReader
 from infinity.device import copy_alone, zero_alone
 from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
@@ -47,6 +48,7 @@ from infinity.placement.spec import BF16, Kind
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 
+LIVE = LiveStates()
 PIECE = 1 << 22  # elements: 16 MiB of fp32
 HEADER = "infinity"
 
@@ -116,11 +118,6 @@ class Series(NamedTuple):
         return self.kind not in (Kind.PARAM, Kind.MASTER)
 
     @property
-    def is_written(self) -> bool:
-        """Whether an update has written it; a moment that was not is zeros."""
-        return self.unit.blocks[self.kind].written
-
-    @property
     def dtype(self) -> torch.dtype:
         """In the checkpoint."""
         return (
@@ -179,6 +176,12 @@ class EngineState(NamedTuple):
     io_engine: str = "auto"
     """Which native engine moves the files, as `Tuning.io_engine` says."""
 
+    replicas: collectives.Group = None
+    """The ranks that hold the same as this one; the first of them saves for all."""
+
+    reader: StatesReader = LIVE
+    """What a save reads."""
+
     @property
     def rank(self) -> int:
         """The number of this one among them."""
@@ -199,6 +202,10 @@ class EngineState(NamedTuple):
             if kind in unit.blocks
         ]
         return kept + list(dict.fromkeys(moments))  # optimizers may share a unit
+
+    def is_zero(self, series: Series) -> bool:
+        """Whether it is a moment that no update has written."""
+        return series.is_moment and not self.reader.is_written(series.unit.blocks[series.kind])
 
     def foreign(self) -> Iterator[tuple[Adapted, Unit, tuple[str, ...]]]:
         """The units of optimizers of torch, and the path of what these have of each."""
@@ -228,8 +235,13 @@ class EngineState(NamedTuple):
         for optimizer in self.optimizers:
             names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             optimizers.append(
-                optimizer.header() | {"names": names, "states": _states_of(optimizer)}
+                {
+                    **self.reader.header(optimizer),
+                    "names": names,
+                    "states": _states_of(optimizer),
+                }
             )
+        posted, skipped = self.reader.counts(self.updater)
         return {
             "version": manifest.VERSION,
             "ranks": collectives.size(self.group),
@@ -241,8 +253,8 @@ class EngineState(NamedTuple):
                 if self.trainable_only and not unit.trainable
                 for name in unit.names
             ],
-            "posted_steps": self.updater.posted_steps,
-            "skipped_steps": self.updater.skipped_steps,
+            "posted_steps": posted,
+            "skipped_steps": skipped,
             "optimizers": optimizers,
         }
 
@@ -253,7 +265,7 @@ class EngineState(NamedTuple):
         saved = {
             (s.prefix, name)
             for s in self.series()
-            if s.is_moment and s.is_written
+            if s.is_moment and not self.is_zero(s)
             for name in s.unit.names
         }
         return frozenset(

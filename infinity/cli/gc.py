@@ -18,7 +18,7 @@ from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.quantities import format_bytes
-from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed
+from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed, remove_records
 
 
 def collect(directory: Path, committed: bool = False) -> dict[str, int]:
@@ -62,8 +62,9 @@ def _collect(place: Directory, committed: bool) -> dict[str, int]:
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
     if found or checkpoints.leftovers(place.path):
         with lock(place):
-            for name in states:
-                place.reclaim(name)
+            if states:
+                remove_records([place])
+                place.reclaim(STATES_NAME)
             remove(place, benchmark)
             # Asked again: a save may have been under way.
             found |= checkpoints.remove(checkpoints.leftovers(place.path))
@@ -79,7 +80,7 @@ def gc(
     committed: Annotated[
         bool,
         typer.Option(
-            "--committed", help="Also remove states that were committed, of durability='step'."
+            "--committed", help="Also remove states that were committed, of --durability."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

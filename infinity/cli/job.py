@@ -71,7 +71,7 @@ class FinetuneJob:
     skip_nonfinite: bool
     eval_every: int
     eval_batches: int
-    durability: str
+    durability: str | int
     checkpoint: Path | None
     checkpoint_every: int
     keep_checkpoints: int

@@ -16,13 +16,14 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from infinity.cli.options import MOST, TIERS, parse_size
+from infinity.cli.options import MOST, TIERS, parse_durability, parse_size
 from infinity.config import (
     ActivationBytes,
     Bytes,
     BytesOrAuto,
     BytesOrPart,
     Config,
+    Durability,
     Paths,
     Shares,
     Tuning,
@@ -66,6 +67,7 @@ _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
     BytesOrPart: (Any, _parse_budget, "auto|BYTES|PERCENT"),
     BytesOrAuto: (Any, _parse_cache, "auto|BYTES"),
     ActivationBytes: (Any, _parse_cache, "auto|BYTES"),
+    Durability: (Any, parse_durability, "off|step|N"),
     Shares: (Any, _parse_shares, "measured|equal|N,N,..."),
 }
 """For a type of the models that typer does not know: the type, the parser and the name of the value

@@ -23,6 +23,16 @@ def _parse_chunks(value: Any) -> int | None:
     return None if value is None or value == "off" else parse_size(value)
 
 
+def parse_durability(value: Any) -> int | str:
+    """The parser of options that take what is committed: off, step, or every how many steps."""
+    text = str(value)
+    if text in ("off", "step"):
+        return text
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise typer.BadParameter(f"{value!r} is not off, step, or a number of steps from 1 on")
+    return int(text)
+
+
 MOST = (1 << 63) - 1
 _MOST_WINDOWS = 1 << 20
 _MOST_TOKENS = 1 << 24
@@ -196,10 +206,12 @@ KeepCheckpoints = Annotated[
     ),
 ]
 Durability = Annotated[
-    Literal["auto", "off", "step"],
+    Any,
     typer.Option(
-        help="step: every step is committed in --nvme, where it stays. auto: the same where "
-        "parameters and optimizer states are on nvme, until the run has ended.",
+        parser=lambda value: value if value == "auto" else parse_durability(value),
+        metavar="auto|off|step|N",
+        help="step: every step is committed in --nvme, where it stays; N: every N-th step. auto: "
+        "as step where parameters and optimizer states are on nvme, until the run has ended.",
         rich_help_panel=_CHECKPOINTS,
     ),
 ]

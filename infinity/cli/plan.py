@@ -73,7 +73,6 @@ Chart = Annotated[
 ]
 
 LEFT_OUT = (
-    "durability",
     "nvme_shares",
     "io_engine",
     "gpu_direct",

@@ -136,7 +136,7 @@ def _print_pace(console: Console, forecast: Forecast) -> None:
     table.add_row("tokens per second", f"{pace.tokens_per_second:,.4g}")
     table.add_row("bottleneck", pace.bottleneck)
     table.add_row("updates", pace.mode)
-    read, written = pace.traffic.read + pace.spilled, pace.traffic.update_written + pace.spilled
+    read, written = pace.traffic.read + pace.spilled, round(pace.written)
     if read + written:
         table.add_row("NVMe read, written", f"{format_bytes(read)}, {format_bytes(written)}")
     if pace.hiding_tokens is not None:

@@ -185,7 +185,8 @@ class CommitLog:
     def remove(self) -> None:
         """Remove all records, the older one first."""
         for name in (COMMIT_NAMES[1 - self._at], COMMIT_NAMES[self._at]):
-            self._files.remove(name)
+            if self._files.size(name) is not None:
+                self._files.remove(name)
         self._sequence, self._at, self._is_settled = 0, 1, True
 
     def _empty(self, at: int) -> None:

@@ -1,10 +1,11 @@
 """Commits steps: when the last update of one has been written, its record becomes the last one.
 
 [Note: what may be overwritten]
-A block has two extents, and every update writes the one that does not hold the content. After step
-N is committed, step N+1 writes the extents of step N-1, and step N+2 those of step N. So an update
-waits until the extent that it writes is in no commit that is still needed (`Home.is_free`): until
-step N+1 is committed. Between them lie a forward and a backward, so as a rule nobody waits.
+Where every step is committed, a block has two extents, and every update writes the one that does
+not hold the content. After step N is committed, step N+1 writes the extents of step N-1, and step
+N+2 those of step N. So an update waits until the extent that it writes is in no commit that is
+still needed (`Home.is_free`): until step N+1 is committed. Between them lie a forward and a
+backward, so as a rule nobody waits. With fewer commits there is a spare extent (`tiers/home`).
 
 [Note: what is sealed]
 Record and versions are fixed at one moment between two steps (`seal`): from then on an update may
@@ -76,6 +77,10 @@ class Committer:
             self._sealed.put(sealed)
             self._open += 1
 
+    def will_be_whole(self) -> bool:
+        """Whether a commit may speak of what the blocks are after all posted updates."""
+        return self._jobs.will_be_whole(self._store.durable_blocks())
+
     def rest(self) -> bool:
         """Block until all that was sealed is committed; False where it never will be."""
         with self._jobs.hurry(), self._changed:
@@ -120,7 +125,7 @@ class Committer:
             if self._open > 1:
                 log.warning("the last step is not committed: other ranks are gone")
             return False
-        self._store.commit(sealed.versions)
+        self._store.commit(sealed.step, sealed.versions, sealed.content)
         self._recorder.add("commit", f"step {sealed.step}", start, time.perf_counter())
         with self._changed:
             self.committed_step = sealed.step

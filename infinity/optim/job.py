@@ -75,12 +75,16 @@ class Job:
     """The update of `unit` on its way through the pipeline. `JobQueue` alone changes it, under its
     lock.
 
-    `place` is the unit's position in the next forward; `meter` counts what the job moves, in bytes.
+    `place` is the unit's position in the next forward, `number` that of the step that it is for;
+    `meter` counts what the job moves, in bytes.
     """
 
-    def __init__(self, unit: Unit, place: int) -> None:
+    def __init__(self, unit: Unit, place: int, number: int) -> None:
         self.unit = unit
         self.place = place
+        self.number = number
+        self.left = unit.store.steps_left(number)
+        """How many steps lie between this one and the one that is committed next."""
         self.state = JobState.AWAITED
         self._is_durable = unit.store.is_durable
         self.update: UnitUpdate | None = None
@@ -121,7 +125,19 @@ class Job:
         may_begin = self.is_final or (
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
-        return may_begin and (not self._is_durable or self.unit.states.is_free)
+        return may_begin and (
+            not self._is_durable or (self.unit.states.is_free(self.left) and not self.is_pinned)
+        )
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it would overwrite what a snapshot has yet to read."""
+        return self.unit.states.is_pinned(self.left)
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether it writes what is cached, too, because its step is committed."""
+        return self._is_durable and self.left == 0
 
     @property
     def written(self) -> bool:
@@ -246,20 +262,41 @@ class JobQueue:
     def versions(self, blocks: Sequence[Block]) -> tuple[list[Job], list[Version]]:
         """The jobs that are CONFIRMED, and what each of `blocks` has when they have ended."""
         with self.changed:
-            going = [job for job in self.jobs if job.state is JobState.CONFIRMED]
-            renewed = {block for job in going for block in job.unit.blocks.values()}
+            going, left = self._going()
             return going, [
-                Version(block.home.target, True)
-                if block in renewed
+                Version(block.home.target(left[block]), True)
+                if block in left
                 else Version(block.home.version, block.home.written)
                 for block in blocks
             ]
+
+    def will_be_whole(self, blocks: Sequence[Block]) -> bool:
+        """Whether a commit may speak of `blocks`, when the jobs that are CONFIRMED have ended."""
+        with self.changed:
+            _, left = self._going()
+            return all(
+                block.home.will_be_whole(left[block]) if block in left else block.home.is_whole
+                for block in blocks
+            )
+
+    def _going(self) -> tuple[list[Job], dict[Block, int]]:
+        """The jobs that are CONFIRMED, and `Job.left` by the blocks that they renew."""
+        going = [job for job in self.jobs if job.state is JobState.CONFIRMED]
+        return going, {block: job.left for job in going for block in job.unit.blocks.values()}
 
     def await_ended(self, jobs: Sequence[Job], timeout: float | None = None) -> bool:
         """Block until these have ended, well or not, which the store knows; False after `timeout`
         seconds."""
         with self.changed:
             return self._wait_for(lambda: all(job.state is JobState.ENDED for job in jobs), timeout)
+
+    def first(self, units: Sequence[Unit]) -> Unit:
+        """Which of `units`, which are pinned, an update waits for and is needed first; the first
+        one where none waits yet."""
+        with self.changed:
+            waiting = (j for j in self.jobs if j.unit in units and j.is_pinned)
+            first = min(waiting, key=lambda job: job.place, default=None)
+            return units[0] if first is None else first.unit
 
     def poke(self) -> None:
         """A unit got its place, or its copy, on the compute device; or more may be overwritten."""
@@ -310,11 +347,12 @@ class JobQueue:
             job.in_flight += 1
             return job, job.chunks.popleft()
 
-    def take_in_memory(self, before: float) -> tuple[Job, int] | None:
-        """Like `take`, a chunk that needs no I/O, of a unit that is needed `before` that place."""
+    def take_in_memory(self, before: float, may_write: bool) -> tuple[Job, int] | None:
+        """Like `take`, a chunk that is not read, of a unit that is needed `before` that place. With
+        `may_write` it may be one that a commit needs on the drive."""
         with self.changed:
             job = self._next_in_memory()
-            if job is None or job.place >= before:
+            if job is None or job.place >= before or (job.writes_through and not may_write):
                 return None
             job.in_flight += 1
             return job, job.in_memory.popleft()
@@ -385,7 +423,8 @@ class JobQueue:
             job.state = JobState.ENDED
             self.jobs.remove(job)
             self._store.resident.end_update(
-                [block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD]
+                [block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD],
+                job.left,
             )
             self.changed.notify_all()
 
@@ -405,7 +444,9 @@ class JobQueue:
     @property
     def _is_waited_for(self) -> bool:
         """Whether an update waits for a commit, which waits for those that have no place."""
-        return self._store.is_durable and any(not job.unit.states.is_free for job in self.jobs)
+        return self._store.is_durable and any(
+            not job.unit.states.is_free(job.left) for job in self.jobs
+        )
 
     def _next_in_memory(self) -> Job | None:
         able_jobs = (job for job in self.jobs if job.in_memory and job.may_update(job.in_memory[0]))

@@ -193,10 +193,8 @@ class Pipeline:
 
     def _update_in_memory(self, turn: _Turn) -> bool:
         """Update a chunk that needs no I/O, where none that has been read is needed sooner."""
-        if self._store.is_durable and not turn.may_write:  # it may be written through
-            return False
         before = turn.first.job.place if turn.first is not None and turn.arrived else math.inf
-        taken = self.jobs.take_in_memory(before)
+        taken = self.jobs.take_in_memory(before, turn.may_write)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
         if chunk is None:
             return False
@@ -286,6 +284,7 @@ class Pipeline:
                 updates=True,
                 on_device=unit.states.gpu_resident,
                 meter=job.meter,
+                left=job.left,
             )
             staging = self._store.staging
             outs = staging.check_out(request) if wait else staging.try_check_out(request)

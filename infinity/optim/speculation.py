@@ -92,16 +92,17 @@ class Speculation:
         self._order: list[Unit] = []  # in which gradients became final, in the last step
         self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
 
-    def begin(self, unit: Unit, owner: Owner, places: Places) -> None:
+    def begin(self, unit: Unit, owner: Owner, places: Places, number: int) -> None:
         """The gradients of `unit` may be final: begin the update that `owner` asks for as far as it
-        knows the next step, where that is worth it and can be rolled back; and read ahead for the
+        knows step `number`, where that is worth it and can be rolled back; and read ahead for the
         units that come next."""
-        if unit in self.jobs and self.jobs[unit].is_rolled_back:
+        begun = self.jobs.get(unit)
+        if begun is not None and (begun.is_rolled_back or self._is_late(begun, number)):
             self.rollback(unit)
         may_begin = self.policy.speculates and unit.states.has_shadow
         segments = owner.ahead(unit) if may_begin else None
         if segments is not None:
-            job = self.jobs.setdefault(unit, Job(unit, places[unit]))
+            job = self.jobs.setdefault(unit, Job(unit, places[unit], number))
             self._queue.speculate(job, UnitUpdate(unit, segments))
         self._final[unit] = None
         turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
@@ -109,23 +110,23 @@ class Speculation:
             # An exact step updates what the next forward needs first when all gradients are there,
             # and reads that ahead alone.
             if self.policy.speculates or places[following] == 0:
-                self.read_ahead(following, places)
+                self.read_ahead(following, places, number)
 
     def comes_first(self, unit: Unit) -> bool:
         """Whether the gradients of `unit` will be among the first to come, so that a forward may
         read ahead for it."""
         return self.policy.speculates and unit in self._order[:UNITS_AHEAD]
 
-    def read_ahead(self, unit: Unit, places: Places) -> None:
-        """Read the states of `unit`, whose gradients are still to come, as far as staging has
-        room."""
+    def read_ahead(self, unit: Unit, places: Places, number: int) -> None:
+        """Read the states of `unit`, whose gradients for step `number` are still to come, as far as
+        staging has room."""
         if (
             self._store.staging.is_needed(unit.blocks[Kind.GRAD])
             or unit.gradients.state is GradientState.SPENT
         ):
             return
         if unit not in self.jobs and unit not in self._final:
-            job = self.jobs[unit] = Job(unit, places[unit])
+            job = self.jobs[unit] = Job(unit, places[unit], number)
             self._queue.expect(job)
 
     def rollback(self, unit: Unit) -> None:
@@ -138,14 +139,24 @@ class Speculation:
             if self.jobs.pop(unit, None) is not None:  # else `close` did, on another thread
                 self._rolled_back.append(job)
 
-    def claim(self, update: UnitUpdate, place: int) -> Job:
-        """The job that makes `update`, of the step that is being fixed. It is the one that was
-        begun for the unit where that makes the same, term for term; else that is rolled back, and
-        the job is a new one."""
+    def _is_late(self, job: Job, number: int) -> bool:
+        """Whether a job is of a step before `number`, and would write where that one must not."""
+        return self._store.has_spares and job.number != number
+
+    def claim(self, update: UnitUpdate, place: int, number: int) -> Job:
+        """The job that makes `update`, of step `number`, which is being fixed.
+
+        It is the one that was begun for the unit where that makes the same, term for term; else
+        that is rolled back, and the job is a new one.
+        """
         begun = self.jobs.get(update.unit)
-        if begun is not None and (begun.is_rolled_back or begun.update not in (None, update)):
+        if begun is not None and (
+            begun.is_rolled_back
+            or begun.update not in (None, update)
+            or self._is_late(begun, number)
+        ):
             self.rollback(update.unit)
-        return self.jobs.pop(update.unit, None) or Job(update.unit, place)
+        return self.jobs.pop(update.unit, None) or Job(update.unit, place, number)
 
     def end_step(self) -> tuple[Job, ...]:
         """A step was fixed; returns what was rolled back on the way to it."""

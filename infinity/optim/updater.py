@@ -131,13 +131,13 @@ class Updater(Updates):
         it and can be rolled back."""
         owner = self._may_begin(unit)
         if owner is not None:
-            self.speculation.begin(unit, owner, self._places())
+            self.speculation.begin(unit, owner, self._places(), self.next_number)
 
     def pass_forward(self, unit: Unit) -> None:
         """A training forward has used `unit`: if its gradients will be among the first to come,
         read ahead for it."""
         if self.speculation.comes_first(unit) and self._may_begin(unit) is not None:
-            self.speculation.read_ahead(unit, self._places())
+            self.speculation.read_ahead(unit, self._places(), self.next_number)
 
     def _may_begin(self, unit: Unit) -> Owner | None:
         """Who updates `unit`, if anything of that may happen before its step: not where several
@@ -231,7 +231,7 @@ class Updater(Updates):
         delayed = self.speculation.policy.delays(self.posted_steps)
         places = self._places(backwards=delayed)
         updates = sorted(step.updates, key=lambda update: places[update.unit])
-        jobs = [self.speculation.claim(update, places[update.unit]) for update in updates]
+        jobs = [self.speculation.claim(u, places[u.unit], step.number) for u in updates]
         kept = sum(job.update is not None for job in jobs)
         replaced = [] if delayed else [update.unit for update in updates]
         self._await_copies(replaced)

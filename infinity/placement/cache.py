@@ -78,15 +78,15 @@ def choose(
     granule: int,
     speculative: bool,
     resident: float,
-    write_through: bool = False,
+    write_through: float = 0.0,
     never: Collection[Kind] = (),
 ) -> dict[BlockSpec, int]:
     """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in
     `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
-    step. The compute device has room for `resident` of all parameters. With `write_through` what is
-    cached is written all the same. What is in `never` is not cached.
+    step. The compute device has room for `resident` of all parameters. In `write_through` of all
+    steps what is cached is written all the same. What is in `never` is not cached.
     """
     units = units_of(blocks)
     groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
@@ -121,10 +121,10 @@ def _candidate(
     unit: Mapping[Kind, BlockSpec],
     granule: int,
     resident: float,
-    write_through: bool,
+    write_through: float,
 ) -> Candidate:
     saved = sum(
-        (traffic(b.kind, unit, resident) - (write_through and written(b.kind, unit))) * b.nbytes
+        (traffic(b.kind, unit, resident) - write_through * written(b.kind, unit)) * b.nbytes
         for b in group
     )
     nbytes = sum(block.nbytes for block in group)

@@ -88,8 +88,9 @@ class Layout:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that blocks take on the drives, with the old content beside the new."""
-        return sum(block.reserved_bytes * block.copies for block in self.blocks)
+        """Bytes that blocks take on the drives, with the old content beside the new, and with spare
+        extents."""
+        return sum(block.reserved_bytes for block in self.blocks)
 
     def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
         """The error where `wanted` has to come to the compute device beside `pinned`, and does not
@@ -222,7 +223,7 @@ class Placement:
         except BudgetError:  # if nothing can be, `layout` says so
             return None
         cached = self._choose(plan.cache, resident)
-        return moves(self.specs, resident, cached, self._is_durable)
+        return moves(self.specs, resident, cached, self._written_through)
 
     def travelling(self) -> list[BlockSpec]:
         """Parameters that come to the compute device for each use."""
@@ -257,14 +258,16 @@ class Placement:
         """Whether all that a commit speaks of has to lie on NVMe."""
         return self.config.durability != "off"
 
-    def _is_written_through(self, spec: BlockSpec) -> bool:
-        """Whether what is cached of a block lies on NVMe, too, for commits."""
-        return (
-            self._is_durable
-            and spec.tier == "nvme"
-            and spec.kind is not Kind.GRAD
-            and not spec.in_files
-        )
+    @property
+    def _written_through(self) -> float:
+        """In how many of all steps what is cached is written to NVMe, too: 1 of N."""
+        return 1 / self.config.steps_per_commit if self._is_durable else 0.0
+
+    def _steps_per_commit(self, spec: BlockSpec) -> int:
+        """Every how many steps what is cached of a block is written to NVMe, too, for commits; 0
+        where it never is."""
+        of_commits = spec.tier == "nvme" and spec.kind is not Kind.GRAD and not spec.in_files
+        return self.config.steps_per_commit if of_commits else 0
 
     def _copies(self, spec: BlockSpec) -> int:
         """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of
@@ -328,7 +331,7 @@ class Placement:
                 spec,
                 copies=2 if spec in shadowed else self._copies(spec),
                 cached_elements=cached.get(spec, 0),
-                write_through=self._is_written_through(spec),
+                steps_per_commit=self._steps_per_commit(spec),
             )
             for spec in self.specs
         )
@@ -409,7 +412,7 @@ class Placement:
             self._granule,
             speculative,
             resident,
-            self._is_durable,
+            self._written_through,
             never=self._shadowed_kinds,
         )
 

@@ -105,13 +105,15 @@ class Placed:
 
     It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old
     content. The first `cached_elements` elements of a block on NVMe are at home in host memory
-    instead; with `write_through` they are written to its extents besides, and never read there.
+    instead. If one of `steps_per_commit` steps is committed (0: none is), the update of that one
+    writes them to an extent besides; they are never read there. What is not cached has a spare
+    extent then, for the updates between two commits.
     """
 
     spec: BlockSpec
     copies: int = 1
     cached_elements: int = 0
-    write_through: bool = False
+    steps_per_commit: int = 0
 
     @property
     def cached_bytes(self) -> int:
@@ -124,19 +126,41 @@ class Placed:
         return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
 
     @property
+    def write_through(self) -> bool:
+        """Whether what is cached is also written, by updates of steps that are committed."""
+        return self.steps_per_commit > 0
+
+    @property
     def written_bytes(self) -> int:
-        """Bytes that go to NVMe when it is written whole."""
+        """Bytes that go to NVMe when the update of any step writes it."""
+        return self.moved_bytes + (self.cached_bytes if self.steps_per_commit == 1 else 0)
+
+    @property
+    def commit_bytes(self) -> int:
+        """Bytes that the update of a step that is committed writes besides."""
+        return self.cached_bytes if self.steps_per_commit > 1 else 0
+
+    @property
+    def mean_written_bytes(self) -> int:
+        """Bytes that an update writes to NVMe on average."""
+        return self.written_bytes + self.commit_bytes // max(self.steps_per_commit, 1)
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of each of its extents, but for the spare one."""
         return self.moved_bytes + (self.cached_bytes if self.write_through else 0)
 
     @property
-    def extent_begin(self) -> int:
-        """The byte of the block with which its extents begin."""
-        return 0 if self.write_through else self.cached_bytes
+    def has_spare(self) -> bool:
+        """Whether it has a spare extent, of which no commit speaks."""
+        return self.steps_per_commit > 1 and self.copies > 1
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that each of its homes takes of the NVMe directories."""
-        return 0 if self.spec.in_files else self.written_bytes
+        """Bytes that all of its homes take of the NVMe directories."""
+        if self.spec.tier != "nvme" or self.spec.in_files:
+            return 0
+        return self.extent_bytes * self.copies + (self.moved_bytes if self.has_spare else 0)
 
 
 def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:

@@ -29,11 +29,11 @@ def moves(
     blocks: Iterable[BlockSpec],
     resident: float,
     cached: Mapping[BlockSpec, int],
-    write_through: bool = False,
+    write_through: float = 0.0,
 ) -> Moves:
     """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of
-    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory;
-    with `write_through` these are written all the same.
+    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory; in
+    `write_through` of all steps these are written all the same.
 
     Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
     to each use that finds it gone. If the update puts it there for the first use, that is one of
@@ -58,7 +58,7 @@ def moves(
             if block.tier == "nvme":
                 in_memory = block.format.bytes_of(cached.get(block, 0))
                 nvme += traffic(kind, unit, resident) * (block.nbytes - in_memory)
-                nvme += in_memory * (write_through and written(kind, unit))
+                nvme += in_memory * write_through * written(kind, unit)
         updates += trains * unit[Kind.PARAM].elements
     return Moves(upload, download, nvme, updates)
 

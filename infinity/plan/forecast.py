@@ -159,7 +159,7 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
             "updates": step.mode,
             "busy_seconds": step.busy,
             "nvme_read_bytes": step.traffic.read + step.spilled,
-            "nvme_written_bytes": step.traffic.update_written + step.spilled,
+            "nvme_written_bytes": round(step.written),
             "tokens_that_hide_the_drives_count": step.hiding_tokens,
             "written_per_day_bytes": wear.bytes_per_day if wear else 0.0,
             "drives_last_days": wear.days if wear else None,

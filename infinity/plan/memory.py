@@ -83,7 +83,7 @@ class MemoryPlan:
         for block in self.layout.blocks:
             tiers = found.setdefault(block.spec.kind.value, {"gpu": 0, "cpu": 0, "nvme": 0})
             if block.spec.tier == "nvme":
-                tiers["nvme"] += block.reserved_bytes * block.copies
+                tiers["nvme"] += block.reserved_bytes
                 tiers["cpu"] += block.cached_bytes
             else:
                 tiers[block.spec.tier] += block.spec.home_bytes * block.copies

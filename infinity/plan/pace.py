@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from infinity.bench.step import flops
 from infinity.config import Config
@@ -61,6 +61,8 @@ class Pace:
     hiding_tokens: float | None
     """Tokens of a rank and step, as one batch, whose compute takes as long as the drives need; None
     without NVMe traffic."""
+    written: float
+    """NVMe bytes that a step writes on average, activations among them."""
     written_per_day: float
     """Bytes that the drives of a node write in a day of steps."""
     spans: tuple[Span, ...]
@@ -199,12 +201,13 @@ def pace(model: PlannedModel, training: Training, memory: MemoryPlan, hardware: 
     tasks, ends = steps[-1].tasks, steps[-1].ends
     traffic = _traffic(works, uses, slots, training.accumulate, config)
     spilled = memory.offloaded[1] * training.accumulate
-    written = (traffic.update_written + spilled) * hardware.gpus
+    steps_per_commit = max(config.steps_per_commit, 1)
+    written = traffic.mean_written(steps_per_commit) + spilled
     seconds = _extrapolated([_length(each) for each in steps], training.accumulate)
     one = replace(training, accumulate=1)
     own = compute_seconds(model, one, hardware) / one.tokens
     moved = _traffic(works, uses, slots, 1, config)
-    drive = moved.read / speeds.read + moved.update_written / speeds.write
+    drive = moved.read / speeds.read + moved.mean_written(steps_per_commit) / speeds.write
     return Pace(
         seconds=seconds,
         busy=_stretched(steps, training.accumulate),
@@ -213,7 +216,8 @@ def pace(model: PlannedModel, training: Training, memory: MemoryPlan, hardware: 
         traffic=traffic,
         spilled=spilled,
         hiding_tokens=drive / own if drive else None,
-        written_per_day=written * DAY / seconds,
+        written=written,
+        written_per_day=written * hardware.gpus * DAY / seconds,
         spans=tuple(spans(tasks, ends[-2].end, ends[-1].end)),
     )
 
@@ -321,9 +325,5 @@ def _traffic(
         costs = [cost_of(work.blocks, count, NORMS, work.cost.trainable) for work in works]
         waits, delayed = update == "plain", update == "delayed"
         found.append(predict(uses.order, costs, slots, count, uses.held, waits, delayed))
-    parts = zip(*map(_three, found), strict=True)
+    parts = zip(*map(astuple, found), strict=True)
     return Traffic(*(round(_extrapolated(part, cycles)) for part in parts))
-
-
-def _three(traffic: Traffic) -> tuple[int, int, int]:
-    return traffic.fetched, traffic.update_read, traffic.update_written

@@ -99,8 +99,8 @@ class UnitWork:
         return sum(self.blocks[kind].moved_bytes for kind in kinds if kind in self.blocks)
 
     def written(self, *kinds: Kind) -> int:
-        """NVMe bytes that writing these blocks takes."""
-        return sum(self.blocks[kind].written_bytes for kind in kinds if kind in self.blocks)
+        """NVMe bytes that writing these blocks takes, on average."""
+        return sum(self.blocks[kind].mean_written_bytes for kind in kinds if kind in self.blocks)
 
 
 @dataclass(frozen=True)

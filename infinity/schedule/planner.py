@@ -47,7 +47,8 @@ class UnitCost:
 
     `slots` is the run it takes on the compute device (0: it never leaves). `fetch` brings it there;
     `old` is what its update reads of the parameter when that is not there. `update_read` and
-    `update_written` are all else of one optimizer step.
+    `update_written` are all else of one optimizer step, and `commit_written` what a step writes
+    besides that is committed, where not every one is.
     """
 
     slots: int
@@ -56,6 +57,7 @@ class UnitCost:
     update_read: int
     update_written: int
     trainable: bool
+    commit_written: int = 0
 
 
 def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) -> UnitCost:
@@ -66,28 +68,36 @@ def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) 
         return sum(unit[kind].moved_bytes for kind in kinds if kind in unit)
 
     states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
-    written = sum(unit[kind].written_bytes for kind in (*STATES, Kind.PARAM) if kind in unit)
+    updated = [unit[kind] for kind in (*STATES, Kind.PARAM) if kind in unit]
+    written = sum(block.written_bytes for block in updated)
+    for_commit = sum(block.commit_bytes for block in updated)
     spec = unit[Kind.PARAM].spec
     slots = 0 if spec.permanent else round_up(spec.span, SLOT_BYTES) // SLOT_BYTES
     old = 0 if is_rounded({kind: block.spec for kind, block in unit.items()}) else param
     # A gradient is written by every backward, and read by all but the first, by each norm and by
     # the update.
     read = states + gradient * (cycles + norms)
-    return UnitCost(slots, param, old, read, written + gradient * cycles, trains)
+    return UnitCost(slots, param, old, read, written + gradient * cycles, trains, for_commit)
 
 
 @dataclass(frozen=True)
 class Traffic:
     """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states
-    updated."""
+    updated; and what the update of a step writes besides that is committed, where not every one
+    is."""
 
     fetched: int
     update_read: int
     update_written: int
+    commit_written: int = 0
 
     @property
     def read(self) -> int:
         return self.fetched + self.update_read
+
+    def mean_written(self, steps_per_commit: int) -> float:
+        """Bytes that a step writes on average, where one of so many is committed."""
+        return self.update_written + self.commit_written / steps_per_commit
 
 
 class Event(enum.Enum):
@@ -234,4 +244,5 @@ def predict(
         fetched,
         reread + sum(u.update_read for u in updated),
         sum(u.update_written for u in updated),
+        sum(u.commit_written for u in updated),
     )

@@ -76,12 +76,12 @@ class Ranks(NamedTuple):
         """A sum over each of these in turn is one over all ranks."""
         return [group for group in self if group is not None]
 
-    def copy(self, timeout: float) -> Ranks:
+    def copy(self, timeout: float, backend: str | None = None) -> Ranks:
         """The same ranks in process groups of their own, in which a collective fails after
-        `timeout` seconds; all of them must call it. `end` ends the copies."""
-        return Ranks(
-            *(None if group is None else _copy(group, timedelta(seconds=timeout)) for group in self)
-        )
+        `timeout` seconds, with the same backends or with `backend`; all of them must call it. `end`
+        ends the copies."""
+        limit = timedelta(seconds=timeout)
+        return Ranks(*(None if group is None else _copy(group, limit, backend) for group in self))
 
     def end(self) -> None:
         """Give up groups that `copy` made. Those of a part of all processes stay until
@@ -97,12 +97,12 @@ class Ranks(NamedTuple):
 ALONE = Ranks()
 
 
-def _copy(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+def _copy(group: dist.ProcessGroup, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     copy: dist.ProcessGroup = dist.new_group(
         ranks,
         timeout=timeout,
-        backend=dist.get_backend(group),
+        backend=backend or dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),  # only those that are in it
     )
     return copy

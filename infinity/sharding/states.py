@@ -57,10 +57,14 @@ class States:
             if kind is not Kind.GRAD
         )
 
-    @property
-    def is_free(self) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed."""
-        return all(block.home.is_free for block in self.unit.blocks.values())
+    def is_free(self, left: int) -> bool:
+        """Whether an update may write: what it overwrites is in no commit that is still needed.
+        `left`: see `Home`."""
+        return all(block.home.is_free(left) for block in self.unit.blocks.values())
+
+    def is_pinned(self, left: int) -> bool:
+        """Whether an update would overwrite what a snapshot has yet to read. `left`: see `Home`."""
+        return any(block.home.is_pinned(left) for block in self.unit.blocks.values())
 
     @property
     def staged_from(self) -> int:
@@ -121,39 +125,38 @@ class States:
         `begin` on."""
         if kind is Kind.GRAD:
             self.unit.gradients.wait()
-        with self._checked_out(self._sources(kind), begin, load=True) as tensors:
-            self.decode(kind, tensors, 0, values)
+        source = self.source_of(kind)
+        with self._checked_out(self.blocks_of(source), begin, load=True) as tensors:
+            self.decode(source, tensors, 0, values)
 
-    def chunk_request(self, kind: Kind, begin: int) -> ChunkRequest:
-        """What to check out for `decode`: the chunk of `kind`, which is no gradient, from element
-        `begin` on."""
-        blocks = self._sources(kind)
-        return ChunkRequest(blocks, begin, blocks)
-
-    def _sources(self, kind: Kind) -> list[Block]:
-        """The blocks that have the content of `kind`: a master that was never written is the
+    def source_of(self, kind: Kind) -> Kind:
+        """The kind that has the content of `kind`: a master that was never written is the
         parameter."""
-        block = self.unit.blocks[kind]
-        if kind is Kind.MASTER and not block.written:
-            return [self.unit.blocks[Kind.PARAM]]
+        unwritten = kind is Kind.MASTER and not self.unit.blocks[kind].written
+        return Kind.PARAM if unwritten else kind
+
+    def blocks_of(self, source: Kind) -> list[Block]:
+        """The blocks that `decode` takes chunks of."""
+        block = self.unit.blocks[source]
         return [self.unit.blocks[Kind.PARAM], block] if block.format is SPLIT else [block]
 
     def decode(
-        self, kind: Kind, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
+        self, source: Kind, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
     ) -> None:
-        """Fill `values` with elements of a chunk that is checked out, from its element `first` on.
+        """Fill `values` with elements of a chunk of the blocks of `source` (see `source_of`), from
+        its element `first` on. Any thread may call it.
 
-        `values` has the dtype that `read` gives, or bf16 for a moment that is kept in bf16.
+        `values` has the dtype that `read` gives of what is wanted, or bf16 for a moment that is
+        kept in bf16.
         """
-        block = self.unit.blocks[kind]
-        if kind is Kind.MASTER and not block.written:
-            copy_alone(values, tensors[0].view(self.unit.dtype)[first:][: values.numel()])
-        elif kind in (Kind.PARAM, Kind.GRAD):
-            copy_alone(values, tensors[0].view(values.dtype)[first:][: values.numel()])
-        elif kind is Kind.MASTER:
-            codec.decode_master(block.format, tensors, values, first)
+        form = self.unit.blocks[source].format
+        if source in (Kind.PARAM, Kind.GRAD):
+            elements = tensors[0].view(self.dtype_of(source))
+            copy_alone(values, elements[first:][: values.numel()])
+        elif source is Kind.MASTER:
+            codec.decode_master(form, tensors, values, first)
         else:
-            codec.decode_moment(block.format, kind, tensors[0], values, first)
+            codec.decode_moment(form, source, tensors[0], values, first)
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
         """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype

@@ -7,7 +7,7 @@ same pieces. With bf16 that is 4 bytes for every 32 KiB.
 
 [Note: when they are checked]
 On every read with `Tuning(verify="always")`. States that outlive the process are all checked when
-they are taken over: the record of a commit has their checksums.
+they are taken over: the record of a commit has their checksums. So is all that a snapshot reads.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from infinity.tiers.drives import Extent, NvmeTier
 from infinity.tiers.originals import FileExtent
 
 Sums = npt.NDArray[np.uint32]
+
+
+def begin_of(block: Block, extent: Extent | FileExtent) -> int:
+    """The byte of `block` with which one of its extents begins. It ends where the block does."""
+    return block.nbytes - extent.nbytes
 
 
 def piece_bytes(placed: Placed) -> int:
@@ -73,11 +78,29 @@ class BlockIo:
         """Start reading bytes [at, at + nbytes) of the content of `block` to `address`. `wait`
         raises `CorruptStateError` where they are checked, and are not what was written."""
         extent = block.home.extent
-        begin = at - block.placed.extent_begin
+        begin = at - begin_of(block, extent)
         ticket = self._drives.read(
             extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
         )
         if self._verifies and isinstance(extent, Extent):
+            sums = self.sums(block, extent)
+            ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
+        return ticket
+
+    def read_version(
+        self,
+        block: Block,
+        extent: Extent | FileExtent,
+        at: int,
+        nbytes: int,
+        address: int,
+        meter: Meter,
+    ) -> Ticket:
+        """Like `read`, of what lies in `extent`, which has all of `block`, in the background. An
+        extent of ours is always checked."""
+        where = (extent, at, nbytes, address, block.name, meter)
+        ticket = self._drives.read(*where, background=True)
+        if isinstance(extent, Extent):
             sums = self.sums(block, extent)
             ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
         return ticket
@@ -98,7 +121,7 @@ class BlockIo:
             self._of(self.sums(block, extent), block.placed, at, nbytes)[:] = _computed(
                 block.placed, nbytes, address
             )
-        begin = at - block.placed.extent_begin
+        begin = at - begin_of(block, extent)
         return self._drives.write(
             extent, begin, nbytes, address, block.name, meter or self._meter, background
         )
@@ -140,7 +163,7 @@ class BlockIo:
         (wrong,) = np.nonzero(_computed(block.placed, nbytes, address) != wanted)
         if wrong.size:
             first = at + int(wrong[0]) * piece_bytes(block.placed)
-            path, offset = self._drives.where(extent, first - block.placed.extent_begin)
+            path, offset = self._drives.where(extent, first - begin_of(block, extent))
             raise CorruptStateError(block.name, block.kind.value, path, offset, int(wrong.size))
 
 

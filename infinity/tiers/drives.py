@@ -27,9 +27,10 @@ from infinity.tiers import speed
 from infinity.tiers.durable import (
     STATES_NAME,
     DurableStates,
+    StatesManifest,
     refuse_kept,
     refuse_other_ranks,
-    remove_uncommitted,
+    remove_records,
 )
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
@@ -122,12 +123,15 @@ class NvmeTier:
         """Files of the user that are homes, beside the directories."""
         self._parts.callback(self.originals.close)
         self.reserved = 0
+        self._spare_bytes = 0
         self._growing = threading.Lock()
 
-    def reserve(self, nbytes: int) -> Extent:
-        """Declare an extent of `nbytes` (a multiple of 4096), before `open`."""
+    def reserve(self, nbytes: int, spare: bool = False) -> Extent:
+        """Declare an extent of `nbytes` (a multiple of 4096), before `open`; a `spare` one is
+        needed only because not every step is committed."""
         extent = Extent(self.reserved, nbytes)
         self.reserved += nbytes
+        self._spare_bytes += nbytes * spare
         return extent
 
     def measure(self) -> float:
@@ -195,6 +199,7 @@ class NvmeTier:
         try:
             for place in self._places:
                 self._files.append(self._open_file(place))
+            self._parts.callback(self._remove_records)
             for _ in self._directories:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
@@ -247,8 +252,13 @@ class NvmeTier:
         if self._durable is not None and self._durable.outlive:
             return
         if self._durable is not None:
-            remove_uncommitted(place)
+            remove_records([place])
         place.remove(STATES_NAME)
+
+    def _remove_records(self) -> None:
+        """The same for what lies beside the states, of all directories before any of these go."""
+        if self._durable is not None and not self._durable.outlive:
+            remove_records(self._places)
 
     def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)
@@ -269,9 +279,8 @@ class NvmeTier:
         Raises `BudgetError` when all together do not have it.
         """
         if self._taken_over and self._durable is not None and self._durable.found is not None:
-            found = self._durable.found
             self._durable.check()
-            self._take_over(stripes, found.shares, found.rooms)
+            self._take_over(stripes, self._durable.found)
             return
         rooms = [stripes] * len(self._files)
         shares = self._decide(stripes, rooms)
@@ -298,7 +307,8 @@ class NvmeTier:
                         format_bytes(rooms[number] * STRIPE_BYTES),
                         format_bytes(length),
                     )
-        self._keep_layout(stripes, shares, rooms)
+        self.shares, self.rooms = shares, rooms
+        self._layout = shares, [room if room < stripes else None for room in rooms]
         if len(lengths) > 1:
             parts = (
                 f"{format_bytes(length)} in {at}"
@@ -306,21 +316,27 @@ class NvmeTier:
             )
             log.info("the states on nvme take %s", ", ".join(parts))
 
-    def _keep_layout(self, stripes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
-        self.shares, self.rooms = shares, rooms
-        self._layout = shares, [room if room < stripes else None for room in rooms]
+    def _take_over(self, stripes: int, found: StatesManifest) -> None:
+        """Lay `stripes` out so that what was `found` stays where it is. The run that wrote it may
+        have taken more or less beyond: for activations, gradients, or spare extents.
 
-    def _take_over(self, stripes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
-        """Lay `stripes` out as they lie there. Raises `CheckpointError` where a file is cut off."""
-        self._stripes = Stripes(STRIPE_BYTES, shares, rooms)
-        for file, length in zip(self._files, self._stripes.lengths(stripes), strict=True):
+        Raises `CheckpointError` where a file is cut off, and `BudgetError` where there is no room;
+        the files are as before then.
+        """
+        kept = -(-found.nbytes // STRIPE_BYTES)
+        lengths = Stripes(STRIPE_BYTES, found.shares, found.rooms).lengths(kept)
+        for file, length in zip(self._files, lengths, strict=True):
             if file.size() < length:
                 raise CheckpointError(
                     f"{file.path} is cut off: it has {file.size()} of {length} bytes; go on from "
                     "a checkpoint, in another directory"
                 )
-            file.truncate(length)  # what activations took beyond
-        self._keep_layout(stripes, shares, rooms)
+        self.shares, self.rooms = found.shares, found.rooms
+        self._layout = found.shares, [room if room < kept else None for room in found.rooms]
+        if not self._extend_to(stripes):
+            raise self._no_room(stripes, self._room())
+        for file, length in zip(self._files, self._stripes.lengths(stripes), strict=True):
+            file.truncate(length)
 
     def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
         """The shares of the directories; lowers the rooms of those that cannot even hold what is
@@ -362,15 +378,24 @@ class NvmeTier:
     def _check_room(self, stripes: int) -> None:
         """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before
         each is filled to its end."""
-        room = sum({place.device(): place.free_bytes() for place in self._places}.values())
-        room += sum(file.size() for file in self._files)
+        room = self._room()
         if len(self._files) == 1 or room < stripes * STRIPE_BYTES:
             raise self._refusal(stripes, room)
 
+    def _room(self) -> int:
+        """The bytes that the files have, and could have besides."""
+        free = {place.device(): place.free_bytes() for place in self._places}
+        sizes: list[int] = [file.size() for file in self._files]
+        return sum(free.values()) + sum(sizes)
+
     def _refusal(self, stripes: int, room: int) -> BudgetError:
-        """`room`: the bytes that could be had."""
+        """`_no_room`, and the files are empty."""
         for file in self._files:
             file.truncate(0)
+        return self._no_room(stripes, room)
+
+    def _no_room(self, stripes: int, room: int) -> BudgetError:
+        """`room`: the bytes that could be had."""
         need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
         alone = len(self._directories) == 1
         way_out = (
@@ -379,6 +404,9 @@ class NvmeTier:
             if self._durable is None
             else "durability='off' (no step outlives the process; what is cached takes no space)"
         )
+        if self._spare_bytes:
+            spare = format_bytes(self._spare_bytes)
+            way_out = f"durability='step' (takes {spare} less), or {way_out}"
         return BudgetError(
             f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the "
             f"states on nvme need {format_bytes(need)} there; free "
@@ -396,10 +424,19 @@ class NvmeTier:
             return self._grow(nbytes)
 
     def _grow(self, nbytes: int) -> Extent | None:
-        shares, full = self._layout
         stripes = -(-(self.reserved + nbytes) // STRIPE_BYTES)
         if not self._files or (self._budget is not None and stripes * STRIPE_BYTES > self._budget):
             return None
+        if not self._extend_to(stripes):
+            return None
+        extent = Extent(self.reserved, nbytes)
+        self.reserved += nbytes
+        return extent
+
+    def _extend_to(self, stripes: int) -> bool:
+        """Take the space for so many stripes, those before stay where they are; False where there
+        is no room, and then nothing has changed."""
+        shares, full = self._layout
         before = [file.size() for file in self._files]
         while sum(rooms := [stripes if room is None else room for room in full]) >= stripes:
             layout = Stripes(STRIPE_BYTES, shares, rooms)
@@ -411,15 +448,13 @@ class NvmeTier:
             ]
             if not short:
                 self._stripes, self._layout = layout, (shares, full)
-                extent = Extent(self.reserved, nbytes)
-                self.reserved += nbytes
-                return extent
+                return True
             full = [
                 before[at] // STRIPE_BYTES if at in short else room for at, room in enumerate(full)
             ]
         for file, length in zip(self._files, before, strict=True):
             file.truncate(length)
-        return None
+        return False
 
     def register(self, memory: torch.Tensor) -> None:
         """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
@@ -483,18 +518,19 @@ class NvmeTier:
         name: str,
         meter: Meter | None = None,
         direct: bool = False,
+        background: bool = False,
     ) -> Ticket:
         """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in
-        the memory that was attached; `name` labels the span, `meter` counts."""
+        the memory that was attached; in the `background` when nobody waits for it. `name` labels
+        the span, `meter` counts."""
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
         if isinstance(extent, FileExtent):
             requests = self.originals.requests(extent, begin, nbytes, address, name)
             return Ticket(requests, self._spanning("nvme read", name))
-        return self._submit(
-            "read", self.direct if direct else self.engines, extent, begin, nbytes, address, name
-        )
+        engines = self.direct if direct else self.engines
+        return self._submit("read", engines, extent, begin, nbytes, address, name, background)
 
     def write(
         self,

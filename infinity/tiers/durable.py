@@ -24,6 +24,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -105,6 +106,11 @@ class StatesManifest:
     shares: tuple[float, ...]
     rooms: tuple[int, ...]
     blocks: tuple[StoredBlock, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the address space up to the end of the last extent."""
+        return max((start + b.nbytes for b in self.blocks for start in b.extents), default=0)
 
     def encode(self, directory: int) -> bytes:
         """That of directory number `directory`."""
@@ -222,6 +228,11 @@ class DurableStates:
         """The number of the record that is taken over; 0 for none."""
         return 0 if self._taken is None else self._taken.sequence
 
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return 0 if self._taken is None else self._taken.step
+
     def take(self, record: KeptRecord | None, life: str) -> None:
         """Go on from `record`, which all ranks have; None: begin a run, which has the name of its
         first `life`. `keep` gives up the record after it."""
@@ -303,14 +314,28 @@ def unreadable(error: Exception) -> CheckpointError:
     )
 
 
-def remove_uncommitted(place: Directory) -> None:
-    """Remove what lies beside states that nobody goes on from. A record is there when the first
-    commit failed late. It goes first and for good: without the rest it would be refused."""
-    for name in COMMIT_NAMES:
-        if place.status(name) is not None:
-            DurableFiles(place).remove(name)
-    for name in DURABLE_NAMES:
-        place.remove(name)
+def remove_records(places: Sequence[Directory]) -> None:
+    """Remove what lies beside states that nobody shall go on from, in all directories of a run. The
+    states are to go after that.
+
+    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. First
+    the manifests say that nothing was committed; without a record that is believed. Then the
+    records go for good, the last one last, and then the rest.
+    """
+    for place in places:
+        with suppress(CheckpointError, OSError):  # it is damaged, or there is no room
+            manifest, number = _read(place)
+            if manifest.is_committed:
+                shown = replace(manifest, is_committed=False)
+                DurableFiles(place).create(MANIFEST_NAME, shown.encode(number))
+    for place in places:
+        commits = CommitLog(DurableFiles(place))
+        with suppress(CheckpointError):
+            commits.kept()
+        commits.remove()
+    for place in places:
+        for name in DURABLE_NAMES:
+            place.remove(name)
 
 
 def has_manifest(place: Directory) -> bool:
@@ -419,8 +444,8 @@ def _refusal(place: Directory) -> ConfigError:
     return ConfigError(
         f"nvme directory {place.path} holds the committed states of an earlier run; go on "
         "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
-        "--resume, take another directory, or remove them with: infinity gc --committed "
-        f"{place.path}"
+        "--resume, take another directory, begin anew with infinity finetune --overwrite, or "
+        f"remove them with: infinity gc --committed {place.path}"
     )
 
 

@@ -489,13 +489,13 @@ class Residency:
                     self._latch.check()
                     self._changed.wait()
 
-    def end_update(self, blocks: Sequence[Block]) -> None:
+    def end_update(self, blocks: Sequence[Block], left: int = 0) -> None:
         """All chunks of `blocks` are committed and released: from now on they read as what was
-        written."""
+        written. `left`: see `Home`."""
         queued = False
         with self._changed:
             for block in blocks:
-                block.home.flip()
+                block.home.flip(left)
                 copy = block.copy
                 if copy.state is not CopyState.UPDATING:
                     continue

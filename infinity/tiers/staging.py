@@ -28,7 +28,7 @@ from infinity.observe import Meter
 from infinity.tiers.access import Checkout
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState
-from infinity.tiers.block_io import BlockIo
+from infinity.tiers.block_io import BlockIo, begin_of
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.latch import Latch
 
@@ -54,6 +54,8 @@ class ChunkRequest:
     """If not 0, one chunk more comes last, of so many bytes that belong to no block."""
     meter: Meter | None = None
     """Counts what is moved; None for the meter of the store."""
+    left: int = 0
+    """How many steps lie between the one of an update and the one that is committed next."""
 
 
 class Staging:
@@ -264,12 +266,12 @@ class Staging:
         memory = home.memory_of(request.begin)
         if memory is None:
             raise RuntimeError(f"{block.name} has no home in memory")
-        if block.placed.write_through:
+        if home.writes_through(request.left):
             tensor = memory[at : at + nbytes]
-            return Checkout(tensor, write=self._write_to_drive(block, at, tensor, request.meter))
+            return Checkout(tensor, write=self._write_to_drive(block, at, tensor, request))
         if len(home.buffers) < 2 or (load and not request.updates):
             return Checkout(memory[at : at + nbytes])
-        new = home.buffers[home.target].tensor[at : at + nbytes]
+        new = home.buffers[home.target()].tensor[at : at + nbytes]
         return Checkout(new, source=memory[at : at + nbytes] if load else None)
 
     def _in_slot(self, block: Block, request: ChunkRequest, slot: Lease) -> Checkout:
@@ -278,7 +280,7 @@ class Staging:
         home, load = block.home, block in request.load
         shift = 0
         if home.original is not None:  # whole pages then go straight to the slot
-            shift = home.original.shift(at - block.placed.extent_begin, nbytes)
+            shift = home.original.shift(at - begin_of(block, home.original), nbytes)
             shift = shift if shift + nbytes <= slot.tensor.numel() else 0
         tensor = slot.tensor[shift : shift + nbytes]
         arrive: Ticket | Copy | Callable[[], object] | None = None
@@ -297,7 +299,7 @@ class Staging:
                 arrive = self._io.read(block, at, nbytes, tensor.data_ptr(), request.meter)
             else:
                 arrive = functools.partial(zero_alone, tensor)
-            write = self._write_to_drive(block, at, tensor, request.meter)
+            write = self._write_to_drive(block, at, tensor, request)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
     def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> Copy | None:
@@ -322,10 +324,10 @@ class Staging:
         return leaving
 
     def _write_to_drive(
-        self, block: Block, at: int, tensor: torch.Tensor, meter: Meter | None
+        self, block: Block, at: int, tensor: torch.Tensor, request: ChunkRequest
     ) -> Callable[[bool], Ticket]:
-        target = block.home.extents[block.home.target]
-        where = (at, tensor.numel(), tensor.data_ptr(), meter)
+        target = block.home.extents[block.home.target(request.left)]
+        where = (at, tensor.numel(), tensor.data_ptr(), request.meter)
         return functools.partial(self._io.write, block, target, *where)
 
     def _write_home(

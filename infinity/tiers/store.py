@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,10 @@ from infinity.tiers.durable import (
     StoredBlock,
     unreadable,
 )
+from infinity.tiers.home import SPARE
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
+from infinity.tiers.pins import PinnedStates
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import ChunkRequest, Staging
 
@@ -59,6 +61,15 @@ class Version(NamedTuple):
 
     extent: int
     is_written: bool
+
+
+class LastCommit(NamedTuple):
+    """What was committed last: the step, what `durable_blocks` had then, and what else the record
+    says."""
+
+    step: int
+    versions: Sequence[Version]
+    content: bytes
 
 
 class Store:
@@ -94,6 +105,7 @@ class Store:
         self._device = device
         self._recorder = recorder
         self._durable = DurableStates(resume, member) if config.durability != "off" else None
+        self._committed: LastCommit | None = None
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -187,16 +199,28 @@ class Store:
             raise
 
     def _open_drives(self) -> None:
-        """Reserve the places of all blocks on NVMe, and make the files."""
+        """Reserve the places of all blocks on NVMe, and make the files.
+
+        Those that commits speak of come first, and do not depend on budgets: a later run with other
+        ones finds them there.
+        """
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
-            if not placed.written_bytes:
+        durable = self.durable_blocks()
+        others = [block for block in self._blocks if block not in set(durable)]
+        for block in (*durable, *others):
+            placed = block.placed
+            if not placed.extent_bytes:
                 continue
             if block in self._originals:
-                block.home.extents = (self._originals[block].after(placed.extent_begin),)
+                block.home.extents = (self._originals[block].after(placed.cached_bytes),)
             else:
-                places = (self._nvme.reserve(placed.written_bytes) for _ in range(placed.copies))
+                places = (self._nvme.reserve(placed.extent_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
+        for block in durable:
+            if block.placed.has_spare:
+                spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
+                block.home.extents = (*block.home.extents, spare)
         if self._config.activations == "nvme" or self._originals:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         if self._durable is not None:
@@ -278,6 +302,21 @@ class Store:
         """Whether the states outlive the process."""
         return self._durable is not None
 
+    @property
+    def has_spares(self) -> bool:
+        """Whether there are steps that are not committed, and spare extents for them."""
+        return self.steps_per_commit > 1
+
+    @property
+    def steps_per_commit(self) -> int:
+        """Every how many steps one is committed; 0 where none is."""
+        return self._config.steps_per_commit
+
+    def steps_left(self, number: int) -> int:
+        """How many steps lie between step `number` and the one that is committed next: 0 for that
+        one itself, and where none is."""
+        return -number % max(self.steps_per_commit, 1)
+
     def durable_blocks(self) -> list[Block]:
         """Those that commits speak of, in the order of declaration."""
         return [
@@ -323,8 +362,10 @@ class Store:
             block.home.version, block.home.written = version
             block.home.durable = version.extent
             block.home.seal(version.extent)
+        sums, content = unpack_sums(self._durable.content)
+        self._committed = LastCommit(self._durable.step, versions, content)
         start = time.perf_counter()
-        nbytes = self._check(unpack_sums(self._durable.content)[0])
+        nbytes = self._check(sums)
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self._durable.keep()
@@ -353,6 +394,35 @@ class Store:
                 pass  # it was checked as it came
         return sum(block.nbytes for block in blocks)
 
+    def make_whole(self) -> None:
+        """Write what `durable_blocks` lack on the drives for a commit to speak of them: what is
+        cached, and what lies in a spare extent.
+
+        For the thread that runs the model, when no update is under way, and all that was sealed is
+        committed. After an error the engine cannot go on.
+        """
+        lacking = [block for block in self.durable_blocks() if not block.home.is_whole]
+        try:
+            requests = []
+            for block in lacking:
+                with self._changed:
+                    in_place = block.home.rewrite()
+                    if not block.home.is_free():
+                        raise RuntimeError(f"a commit still needs what {block.name} has to replace")
+                self.await_unpinned([block])
+                requests += [
+                    ChunkRequest([block], begin, load=[block])
+                    for begin in self.staging.chunks(block)
+                    if begin < block.cached_elements or not in_place
+                ]
+            with closing(self.staging.in_turn(requests)) as turns:
+                for (chunk,) in turns:
+                    chunk.commit()
+        except BaseException as error:
+            self.latch.fail(error)
+            raise
+        self.resident.end_update(lacking)
+
     def seal(self, versions: Sequence[Version]) -> None:
         """`record` will be told of these versions of `durable_blocks`: they are not overwritten."""
         with self._changed:
@@ -370,16 +440,41 @@ class Store:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
         return self._durable.record(step, self._with_sums(versions, content))
 
-    def commit(self, versions: Sequence[Version]) -> None:
-        """All ranks have the last record, of these versions of `durable_blocks`: what those before
-        spoke of may be overwritten. For the thread of `record`."""
+    def commit(self, step: int, versions: Sequence[Version], content: bytes) -> None:
+        """All ranks have the last record, which was told this: what those before spoke of may be
+        overwritten. For the thread of `record`."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._durable.settle()
         with self._changed:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.durable = version.extent
+            self._committed = LastCommit(step, versions, content)
             self._changed.notify_all()
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether there is a commit that `pin` could speak of."""
+        return self._committed is not None
+
+    def pin(self) -> PinnedStates:
+        """Keep all that the last commit speaks of as it is, until it is given back. For one caller
+        at a time."""
+        with self._changed:
+            self.latch.check()
+            if self._committed is None:
+                raise RuntimeError("nothing was committed")
+            step, versions, content = self._committed
+            pinned = dict(zip(self.durable_blocks(), versions, strict=True))
+            return PinnedStates(step, content, pinned, self._originals, self._io, self._changed)
+
+    def await_unpinned(self, blocks: Sequence[Block]) -> None:
+        """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises
+        `EngineClosedError`."""
+        with self._changed:
+            while any(block.home.is_pinned() for block in blocks):
+                self.latch.check()
+                self._changed.wait()
 
     def discard_committed(self) -> None:
         """`close` leaves nothing of what was committed."""
@@ -443,11 +538,11 @@ class Store:
         files of the user. Raises `BudgetError` where NVMe has no room for it."""
         if block.original is None or len(block.home.extents) > 1:
             return
-        extent = self._nvme.grow(block.placed.written_bytes)
+        extent = self._nvme.grow(block.placed.extent_bytes)
         if extent is None:
             raise BudgetError(
                 f"{block.name} is at home in files of the user, which are only read, and the nvme "
-                f"directories have no room for its {format_bytes(block.placed.written_bytes)} with "
+                f"directories have no room for its {format_bytes(block.placed.extent_bytes)} with "
                 "other values; free some, or raise nvme_memory"
             )
         with self._changed:
@@ -471,7 +566,7 @@ class Store:
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def written_through(self) -> int:
-        """Bytes of what is cached that each step writes all the same, for commits."""
+        """Bytes of what is cached that each step that is committed writes all the same."""
         placed = (b.placed for b in self._blocks if b.placed.write_through and not b.spec.frozen)
         return sum(each.cached_bytes for each in placed)
 
@@ -528,7 +623,8 @@ class Store:
 
 
 def _stored(block: Block) -> StoredBlock:
-    starts = tuple(extent.start for extent in block.home.extents if isinstance(extent, Extent))
+    whole = block.home.extents[:SPARE]
+    starts = tuple(extent.start for extent in whole if isinstance(extent, Extent))
     spec = block.spec
     return StoredBlock(
         spec.name, spec.kind.value, spec.format.name, spec.elements, spec.nbytes, starts

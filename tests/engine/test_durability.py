@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.gc import collect
-from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
+from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
@@ -445,7 +445,12 @@ def test_states_are_neither_lost_nor_taken_for_others(tmp_path: Path) -> None:
 
     refused("go on from them with infinity.wrap.model, config, resume=True.", folders, False)
     off = {"durability": "off", "cache": 0}
-    refused("holds the committed states", folders, False, **off)
+    refused(
+        "holds the committed states.*begin anew with infinity finetune --overwrite, or",
+        folders,
+        False,
+        **off,
+    )
     refused("the states of another model or configuration: format of", folders, precision="fp32")
     refused("another model or configuration", folders, moment_precision="bf16")
     refused("do not hold the states of one run together", folders[:1])
@@ -495,7 +500,7 @@ def test_what_is_frozen_cannot_be_rewritten_in_place(tmp_path: Path) -> None:
     frozen = model.inner.blocks[0].up.weight
     before = frozen.clone()
     with (
-        pytest.raises(infinity.ConfigError, match="cannot be changed with durability='step'"),
+        pytest.raises(infinity.ConfigError, match="cannot be changed with durability"),
         infinity.gathered([frozen], write=True),
     ):
         frozen.zero_()
@@ -564,3 +569,71 @@ def test_a_kill_while_a_first_commit_that_failed_is_removed(
     assert len(copies) >= len(DURABLE_NAMES)
     for copy in copies:
         train([copy], tmp_path / "log", steps=1)
+
+
+@pytest.mark.parametrize("by", ["the engine", "infinity gc"])
+def test_a_kill_while_committed_states_are_removed_leaves_all_or_nothing(
+    by: str,
+    uninterrupted: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before each removal: a run goes on from the committed step, or begins anew."""
+    names = ("nvme0", "nvme1") if by == "the engine" else ("nvme0",)
+    home = tmp_path / "run"
+    folders = folders_in(home, count=len(names))
+    train(folders, tmp_path / "log", steps=3)
+    copies: list[Path] = []
+
+    def copied(name: str) -> None:
+        real = getattr(Directory, name)
+
+        def call(directory: Directory, *values: Any) -> Any:
+            if directory.path in folders and values[0] not in (LOCK_NAME, DRAFT_NAME):
+                copies.append(tmp_path / f"copy{len(copies)}")
+                shutil.copytree(home, copies[-1])  # as a kill leaves it
+                for folder in names:
+                    (copies[-1] / folder / LOCK_NAME).unlink(missing_ok=True)
+            return real(directory, *values)
+
+        monkeypatch.setattr(Directory, name, call)
+
+    if by == "the engine":
+        model = Model()
+        infinity.wrap(model, config_of(nvme=folders, **LEAST), resume=True)
+        infinity.engine(model).discard_committed()
+    for name in ("remove", "rename", "reclaim"):
+        copied(name)
+    if by == "the engine":
+        infinity.engine(model).close()
+    else:
+        collect(folders[0], committed=True)
+    monkeypatch.undo()
+    assert not any(list(folder.iterdir()) for folder in folders)
+    began = []
+    for copy in copies:
+        log = copy / "log"
+        found = train([copy / name for name in names], log)
+        began.append(logged(copy)[0][0])
+        assert same(found, uninterrupted[1])
+    assert began == sorted(began, reverse=True) and set(began) == {0, 3}
+
+
+def test_activations_that_go_to_nvme_from_now_on_do_not_cut_states_off(tmp_path: Path) -> None:
+    """Of a run whose states fill their file, and so have no room beyond."""
+    (folder,) = folders_in(tmp_path)
+    sizes, weights = [], []
+    for activations in ("gpu", "nvme", "gpu"):
+        model = nn.Sequential(nn.Linear(128, 4096, bias=False))
+        config = config_of(nvme=[folder], activations=activations, **LEAST | {"precision": "fp32"})
+        infinity.wrap(model, config, resume=True)
+        optimizer = infinity.AdamW(model.parameters())
+        weights.append(model[0].weight.clone())
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        infinity.engine(model).close()
+        sizes.append((folder / STATES_NAME).stat().st_size)
+    assert weights[1].ne(weights[0]).any() and weights[2].ne(weights[1]).any()
+    # Two extents each of parameters and of two moments, 4 bytes per element: 3 stripes.
+    assert sizes[0] == sizes[2] == 2 * 3 * 4 * 128 * 4096 == 3 * (4 << 20)
+    assert sizes[1] == 4 * (4 << 20)

@@ -113,6 +113,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/data_file.py DataWriter._await_first": DRIVE_OF_ALL,
     "checkpoint/data_file.py ReadAhead.__iter__": DRIVE_OF_ALL,
     "checkpoint/saving.py ChunkStream.read": DRIVE,
+    "checkpoint/snapshots.py SnapshotTask.finish": (
+        "the thread of the snapshot ends with its I/O, and when it is cancelled",
+        "test_snapshots.py::test_cancelled",
+    ),
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
@@ -214,6 +218,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/store.py Store._check": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
+    "tiers/store.py Store.await_unpinned": (
+        "`PinnedStates.release`, which each end of a snapshot calls, and `Latch`",
+        "test_snapshots.py::test_writes_outside_of_steps_wait_for_it",
+    ),
     "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Residency.await_idle": DEVICE,
     "tiers/resident.py _Leaving.await_end": DEVICE,

@@ -276,6 +276,10 @@ def test_a_full_file_system(
         infinity.wrap(model, config(path))
     with pytest.raises(infinity.BudgetError, match=r"directory, or set durability='off' \(no step"):
         infinity.wrap(model, config(path, durability="step"))
+    with pytest.raises(
+        infinity.BudgetError, match=r"set durability='step' \(takes [\d.]+ MiB less\), "
+    ):
+        infinity.wrap(model, config(path, durability=2))
     # All of it fits into the other.
     infinity.engine(infinity.wrap(model, config([other, path]))).close()
 

@@ -68,6 +68,7 @@ PUBLIC = [
     "no_sync",
     "nvme",
     "set",
+    "snapshot",
     "wrap",
 ]
 

@@ -32,7 +32,7 @@ CONFIG = {
     "precision": ("'auto' | 'bf16' | 'fp16' | 'fp32'", "auto"),
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
     "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
-    "durability": ("'off' | 'step'", "off"),
+    "durability": ("'off' | 'step' | int", "off"),
     "tuning": ("Tuning", Tuning()),
 }
 TUNING = {
@@ -127,6 +127,7 @@ STEP = {
     "activations": "gpu",
     "precision": "bf16",
     "moment_precision": "fp32",
+    "durability": "off",
     "nvme_memory": None,
     "nvme_shares": "measured",
     "cache": "auto",

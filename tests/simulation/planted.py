@@ -54,7 +54,7 @@ def _record_before_the_flush() -> AbstractContextManager[object]:
 
 
 def _always_free() -> AbstractContextManager[object]:
-    return mock.patch.object(Home, "is_free", property(lambda home: True))
+    return mock.patch.object(Home, "is_free", lambda home, left=0: True)
 
 
 def _half_written() -> AbstractContextManager[object]:

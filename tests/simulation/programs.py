@@ -171,7 +171,7 @@ def budgets(number: int, drives: tuple[Path, ...]) -> dict[str, int]:
 
 
 def _config(
-    wanted: Program, drives: Sequence[Path], durability: str, given: dict[str, int]
+    wanted: Program, drives: Sequence[Path], durability: int | str, given: dict[str, int]
 ) -> infinity.Config:
     return config_of(
         nvme=list(drives),
@@ -197,12 +197,13 @@ class Run:
         drives: Sequence[Path],
         checkpoint: Path,
         given: dict[str, int],
-        durability: str = "step",
+        durability: int | str = "step",
     ) -> None:
         self.program, self._checkpoint = wanted, checkpoint
         self.model = wanted.model()
         self.engine: infinity.Engine | None = None
         self._config = _config(wanted, drives, durability, given)
+        self.steps_per_commit = self._config.steps_per_commit
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.progress = Progress()
@@ -332,7 +333,7 @@ class Run:
         ]
         committed = self.engine.committed_step or 0
         posted = report.steps + report.skipped_steps
-        if not posted - 1 <= committed <= posted:
+        if not posted - self.steps_per_commit <= committed <= posted:
             found.append(f"I9: {posted} steps were made, and {committed} are committed")
         return found
 

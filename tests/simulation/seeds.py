@@ -5,7 +5,8 @@ What is looked at, beside that the engine goes on at all:
 
 - I8, I9: losses, rates and, in the end, weights, buffers, moments and step counts have the bits of
   a run that nobody disturbed, in other budgets and without durability; so have the random numbers,
-  which are in the losses. A blow costs one step at most.
+  which are in the losses. A blow costs one step at most, or two or three where as many are
+  committed together: each process draws.
 - I3: at rest no staging slot is in use and no block is pinned. Slots that end are poisoned.
 - I5: no tier was ever over its budget.
 - I7: no request on the drives overlaps a write that nobody has waited for, and no memory changes
@@ -190,7 +191,7 @@ class Simulation:
         wanted: Program,
         machine: Machine,
         given: dict[str, int] | None = None,
-        durability: str = "step",
+        durability: int | str = "step",
         room: int = 1,
     ) -> Iterator[Run]:
         """A run, whose engine is closed after the block. Without `given` budgets it has the
@@ -268,6 +269,7 @@ class _Trial:
         self._shape = simulation.shape(seed)
         self._folders: list[Folder] = []
         self._ended = -1  # the last step of which the end was seen
+        self._committed = 0  # the last step that must be committed by now
         self._reached = 0  # the step that any process was at
         self._at = 0  # that the last one was at
         self._least = 0  # that the next one must be at, or beyond
@@ -322,7 +324,8 @@ class _Trial:
             self._program, self._folders, chance.child("machine"), blow, life
         )
         try:
-            error = self._end_of_process(machine, leaves, chance.one((1, 1, 3), "room"))
+            room, apart = chance.one((1, 1, 3), "room"), chance.one(("step", "step", 2, 3), "apart")
+            error = self._end_of_process(machine, leaves, room, apart)
             if self._is_refusal(error):
                 self._is_over = True
                 return
@@ -341,11 +344,14 @@ class _Trial:
         if chance.of("rot") < ROT:
             self._rot(chance)
 
-    def _end_of_process(self, machine: Machine, leaves: str, room: int) -> BaseException | None:
+    def _end_of_process(
+        self, machine: Machine, leaves: str, room: int, durability: int | str
+    ) -> BaseException | None:
         """A process on `machine`, with `room` times the budgets; returns the error that ended
         it."""
+        options: dict[str, Any] = {"room": room, "durability": durability}
         try:
-            with self._simulation.process(self._program, machine, room=room) as run:
+            with self._simulation.process(self._program, machine, **options) as run:
                 try:
                     if leaves == "looks":
                         run.wrap(resume=True)
@@ -362,10 +368,12 @@ class _Trial:
 
     def _train(self, run: Run, machine: Machine, leaves: str) -> None:
         first = run.begin(resume=True)
-        if first < max(self._ended, self._least):
+        if first < max(self._committed, self._least):
             raise Wrong(
-                f"it goes on with step {first}: {self._ended} had ended, {self._least} was next"
+                f"it goes on with step {first}: {self._committed} was committed, and {self._least} "
+                "was next"
             )
+        self._committed = first
         if first > self._reached:
             raise Wrong(f"it goes on with step {first}, and had not passed {self._reached}")
 
@@ -376,6 +384,8 @@ class _Trial:
                 raise Wrong(f"step {step} shows {text}, and {self._shape.shown[step]} undisturbed")
             if not machine.is_off:
                 self._ended = max(self._ended, step)
+                before = step - step % run.steps_per_commit  # this step waited for that one
+                self._committed = max(self._committed, before)
 
         steps = self._program.steps
         until = first + self._chance.below(steps - first + 1, "until", first) if leaves else steps

@@ -145,6 +145,38 @@ def test_what_commits_need_is_written_wherever_it_is_cached(
         )
 
 
+@pytest.mark.parametrize("update", ["exact", "speculative", "plain"])
+@pytest.mark.parametrize("cache", [0, "200KiB", "auto"])
+def test_what_is_cached_is_written_by_steps_that_are_committed_alone(
+    cache: int | str, update: str, tmp_path: Path
+) -> None:
+    """12 bytes: a bf16 parameter, the other half of its master, two moments. What is not cached is
+    written by every step, by none twice."""
+    every = 3
+    options: dict[str, Any] = {"precision": "bf16", "update": update, "cache": cache}
+    config = config_of(nvme=[tmp_path], durability=every, **ROOMY | options)
+    model = infinity.wrap(build(), config)
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        numel = sum(unit.layout.numel for unit in engine.units)
+        written = {}
+        for number in range(3 * every):
+            step(model, optimizer, number)
+            report, plan = engine.report(), engine.plan()
+            # What the step before this one has moved, to its end.
+            written[number] = round(report.written_per_parameter * report.parameters)
+            stated = round(report.planned_written_per_parameter * report.parameters)
+            if number >= STEADY:
+                assert written[number] == stated
+        cached = report.cached
+        assert (cached == 0) == (cache == 0) and report.written_through == cached
+        assert (plan.update_written, plan.commit_written) == (12 * numel - cached, cached)
+        for number in range(STEADY, 3 * every):
+            is_committed = number % every == 0
+            assert written[number] == 12 * numel - cached * (not is_committed)
+        assert plan.mean_written(every) == 12 * numel - cached + cached / every
+
+
 def test_nothing_on_nvme_moves_nothing(tmp_path: Path) -> None:
     model = infinity.wrap(build(), config_of(**ROOMY, parameters="cpu", optimizer="cpu"))
     with infinity.engine(model) as engine:

@@ -170,6 +170,7 @@ def train(
     shape = shape_of(model, work.source.config)
     model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
     with infinity.engine(model) as engine:
+        engine.discard_committed()  # nobody goes on from it
         optimizer = infinity.AdamW(
             model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm, clip=work.clip
         )

@@ -50,7 +50,6 @@ ProbeBytes = Annotated[
 LEFT_OUT = (
     "algorithm",
     "stage",
-    "durability",
     "split_master",
     "collective_timeout",
     "verify",

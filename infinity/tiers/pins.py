@@ -1,0 +1,69 @@
+"""The states of a commit, which stay as they are until who reads them gives them back.
+
+[Note: what waits]
+An update of step N+2 writes the extents of step N. Where those are pinned it waits
+(`JobQueue`), block after block, as a write outside of steps does (`Store.await_unpinned`). Who
+reads waits for nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from infinity.nvme.ticket import Ticket
+from infinity.observe import Meter
+from infinity.tiers.block import Block
+from infinity.tiers.block_io import BlockIo
+from infinity.tiers.originals import FileExtent
+
+if TYPE_CHECKING:
+    from infinity.tiers.store import Version
+
+
+class PinnedStates:
+    """What blocks have at one commit, of `step`, and what else its record says (`content`). Made by
+    `Store.pin`, under its lock; ends with `release` of all, which any thread may call."""
+
+    def __init__(
+        self,
+        step: int,
+        content: bytes,
+        pinned: Mapping[Block, Version],
+        originals: Mapping[Block, FileExtent],
+        io: BlockIo,
+        changed: threading.Condition,
+    ) -> None:
+        """`originals`: where blocks lie that are in files of the user, which nobody writes."""
+        self.step, self.content = step, content
+        self.meter = Meter()
+        """Counts what is read."""
+        self._versions = dict(pinned)
+        self._left = set(pinned)
+        self._originals = dict(originals)
+        self._io = io
+        self._changed = changed
+        for block, version in pinned.items():
+            block.home.pinned = version.extent
+
+    def is_written(self, block: Block) -> bool:
+        """Whether it had been written when it was committed; else it was zeros."""
+        return block in self._originals or self._versions[block].is_written
+
+    def read(self, block: Block, at: int, nbytes: int, address: int) -> Ticket:
+        """Start reading bytes [at, at + nbytes) of `block` to `address`. `wait` raises
+        `CorruptStateError` where they are not what was written."""
+        original = self._originals.get(block)
+        if original is None and block not in self._left:
+            raise RuntimeError(f"{block.name} may have been overwritten")
+        extent = original or block.home.extents[self._versions[block].extent]
+        return self._io.read_version(block, extent, at, nbytes, address, self.meter)
+
+    def release(self, blocks: Iterable[Block] | None = None) -> None:
+        """`blocks` may be overwritten; None for all. May be called often."""
+        with self._changed:
+            for block in self._left if blocks is None else self._left.intersection(blocks):
+                block.home.pinned = None
+            self._left -= self._left if blocks is None else set(blocks)
+            self._changed.notify_all()
