@@ -3,15 +3,20 @@ report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from infinity.quantities import format_bytes
 from infinity.report import Report
 
 TIERS = ("gpu", "cpu", "nvme")
+KEPT = 512
+"""Of the steps before a resume, how many of the last are kept, and at most of those before."""
 WORST_WAITS = 5
 
 
@@ -57,9 +62,47 @@ class Validation(NamedTuple):
     loss: float
 
 
+Row = TypeVar("Row", StepRecord, Validation)
+
+
+def thinned(rows: Sequence[Row], every: int = 1) -> list[Row]:
+    """The first of `rows`, the last 512, and of those between at most 512: those whose number is a
+    multiple of a power of two. They come every so many steps. What was thinned and has grown is
+    thinned to the same as all.
+
+    Example: of 5,000 steps number 1, every 16th one, and numbers 4,489 to 5,000.
+    """
+    stride = 1
+    while rows and rows[-1][0] // every // stride > KEPT:
+        stride *= 2
+    older, recent = list(rows[:-KEPT]), list(rows[-KEPT:])
+    even = [row for row in older[1:] if row[0] // every % stride == 0]
+    return older[:1] + even + recent
+
+
+def packed(rows: Sequence[StepRecord] | Sequence[Validation]) -> torch.Tensor:
+    """`rows` as a tensor (rows, fields) of fp64, in which NaN stands for None."""
+    values = [[math.nan if value is None else float(value) for value in row] for row in rows]
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def unpacked_steps(values: torch.Tensor) -> list[StepRecord]:
+    """The steps that `packed` was given."""
+    rows: list[list[Any]] = [
+        [None if math.isnan(value) else value for value in row] for row in values.tolist()
+    ]
+    return [StepRecord(int(number), *rest) for number, *rest in rows]
+
+
+def unpacked_validations(values: torch.Tensor) -> list[Validation]:
+    """The validations that `packed` was given."""
+    return [Validation(int(step), loss) for step, loss in values.tolist()]
+
+
 @dataclass
 class History:
-    """The record of one run; owned by the training loop, append-only."""
+    """The record of one run; owned by the training loop, append-only. After a resume the steps
+    before it are there as far as `thinned` keeps them."""
 
     tokens_per_step: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -67,6 +110,11 @@ class History:
     validations: list[Validation] = field(default_factory=list)
     signal: int | None = None
     """The signal that ended the run early."""
+
+    @property
+    def done(self) -> int:
+        """How many steps were made."""
+        return self.steps[-1].number if self.steps else 0
 
     def tokens_per_second(self) -> float:
         """Trained tokens per second, evaluation left out; the first step (planning, warm-up) counts
@@ -174,7 +222,7 @@ def summarize(
         "parameters": report.parameters,
         "ranks": ranks,
         "ranks_per_node": per_node,
-        "steps": len(history.steps),
+        "steps": history.done,
         "steps_skipped": report.skipped_steps,
         "loss_scale": history.steps[-1].loss_scale if history.steps else None,
         "signal": history.signal,

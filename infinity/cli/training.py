@@ -16,7 +16,15 @@ import torch
 
 from infinity.accumulation import accumulate
 from infinity.cli.checkpoints import CheckpointFolders, Saver
-from infinity.cli.history import History, StepRecord, Validation
+from infinity.cli.history import (
+    History,
+    StepRecord,
+    Validation,
+    packed,
+    thinned,
+    unpacked_steps,
+    unpacked_validations,
+)
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
@@ -111,7 +119,7 @@ class Trainer:
         return self.history
 
     def _run(self, interrupt: Interrupt, watcher: Watcher) -> None:
-        plan, done = self.schedule, len(self.history.steps)
+        plan, done = self.schedule, self.history.done
         batches = itertools.islice(
             self.windows.batches(plan.batch_size), done * plan.accumulate, None
         )
@@ -146,19 +154,20 @@ class Trainer:
         self._take(state, str(checkpoint), "--checkpoint")
         # The number of ranks was another one: that of the first is all there is.
         if state.get("rank", 0) != self._world.rank:
-            self._world.seed(self.windows.seed, len(state["steps"]))
+            self._world.seed(self.windows.seed, self.history.done)
         else:
             torch.set_rng_state(state["rng"])
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, for the engine to commit with every step: it has the random states."""
+        """Where the run is, for the engine to commit with every step: it has the random states. Its
+        size does not grow with the number of steps."""
         return {
             "fixed": self._fixed(),
             "scheduler": self.scheduler.state_dict(),
-            "steps": [tuple(step) for step in self.history.steps],
-            "validations": [tuple(validation) for validation in self.history.validations],
+            "steps": packed(thinned(self.history.steps)),
+            "validations": packed(thinned(self.history.validations, self.schedule.eval_every or 1)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,8 +182,8 @@ class Trainer:
                     f"go on with the same, or start anew with another {option}"
                 )
         self.scheduler.load_state_dict(state["scheduler"])
-        self.history.validations = [Validation(*values) for values in state["validations"]]
-        steps = [StepRecord(*values) for values in state["steps"]]
+        self.history.validations = unpacked_validations(state["validations"])
+        steps = unpacked_steps(state["steps"])
         shift = time.perf_counter() - steps[-1].end if steps else 0  # as if they had just been made
         self.history.steps = [
             step._replace(start=step.start + shift, end=step.end + shift) for step in steps

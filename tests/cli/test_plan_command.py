@@ -97,3 +97,13 @@ def test_the_published_tables() -> None:
     assert result.exit_code == 0
     assert "1910.02054" in result.stdout and "2104.07857" in result.stdout
     assert "1845.70" in result.stdout
+
+
+def test_steps_that_are_committed_now_and_then_are_planned() -> None:
+    """Three extents instead of two, where nothing is cached."""
+    described = (*DECODER, "--machine", "rtx4090", "--cache", 0, "--gpu-cache", 0)
+    states = [
+        planned(*described, "--durability", each)["memory"]["states_total_bytes"]["nvme"]
+        for each in ("off", "step", 1, 5)
+    ]
+    assert states[0] == states[1] == states[2] and 2 * states[3] == 3 * states[0]

@@ -165,7 +165,7 @@ def steps_of(checkpoint: Path) -> list[tuple[float, ...]]:
     dcp_to_torch_save(checkpoint, plain)
     steps = torch.load(plain, weights_only=True)["extra"]["0"]["steps"]
     plain.unlink()
-    return [step[:4] for step in steps]
+    return [tuple(step[:4]) for step in steps.tolist()]
 
 
 def names(directory: Path) -> list[str]:
