@@ -15,7 +15,9 @@ place as long as no record speaks of its content, and beside it otherwise.
 [Note: the same records on all ranks]
 What fixes a record is in the program: a forward, a step, a write. It never depends on the time that
 a commit or an update takes, which differs from rank to rank. So all ranks make the same records, in
-the same order, and the number of one means the same on each.
+the same order, and the number of one means the same on each. `close` fixes one, too, where another
+rank may yet write to parameters before its own: a record says how many such writes it has, and
+those of other numbers are not the same.
 
 [Note: a load that is cut off]
 Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
@@ -122,6 +124,7 @@ class Durability:
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
         self._is_sealed = self._is_loading = self._is_discarded = False
+        self._writes = 0  # outside of steps, since the last record
         self._has_begun = self._found is None or not self._found.in_forward
 
     # Building
@@ -243,6 +246,7 @@ class Durability:
         if fixed is not None or not all(b.home.is_free or b.home.rewrite() for b in blocks):
             self.rest()
         self._is_sealed = False
+        self._writes += 1
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -260,8 +264,8 @@ class Durability:
         """Have the states as they are after all posted steps committed; returns at once."""
         if not self._is_sealed:
             step = self._updater.posted_steps + self._updater.skipped_steps
-            self._committer.seal(step, self._content)
-            self._is_sealed = True
+            self._committer.seal(step, self._content, self._writes)
+            self._is_sealed, self._writes = True, 0
 
     def rest(self) -> None:
         """Block until what was sealed is committed, on all ranks. Raises `EngineClosedError` when
