@@ -152,14 +152,6 @@ class Receipt:
             self._tensor.copy_(together.mail.pop(self._letter))
 
 
-def _world(rank: Rank) -> Group:
-    found: Group | None = vars(rank).get("world")
-    if found is None:
-        members = range(len(rank.together.ranks))
-        found = vars(rank)["world"] = Group("world", members, rank)
-    return found
-
-
 class SimulatedDistributed:
     """Is `torch.distributed` for the modules of the package."""
 
@@ -196,8 +188,8 @@ class SimulatedDistributed:
 
     def new_group(self, members: Sequence[int], **options: Any) -> Group:
         rank = _of(None).rank
-        made = Group(f"group {rank.groups}", members, rank)
-        rank.groups += 1
+        made = Group(f"group {len(rank.groups)}", members, rank)
+        rank.groups.append(made)
         made.meet("new", None, lambda brought: None)
         return made
 
@@ -233,7 +225,10 @@ def _of(group: Group | None) -> Group:
         return group
     rank = here()
     assert rank is not None, "this thread belongs to no rank"
-    return _world(rank)
+    if not rank.groups:
+        rank.groups.append(Group("world", range(len(rank.together.ranks)), rank))
+    world: Group = rank.groups[0]
+    return world
 
 
 def gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:

@@ -51,8 +51,8 @@ class Rank:
         self.generators = Generators(
             random.Random(number), np.random.RandomState(number), torch.Generator()
         )
-        self.groups = 0
-        """How many process groups it has made."""
+        self.groups: list[Any] = []
+        """Its process groups; the first one is that of all ranks."""
         machine.stopped = together.look
 
     @property
@@ -89,6 +89,7 @@ class Together:
         """Told of all of this."""
         self._now = 0.0
         self._leaving: set[int] = set()
+        self._threads: list[threading.Thread] = []
         self.ranks = [Rank(self, number, machine) for number, machine in enumerate(machines)]
 
     def look(self) -> None:
@@ -107,8 +108,8 @@ class Together:
             self.ended.add(rank.number)
             self.changed.notify_all()
 
-    def run(self, work: Callable[[Rank], None]) -> None:
-        """`work` of each rank, which raises nothing, at once. Returns when all have ended."""
+    def begin(self, work: Callable[[Rank], None]) -> None:
+        """`work` of each rank, which raises nothing, at once."""
 
         def process(rank: Rank) -> None:
             torch.set_num_threads(1)
@@ -117,11 +118,14 @@ class Together:
             finally:
                 self.end(rank)
 
-        threads = [threading.Thread(target=process, args=(rank,)) for rank in self.ranks]
-        for thread, rank in zip(threads, self.ranks, strict=True):
+        self._threads = [threading.Thread(target=process, args=(rank,)) for rank in self.ranks]
+        for thread, rank in zip(self._threads, self.ranks, strict=True):
             _give(thread, rank)
             thread.start()
-        for thread in threads:
+
+    def join(self) -> None:
+        """Return when all have ended."""
+        for thread in self._threads:
             thread.join()
 
     # Time, for who waits for others

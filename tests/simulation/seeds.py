@@ -252,52 +252,18 @@ class Simulation:
         keeps_store: bool = False,
     ) -> list[BaseException | None]:
         """`work` in a process on each machine, whose engine is closed after it; returns what ended
-        each, and raises what the package must not. `keeps_store`: see `Together`."""
-        drives, runs = self._drives(wanted), []
-        errors: list[BaseException | None] = [None] * wanted.ranks
-
-        def is_struck() -> bool:
-            return any(machine.was_struck for machine in machines)
-
-        def process(number: int, leaves: Callable[[], None]) -> None:
-            checkpoint = self._where / f"checkpoint{wanted.number}"
-            run = Run(wanted, drives, checkpoint, given, durability, number)
-            runs.append(run)
-            try:
-                work(number, run)
-            except BaseException:
-                leaves()
-                raise
-            finally:
-                if run.engine is not None:
-                    with suppress(*(ERRORS if is_struck() else ())):
-                        run.engine.close()
-
-        def on_rank(rank: Rank) -> None:
-            try:
-                process(rank.number, lambda: rank.together.leave(rank))
-            except BaseException as error:
-                errors[rank.number] = error
-
-        try:
-            if wanted.ranks == 1:
-                self._system.boot({None: machines[0]}, drives)
-                try:
-                    process(0, lambda: None)
-                except ERRORS as error:
-                    errors[0] = error
-            else:
-                together = Together(machines, keeps_store)
-                self._system.boot(dict(zip(together.ranks, machines, strict=True)), drives)
-                together.run(on_rank)
-        except Hangs:
-            for run in runs:
-                run.give_up()
-            raise
-        wrongs = [each for each in errors if each is not None and not isinstance(each, ERRORS)]
-        if wrongs:
-            raise next((each for each in wrongs if isinstance(each, Wrong)), wrongs[0])
-        return errors
+        each, and raises what must not end one. `keeps_store`: see `Together`."""
+        drives = self._drives(wanted)
+        checkpoint = self._where / f"checkpoint{wanted.number}"
+        life = _Life(wanted, machines, work, (drives, checkpoint, given, durability))
+        if wanted.ranks == 1:
+            self._system.boot({None: machines[0]}, drives)
+            life.alone()
+        else:
+            together = Together(machines, keeps_store)
+            self._system.boot(dict(zip(together.ranks, machines, strict=True)), drives)
+            life.together(together)
+        return life.errors
 
     def look_behind(self, machine: Machine) -> None:
         """A process on `machine` has ended. Raises `Wrong` for what it has left, or did."""
@@ -310,6 +276,70 @@ class Simulation:
         ]
         if wrongs:
             raise Wrong(wrongs[0])
+
+
+class _Life:
+    """The processes on `machines`, from their boot to their ends: each does its `work` with a run
+    that is made with `options`."""
+
+    def __init__(
+        self, wanted: Program, machines: Sequence[Machine], work: Work, options: tuple[Any, ...]
+    ) -> None:
+        self._wanted, self._machines, self._work, self._options = wanted, machines, work, options
+        self._runs: list[Run] = []
+        self.errors: list[BaseException | None] = [None] * wanted.ranks
+        """What ended each."""
+
+    def alone(self) -> None:
+        """The one process, on this thread."""
+        try:
+            self._process(0, lambda: None)
+        except ERRORS as error:
+            self.errors[0] = error
+
+    def together(self, together: Together) -> None:
+        """All processes, a thread each. Raises what must not end one."""
+
+        def process(rank: Rank) -> None:
+            try:
+                self._process(rank.number, lambda: together.leave(rank))
+            except BaseException as error:
+                self.errors[rank.number] = error
+
+        together.begin(process)
+        try:
+            together.join()
+        except Hangs:
+            for machine in self._machines:
+                machine.stop()
+            self._give_up()
+            together.join()
+            raise
+        wrongs = [each for each in self.errors if each is not None and not isinstance(each, ERRORS)]
+        if wrongs:
+            # What a rank did wrong ends the others, too.
+            raise next((each for each in wrongs if isinstance(each, Wrong)), wrongs[0])
+
+    def _process(self, number: int, leaves: Callable[[], None]) -> None:
+        run = Run(self._wanted, *self._options, number)
+        self._runs.append(run)
+        try:
+            self._work(number, run)
+        except Hangs:
+            self._give_up()
+            raise
+        except BaseException:
+            leaves()
+            raise
+        finally:
+            if run.engine is not None:
+                is_struck = any(machine.was_struck for machine in self._machines)
+                with suppress(*(ERRORS if is_struck else ())):
+                    run.engine.close()
+
+    def _give_up(self) -> None:
+        for run in self._runs:
+            run.give_up()
 
 
 def _of_rank(chance: Chance, wanted: Program, rank: int) -> Chance:
