@@ -5,10 +5,10 @@ end, and is struck at one operation. `drive` gives what the native module gives,
 gives, `distributed` what `torch.distributed` gives to the ranks of `processes`. Store, scheduler,
 pipeline, exchange, committer and commit log are the package's own.
 
-`programs` has tiny programs that train, and `seeds` says what becomes of one: each machine that
-stops leaves a disk, and the next process goes on from that. The bits must be those of a run that
-nobody disturbed. `many` runs seeds in processes, and `planted` breaks the package on purpose.
-`python -m simulation --help`, in the folder `tests`.
+`programs` has tiny programs that train, `life` runs one on a machine for each rank, and `seeds`
+says what becomes of it: each machine that stops leaves a disk, and the next process goes on from
+that. The bits must be those of a run that nobody disturbed. `many` runs seeds in processes, and
+`planted` breaks the package on purpose. `python -m simulation --help`, in the folder `tests`.
 
 [Note: what a seed decides]
 A decision follows from the seed and the identity of an operation: what it does, in which file,

@@ -23,36 +23,26 @@ budgets are the smallest ones that the refusals name.
 from __future__ import annotations
 
 import errno
-import faulthandler
-import os
-import signal
-import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
-
-import torch.distributed as dist
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES
 from infinity.tiers.durable import STATES_NAME
 from simulation.chance import Chance
 from simulation.disk import Folder, Plain
+from simulation.life import Life, Work, Wrong, failures_elsewhere, in_time
 from simulation.machine import Blow, Machine, Operation, Place
-from simulation.processes import Gone, Rank, Together
+from simulation.processes import Together
 from simulation.programs import MOST_RANKS, Program, Run, budgets, number_of, program, same
 from simulation.system import SimulatedSystem
 
 MOST_BLOWS = 3
 STEADY = 3  # steps until what is moved repeats itself
-ERRORS = (infinity.InfinityError, OSError, dist.DistError, Gone)
-"""What a run may end with on a machine that fails, or where another rank does."""
 KINDS = {
     "write": 6,
     "flush": 4,
@@ -77,16 +67,6 @@ there to evaluate only, or lets go of its model."""
 LEAVES_OF_RANKS = (*LEAVES, "alone")
 """One of several ranks may also do so alone, and the others find it gone."""
 LASTING = ("write", "read", "flush", "sync")
-LONGEST = 60.0
-"""Seconds after which a seed hangs."""
-
-
-class Wrong(Exception):
-    """The engine did what it must not."""
-
-
-class Hangs(Exception):
-    """A wait does not end."""
 
 
 @dataclass
@@ -109,10 +89,6 @@ class Shape:
     states: Sequence[dict[str, object]]
     new: Sequence[Counter[Place]]
     resumed: Sequence[Counter[Place]]
-
-
-Work = Callable[[int, Run], None]
-"""What a process of rank so and so does with its run."""
 
 
 class Simulation:
@@ -138,7 +114,7 @@ class Simulation:
         """Run a seed, on the main thread."""
         found = Found(seed)
         try:
-            with _failures_elsewhere() as failures, _in_time(found):
+            with failures_elsewhere() as failures, in_time(seed):
                 _Trial(self, seed, found).run()
             if failures:
                 raise Wrong(failures[0])
@@ -255,7 +231,7 @@ class Simulation:
         each, and raises what must not end one. `keeps_store`: see `Together`."""
         drives = self._drives(wanted)
         checkpoint = self._where / f"checkpoint{wanted.number}"
-        life = _Life(wanted, machines, work, (drives, checkpoint, given, durability))
+        life = Life(wanted, machines, work, (drives, checkpoint, given, durability))
         if wanted.ranks == 1:
             self._system.boot({None: machines[0]}, drives)
             life.alone()
@@ -276,70 +252,6 @@ class Simulation:
         ]
         if wrongs:
             raise Wrong(wrongs[0])
-
-
-class _Life:
-    """The processes on `machines`, from their boot to their ends: each does its `work` with a run
-    that is made with `options`."""
-
-    def __init__(
-        self, wanted: Program, machines: Sequence[Machine], work: Work, options: tuple[Any, ...]
-    ) -> None:
-        self._wanted, self._machines, self._work, self._options = wanted, machines, work, options
-        self._runs: list[Run] = []
-        self.errors: list[BaseException | None] = [None] * wanted.ranks
-        """What ended each."""
-
-    def alone(self) -> None:
-        """The one process, on this thread."""
-        try:
-            self._process(0, lambda: None)
-        except ERRORS as error:
-            self.errors[0] = error
-
-    def together(self, together: Together) -> None:
-        """All processes, a thread each. Raises what must not end one."""
-
-        def process(rank: Rank) -> None:
-            try:
-                self._process(rank.number, lambda: together.leave(rank))
-            except BaseException as error:
-                self.errors[rank.number] = error
-
-        together.begin(process)
-        try:
-            together.join()
-        except Hangs:
-            for machine in self._machines:
-                machine.stop()
-            self._give_up()
-            together.join()
-            raise
-        wrongs = [each for each in self.errors if each is not None and not isinstance(each, ERRORS)]
-        if wrongs:
-            # What a rank did wrong ends the others, too.
-            raise next((each for each in wrongs if isinstance(each, Wrong)), wrongs[0])
-
-    def _process(self, number: int, leaves: Callable[[], None]) -> None:
-        run = Run(self._wanted, *self._options, number)
-        self._runs.append(run)
-        try:
-            self._work(number, run)
-        except Hangs:
-            self._give_up()
-            raise
-        except BaseException:
-            leaves()
-            raise
-        finally:
-            if run.engine is not None:
-                is_struck = any(machine.was_struck for machine in self._machines)
-                with suppress(*(ERRORS if is_struck else ())):
-                    run.engine.close()
-
-    def _give_up(self) -> None:
-        for run in self._runs:
-            run.give_up()
 
 
 def _of_rank(chance: Chance, wanted: Program, rank: int) -> Chance:
@@ -609,48 +521,3 @@ class _Trial:
             and self._was_loading
             and "was killed while it loaded a checkpoint" in str(error)
         )
-
-
-@contextmanager
-def _in_time(found: Found) -> Iterator[None]:
-    """A block that hangs is interrupted, as by Ctrl-C; where that does not help, the process ends,
-    with the stacks of its threads."""
-    is_late = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal is_late
-        if is_late:
-            print(f"seed {found.seed} hangs", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
-            os._exit(1)
-        is_late = True
-        signal.setitimer(signal.ITIMER_REAL, LONGEST)
-        raise Hangs(f"it hangs for {LONGEST:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _failures_elsewhere() -> Iterator[list[str]]:
-    """What ends threads inside, and what nobody can be told of; there the errors of a machine that
-    has stopped are due."""
-    failures: list[str] = []
-
-    def thread(args: Any) -> None:
-        failures.append(f"a thread ended with {args.exc_type.__name__}: {args.exc_value}")
-
-    def unraisable(args: Any) -> None:
-        if not issubclass(args.exc_type, ERRORS):
-            failures.append(f"{args.object!r} ended with {args.exc_type}: {args.exc_value}")
-
-    with (
-        mock.patch.object(threading, "excepthook", thread),
-        mock.patch.object(sys, "unraisablehook", unraisable),
-    ):
-        yield failures
