@@ -20,7 +20,9 @@ place as long as no record speaks of its content, and beside it otherwise.
 [Note: the same records on all ranks]
 What fixes a record is in the program: a forward, a step, a write. It never depends on the time that
 a commit or an update takes, which differs from rank to rank. So all ranks make the same records, in
-the same order, and the number of one means the same on each.
+the same order, and the number of one means the same on each. `close` fixes one, too, where another
+rank may yet write to parameters before its own: a record says how many such writes it has, and
+those of other numbers are not the same.
 
 [Note: a load that is cut off]
 Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
@@ -138,6 +140,7 @@ class Durability:
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
         self._noted: bytes | None = None  # what a record says of it
         self._is_sealed = self._is_loading = self._is_discarded = False
+        self._writes = 0  # outside of steps, since the last record
         self._has_begun = self._found is None or not self._found.in_forward
 
     # Building
@@ -265,6 +268,7 @@ class Durability:
             self.rest()
         self._store.await_unpinned(blocks)
         self._is_sealed = False
+        self._writes += 1
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -284,8 +288,8 @@ class Durability:
         if not self._is_sealed:
             self._make_whole()
             noted = self._note() if self._noted is None else self._noted
-            self._committer.seal(self._step, functools.partial(_packed, noted))
-            self._is_sealed = True
+            self._committer.seal(self._step, functools.partial(_packed, noted), self._writes)
+            self._is_sealed, self._writes = True, 0
 
     @property
     def _step(self) -> int:

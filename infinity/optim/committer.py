@@ -41,6 +41,7 @@ class _Sealed(NamedTuple):
     """What becomes durable when `jobs` have ended."""
 
     step: int
+    writes: int
     jobs: Sequence[Job]
     versions: Sequence[Version]
     content: bytes
@@ -67,11 +68,14 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="infinity-committer", daemon=True)
         self._thread.start()
 
-    def seal(self, step: int, content: Callable[[Sequence[Version]], bytes]) -> None:
+    def seal(
+        self, step: int, content: Callable[[Sequence[Version]], bytes], writes: int = 0
+    ) -> None:
         """Have what the blocks are after all posted updates committed, with the record that
-        `content` makes of it; returns at once."""
+        `content` makes of it; returns at once. So many `writes` outside of steps came since the
+        record before."""
         jobs, versions = self._jobs.versions(self._store.durable_blocks())
-        sealed = _Sealed(step, jobs, versions, content(versions))
+        sealed = _Sealed(step, writes, jobs, versions, content(versions))
         self._store.seal(versions)
         with self._changed:
             self._sealed.put(sealed)
@@ -118,9 +122,10 @@ class Committer:
         self._await_updates(sealed)
         self._store.latch.check()
         start = time.perf_counter()
-        sequence = self._store.record(sealed.step, sealed.versions, sealed.content)
+        step, writes = sealed.step, sealed.writes
+        sequence = self._store.record(step, writes, sealed.versions, sealed.content)
         if self._agreement is not None and not self._agreement.reach(
-            sequence, sealed.step, self._gives_up
+            sequence, step, self._gives_up, writes
         ):
             if self._open > 1:
                 log.warning("the last step is not committed: other ranks are gone")
@@ -141,7 +146,7 @@ class Committer:
             self._jobs.await_ended(sealed.jobs)
             return
         while not self._jobs.await_ended(sealed.jobs, self._agreement.pause):
-            if self._agreement.is_awaited(sealed.step):
+            if self._agreement.is_awaited(sealed.step, sealed.writes):
                 with self._jobs.hurry():
                     self._jobs.await_ended(sealed.jobs)
 

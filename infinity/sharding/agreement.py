@@ -3,9 +3,10 @@
 [Note: one clock]
 A rank numbers its records, and all ranks make the same ones in the same order: what fixes a record
 is in the program, never in the time that something takes. So the number is the clock of all. A rank
-that has made a record adds one to the count of that number and step. When the count is full, all
-have it, and each gives up its record before. A kill in between leaves ranks that have one record
-more than others, and the one before, which all have.
+that has made a record adds one to the count of that number and step, and of the writes outside of
+steps that came before: one rank may have been closed where another one goes on and writes. When the
+count is full, all have it, and each gives up its record before. A kill in between leaves ranks that
+have one record more than others, and the one before, which all have.
 
 [Note: who waits]
 The thread that commits, and whoever waits for it: a step begins when all ranks have committed the
@@ -42,11 +43,18 @@ _PAUSE = 2.0  # and between looks at the notes of the others, at most
 
 
 class LastRecord(NamedTuple):
-    """The last record of a rank, and why it makes no other: "" while it does."""
+    """The last record of a rank, how many writes outside of steps came between the one before and
+    it, and why the rank makes no other: "" while it does."""
 
     sequence: int = 0
     step: int = 0
+    writes: int = 0
     end: str = ""
+
+    @property
+    def moment(self) -> str:
+        """What it is of, for people."""
+        return f"step {self.step}" + f" and {self.writes} writes after it" * (self.writes > 0)
 
 
 class Agreement:
@@ -77,20 +85,22 @@ class Agreement:
         self._key = ""  # of the count of the last record
         latch.add_listener(self._fail)
 
-    def is_awaited(self, step: int) -> bool:
+    def is_awaited(self, step: int, writes: int = 0) -> bool:
         """Whether another rank has made the record of `step`, which comes next here."""
-        return self._notes.add(_key(self._last.sequence + 1, step), 0) > 0
+        return self._notes.add(_key(self._last.sequence + 1, step, writes), 0) > 0
 
-    def reach(self, sequence: int, step: int, gives_up: Callable[[float], bool]) -> bool:
-        """This rank has made a record: return when all have it, or False when it `gives_up` after
-        so many seconds.
+    def reach(
+        self, sequence: int, step: int, gives_up: Callable[[float], bool], writes: int = 0
+    ) -> bool:
+        """This rank has made a record, of `step` and so many `writes` outside of steps: return when
+        all have it, or False when it `gives_up` after so many seconds.
 
         Raises `EngineClosedError` when this rank failed. Raises `InfinityError` when another one
         did or has ended, has made another step, or does not come.
         """
-        before, self._key = self._key, _key(sequence, step)
+        before, self._key = self._key, _key(sequence, step, writes)
         try:
-            self._tell(LastRecord(sequence, step))
+            self._tell(LastRecord(sequence, step, writes))
             if not self._await_all(gives_up):
                 return False
         except dist.DistError as error:
@@ -143,12 +153,12 @@ class Agreement:
             found[rank] = (
                 LastRecord(*json.loads(self._notes.get(str(rank)))) if known else LastRecord()
             )
-        late = {rank: note for rank, note in found.items() if note[:2] != mine[:2]}
+        late = {rank: note for rank, note in found.items() if note[:3] != mine[:3]}
         for rank, note in late.items():
             if note.sequence >= mine.sequence:
                 raise InfinityError(
-                    f"record {note.sequence} of rank {rank} is of step {note.step}, and record "
-                    f"{mine.sequence} of rank {self._rank} of step {mine.step}; all ranks must "
+                    f"record {note.sequence} of rank {rank} is of {note.moment}, and record "
+                    f"{mine.sequence} of rank {self._rank} of {mine.moment}; all ranks must "
                     "take the same steps, and write to parameters at the same places"
                 )
             if note.end:
@@ -166,5 +176,5 @@ class Agreement:
             )
 
 
-def _key(sequence: int, step: int) -> str:
-    return f"record {sequence} of step {step}"
+def _key(sequence: int, step: int, writes: int) -> str:
+    return f"record {sequence} of step {step}, {writes} writes"

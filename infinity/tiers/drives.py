@@ -220,6 +220,8 @@ class NvmeTier:
         self._parts.callback(place.remove_directory, self._own)
         inner = place.below(self._own)
         self._parts.callback(inner.close)
+        if self._durable is not None:
+            place.sync()  # what is committed in it must be found
         return inner
 
     @property

@@ -36,10 +36,10 @@ MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
 STATES_NAME = "infinity-states.bin"
-VERSION = 2
-_HEAD = struct.Struct("<32s32sQ")
+VERSION = 3
+_HEAD = struct.Struct("<32s32sQQ")
 HEAD_BYTES = _HEAD.size
-"""What a record begins with: its run, its life, and its step."""
+"""What a record begins with: its run, its life, its step, and the writes after that."""
 _MOST_BYTES = 1 << 30
 _OF_A_RANK = re.compile(r"rank\d+")
 
@@ -58,11 +58,13 @@ ONE_RANK = Member()
 
 class KeptRecord(NamedTuple):
     """A record that is whole, by its number among those of the run, its step, and the `life` that
-    made it: a life begins with each `wrap`, on all ranks together."""
+    made it: a life begins with each `wrap`, on all ranks together. Between the record before and
+    this one, parameters or states were written so many times outside of steps."""
 
     sequence: int
     step: int
     life: str
+    writes: int = 0
 
 
 class LeftStates(NamedTuple):
@@ -282,12 +284,12 @@ class DurableStates:
         if self._log is not None and self._taken is not None:
             self._log.keep(self._taken.sequence)
 
-    def record(self, step: int, content: bytes) -> int:
+    def record(self, step: int, writes: int, content: bytes) -> int:
         """Make `content` the last record, when all that it speaks of is on the drives; the one
-        before stays. Returns its number in the run."""
+        before stays. Returns its number in the run. `writes`: see `KeptRecord`."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
-        head = _HEAD.pack(self.found.run.encode(), self._life.encode(), step)
+        head = _HEAD.pack(self.found.run.encode(), self._life.encode(), step, writes)
         sequence = self._log.write(head + content)
         self._is_committed = True
         return sequence
@@ -432,12 +434,12 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
     return max(common)
 
 
-def _head(commit: Commit) -> tuple[str, int, str]:
-    """The run, the step and the life of a record; "" for one that says nothing of it."""
+def _head(commit: Commit) -> tuple[str, int, str, int]:
+    """The run, the step, the life and the writes of a record; "" for one that says nothing."""
     if len(commit.content) < _HEAD.size:
-        return "", 0, ""
-    run, life, step = _HEAD.unpack_from(commit.content)
-    return run.decode(errors="replace"), step, life.decode(errors="replace")
+        return "", 0, "", 0
+    run, life, step, writes = _HEAD.unpack_from(commit.content)
+    return run.decode(errors="replace"), step, life.decode(errors="replace"), writes
 
 
 def _refusal(place: Directory) -> ConfigError:

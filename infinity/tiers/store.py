@@ -429,16 +429,16 @@ class Store:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.seal(version.extent)
 
-    def record(self, step: int, versions: Sequence[Version], content: bytes) -> int:
-        """Make `content` the last record, of `step`: of what `durable_blocks` have at these
-        versions, all of which is written. Returns its number when it would survive a power cut; the
-        one before stays until `commit`. For one thread."""
+    def record(self, step: int, writes: int, versions: Sequence[Version], content: bytes) -> int:
+        """Make `content` the last record, of `step` and so many `writes` outside of steps: of what
+        `durable_blocks` have at these versions, all of which is written. Returns its number when it
+        would survive a power cut; the one before stays until `commit`. For one thread."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._nvme.flush()
         if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
-        return self._durable.record(step, self._with_sums(versions, content))
+        return self._durable.record(step, writes, self._with_sums(versions, content))
 
     def commit(self, step: int, versions: Sequence[Version], content: bytes) -> None:
         """All ranks have the last record, which was told this: what those before spoke of may be

@@ -360,9 +360,9 @@ def test_how_long_a_commit_takes_changes_no_record(
         assert go_on.wait(60)
         commit(store, *values)
 
-    def noted(self: Committer, step: int, content: Any) -> None:
+    def noted(self: Committer, step: int, *values: Any) -> None:
         found.append(step)
-        seal(self, step, content)
+        seal(self, step, *values)
 
     def waited_for(self: Committer) -> bool:
         go_on.set()

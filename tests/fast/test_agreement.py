@@ -98,6 +98,10 @@ def test_what_is_behind_all_is_forgotten(make: Make, store: Notes) -> None:
             lambda rank: rank.reach(1, 4, at_once),
             "record 1 of rank 1 is of step 4, and record 1 of",
         ),
+        (
+            lambda rank: rank.reach(1, 0, at_once, writes=2),
+            "record 1 of rank 1 is of step 0 and 2 writes after it, and record 1 of rank 0 of step",
+        ),
         (lambda rank: rank.end(), "rank 1 does not commit step 0: its engine was closed"),
         (lambda rank: None, r"waited \d+ s for the others to commit step 0; rank 1 has step 0"),
     ],

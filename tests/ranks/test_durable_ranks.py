@@ -34,7 +34,7 @@ from infinity.directories.directory import Directory
 from infinity.optim import committer
 from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
-from infinity.tiers.durable import MANIFEST_NAME
+from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
@@ -234,7 +234,7 @@ def test_a_rank_that_is_one_step_ahead_goes_back(
         log = CommitLog(DurableFiles(directory))
         last = log.kept()[0]
         log.settle()
-        log.write(last.content[:72] + b"of a step that the other rank does not have")
+        log.write(last.content[:HEAD_BYTES] + b"of a step that the other rank does not have")
     assert ranks_in_processes(tmp_path, train_on_rank, [tmp_path / "nvme"], {}) == [0] * RANKS
     check(tmp_path, uninterrupted)
     assert logged(tmp_path, "log0")[3][0] == 3

@@ -2,12 +2,13 @@
 
 `disk` has files and folders, and what a power cut leaves of them. `machine` runs from a boot to its
 end, and is struck at one operation. `drive` gives what the native module gives, `system` what `os`
-gives. Store, scheduler, pipeline, committer and commit log are the package's own.
+gives, `distributed` what `torch.distributed` gives to the ranks of `processes`. Store, scheduler,
+pipeline, exchange, committer and commit log are the package's own.
 
-`programs` has tiny programs that train, and `seeds` says what becomes of one: each machine that
-stops leaves a disk, and the next process goes on from that. The bits must be those of a run that
-nobody disturbed. `many` runs seeds in processes, and `planted` breaks the package on purpose.
-`python -m simulation --help`, in the folder `tests`.
+`programs` has tiny programs that train, `life` runs one on a machine for each rank, and `seeds`
+says what becomes of it: each machine that stops leaves a disk, and the next process goes on from
+that. The bits must be those of a run that nobody disturbed. `many` runs seeds in processes, and
+`planted` breaks the package on purpose. `python -m simulation --help`, in the folder `tests`.
 
 [Note: what a seed decides]
 A decision follows from the seed and the identity of an operation: what it does, in which file,
@@ -21,6 +22,19 @@ microseconds to two milliseconds, also by the seed.
 
 Bits of the states may also rot between two machines.
 
-What is not simulated: several ranks, and the native engines, which have tests of their own for
-transfers that are continued.
+[Note: several ranks]
+One seed of five has two or three ranks. They are threads of this process, each with a machine, a
+model and generators of its own, and what it starts belongs to it. A collective, a message and a
+note in the store are operations as well: a rank can be struck there, too. What strikes one rank
+does so at the same operation in every replay; where the others are by then is left to threads. So a
+second rank often has a blow of its own, as a rule at the same operation, before it or after. A rank
+may also leave alone. A process that has stopped is found gone at once: whoever waits for it in a
+collective gets an error, and time, which hardly passes before, passes fast for whoever waits for a
+note. So no outcome depends on a clock. The store is gone with rank 0, in half of the lives. A power
+cut takes all machines, or those alone that were struck.
+
+All ranks must go on with the same step, and each with the bits of the same rank undisturbed.
+
+What is not simulated: checkpoints of several ranks, ranks that share a drive, gloo itself, and the
+native engines, which have tests of their own for transfers that are continued.
 """

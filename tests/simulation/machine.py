@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.chance import Chance
@@ -73,6 +73,8 @@ class Machine:
         """Whether the blow has come."""
         self.wrongs: list[str] = []
         """What the engine must never do, and did."""
+        self.stopped: Callable[[], None] = lambda: None
+        """What is told that the machine has stopped (under the lock)."""
         self.moved: Counter[str] = Counter()
         """Bytes that were asked of the drives, by operation."""
         self._blow, self._boot = blow, boot
@@ -116,12 +118,14 @@ class Machine:
         blow = self._blow
         if blow is not None and blow.moment == moment and blow.operation == operation:
             self.was_struck = self.is_off = True
+            self.stopped()
         self.check()
 
     def stop(self) -> None:
         """From now on nothing has any effect."""
         with self.lock:
             self.is_off = True
+            self.stopped()
 
     def take_time(self, operation: Operation) -> None:
         """As long as the operation lasts (not under the lock)."""

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-from simulation.programs import SHAPES
+from simulation.programs import number_of
 from simulation.seeds import Found, Simulation
 from simulation.system import simulated
 from support.threads import one_thread
@@ -61,7 +61,7 @@ def told(found: Found) -> str:
 
 def divided(seeds: Iterable[int], processes: int) -> list[list[int]]:
     """The seeds in jobs, so that those of a program are in few of them."""
-    ordered = sorted(seeds, key=lambda seed: (seed % SHAPES, seed))
+    ordered = sorted(seeds, key=lambda seed: (number_of(seed), seed))
     each = max(1, min(EACH, -(-len(ordered) // processes)))
     return [ordered[at : at + each] for at in range(0, len(ordered), each)]
 

@@ -15,15 +15,18 @@ from unittest import mock
 from infinity import durability
 from infinity.directories import commits
 from infinity.directories.commits import CommitLog
+from infinity.directories.directory import Directory
 from infinity.nvme.ticket import Ticket
+from infinity.optim.committer import Committer
 from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DurableStates
+from infinity.tiers.durable import DurableStates, KeptRecord
 from infinity.tiers.home import Home
 from infinity.tiers.store import Store
 from simulation.many import simulating
+from simulation.processes import here
 from support.threads import one_thread
 
 WITHIN = 1000
@@ -71,7 +74,7 @@ def _record_before_the_last_write() -> Iterator[None]:
     await_ended, record = JobQueue.await_ended, DurableStates.record
     awaited: list[Callable[[], object]] = []
 
-    def put_off(queue: JobQueue, jobs: Sequence[Job]) -> bool:
+    def put_off(queue: JobQueue, jobs: Sequence[Job], *patience: float) -> bool:
         awaited.append(lambda: await_ended(queue, jobs))
         return True
 
@@ -108,6 +111,48 @@ def _record_in_memory() -> AbstractContextManager[object]:
     return mock.patch.object(CommitLog, "flush", lambda log: None)
 
 
+def _own_last_record() -> AbstractContextManager[object]:
+    take = DurableStates.take
+
+    def own(states: DurableStates, record: KeptRecord | None, life: str) -> None:
+        take(states, None if record is None else states.left.records[0], life)
+
+    return mock.patch.object(DurableStates, "take", own)
+
+
+def _given_up_at_once() -> AbstractContextManager[object]:
+    write = CommitLog.write
+
+    def hasty(log: CommitLog, content: bytes) -> int:
+        sequence = write(log, content)
+        log.settle()
+        return sequence
+
+    return mock.patch.object(CommitLog, "write", hasty)
+
+
+def _unflushed_directories() -> AbstractContextManager[object]:
+    """Those of ranks have a name, until the power is cut."""
+    sync = Directory.sync
+
+    def skipping(directory: Directory) -> None:
+        if here() is None or directory.path.name.startswith("rank"):
+            sync(directory)
+
+    return mock.patch.object(Directory, "sync", skipping)
+
+
+def _uncounted_writes() -> AbstractContextManager[object]:
+    """A rank that is closed before it writes to parameters, and one that goes on after that, make
+    records that look the same."""
+    seal = Committer.seal
+
+    def uncounted(committer: Committer, step: int, content: Any, writes: int = 0) -> None:
+        seal(committer, step, content)
+
+    return mock.patch.object(Committer, "seal", uncounted)
+
+
 BUGS = (
     Bug("the record is written before the states are flushed", _record_before_the_flush, 0),
     Bug("an extent is used again before a commit frees it", _always_free, 95),
@@ -117,12 +162,11 @@ BUGS = (
     Bug("what is cached in host memory is not written", _cached_part_in_memory_alone, 7),
     Bug("random generators are not restored", _other_random_numbers, 0),
     Bug("the record is written before the last write has ended", _record_before_the_last_write, 5),
+    Bug("one rank is a step ahead", _own_last_record, 10),
+    Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
+    Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
+    Bug("writes outside of steps are not counted", _uncounted_writes, 732),
 )
-
-LATER = {
-    "one rank is a step ahead": "several ranks of one run, each with a machine of its own",
-}
-"""Bugs that can be planted when the package has what they break."""
 
 
 def find(bug: Bug, most: int = WITHIN) -> tuple[int, str] | None:

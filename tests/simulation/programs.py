@@ -4,35 +4,53 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import infinity
 from simulation.chance import Chance
+from simulation.processes import generators
 from support.configs import config_of
 from support.probe import Probe
 
 SHAPES = 40
-"""How many programs there are; seed N runs program N modulo this."""
+"""How many programs of one rank there are, from 0 on."""
+SHAPES_OF_RANKS = 12
+"""How many of several ranks come after them."""
+SHARE_OF_RANKS = 0.2
+"""How many seeds run one of those."""
+MOST_RANKS = 3
 ROWS = 4
+TIMEOUT = 4.0
+"""`Tuning.collective_timeout` of several ranks, in seconds that pass when one is in trouble."""
 
 
 class Noise(nn.Module):
-    """Draws from all three generators while it trains."""
+    """Draws from all three generators of its process while it trains."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        factor = 1 + 0.1 * (random.random() + float(np.random.rand()))
-        return x * factor + 0.01 * torch.randn_like(x)
+        python, numpy, generator = generators()
+        factor = 1 + 0.1 * (python.random() + float(numpy.rand()))
+        return x * factor + 0.01 * torch.randn(x.shape, dtype=x.dtype, generator=generator)
+
+
+class Drop(nn.Module):
+    """`nn.Dropout`, which has no generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        kept = torch.empty_like(x).bernoulli_(0.8, generator=generators().torch)
+        return x * kept / 0.8
 
 
 class Net(nn.Module):
@@ -42,7 +60,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(units)])
         self.norm = nn.BatchNorm1d(width, affine=False)
-        self.drop, self.noise = nn.Dropout(0.2), Noise()
+        self.drop, self.noise = Drop(), Noise()
         if frozen:
             self.layers[1].requires_grad_(False)
 
@@ -72,6 +90,8 @@ class Program:
     rewritten, a checkpoint is loaded, the loss is no number, the model is evaluated."""
 
     number: int
+    ranks: int
+    stage: int
     units: int
     width: int
     steps: int
@@ -96,12 +116,16 @@ class Program:
         """Half of the steps."""
         return self.steps // 2
 
-    def model(self) -> Net:
-        """The model as it is built in every process."""
-        torch.manual_seed(self.number)
-        random.seed(self.number)
-        np.random.seed(self.number)
-        return Net(self.units, self.width, self.frozen)
+    def model(self, rank: int) -> Net:
+        """The model as it is built in every process of `rank`, whose generators begin there."""
+        python, numpy, generator = generators()
+        seed = self.number + 1000 * rank
+        python.seed(seed)
+        numpy.seed(seed)
+        generator.manual_seed(seed)
+        with _building:
+            torch.manual_seed(self.number)
+            return Net(self.units, self.width, self.frozen)
 
     def optimizer(self, model: nn.Module) -> Any:
         """Its optimizer."""
@@ -112,16 +136,27 @@ class Program:
         momentum = 0.9 if self.algorithm == "momentum" else 0.0
         return infinity.SGD(model.parameters(), lr=1e-2, momentum=momentum, **options)
 
-    def batch(self, step: int, micro: int) -> torch.Tensor:
-        """What step `step` trains with."""
-        generator = torch.Generator().manual_seed(1000 * step + micro)
+    def batch(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        """What `rank` trains step `step` with."""
+        generator = torch.Generator().manual_seed(1000 * step + 100 * rank + micro)
         batch = torch.randn(ROWS, self.width, generator=generator)
         return batch.to(torch.bfloat16 if self.precision == "bf16" else torch.float32)
 
 
+_building = threading.Lock()
+"""Parameters are drawn from torch's default generator."""
+
+
+def number_of(seed: int) -> int:
+    """The program that a seed runs."""
+    if Chance("ranks", seed).of("several") < SHARE_OF_RANKS:
+        return SHAPES + seed % SHAPES_OF_RANKS
+    return seed % SHAPES
+
+
 @functools.cache
 def program(number: int) -> Program:
-    """Program `number`."""
+    """Program `number`. Those of several ranks load no checkpoint."""
     chance = Chance("program", number)
 
     def one(key: str, *choices: Any) -> Any:
@@ -129,8 +164,11 @@ def program(number: int) -> Program:
 
     steps = one("steps", 3, 4, 4, 5)
     algorithm = one("algorithm", "adam", "adam", "momentum", "sgd")
+    several = number >= SHAPES
     return Program(
         number=number,
+        ranks=one("ranks", 2, 2, 2, 3) if several else 1,
+        stage=one("stage", 3, 3, 0) if several else 3,
         units=one("units", 2, 3, 3, 4),
         width=one("width", 32, 48, 64),
         steps=steps,
@@ -146,28 +184,24 @@ def program(number: int) -> Program:
         roomy=one("roomy", False, False, True),
         cached=one("cached", False, False, True),
         write_at=one("write", -1, -1, *range(steps)),
-        load_at=one("load", *[-1] * 6, *range(1, steps)),
+        load_at=-1 if several else one("load", *[-1] * 6, *range(1, steps)),
         skip_at=one("skip", -1, -1, -1, *range(steps)),
         evaluate_at=one("evaluate", *[-1] * 6, *range(steps)),
     )
 
 
-def budgets(number: int, drives: tuple[Path, ...]) -> dict[str, int]:
-    """The smallest budgets that the program has room in, as the refusals name them, or more."""
-    wanted, values = program(number), {"gpu_memory": 1, "cpu_memory": 1}
-    while True:
-        try:
-            model = wanted.model()
-            config = _config(wanted, drives, "step", values)
-            infinity.wrap(model, config, units=list(model.layers))
-        except infinity.BudgetError as error:
-            found = re.search(r"smallest (\w+) that works is (\d+)", str(error))
-            assert found is not None, error
-            values[found[1]] = int(found[2])
-        else:
-            infinity.engine(model).close()
-            more = 4 if wanted.roomy or wanted.cached else 1
-            return {name: value * more for name, value in values.items()}
+def budgets(
+    wanted: Program, wraps: Callable[[dict[str, int]], infinity.BudgetError | None]
+) -> dict[str, int]:
+    """The smallest budgets that the program has room in, as the refusals name them, or more;
+    `wraps` tries some, and returns the refusal."""
+    values = {"gpu_memory": 1, "cpu_memory": 1}
+    while (error := wraps(values)) is not None:
+        found = re.search(r"smallest (\w+) that works is (\d+)", str(error))
+        assert found is not None, error
+        values[found[1]] = int(found[2])
+    more = 4 if wanted.roomy or wanted.cached else 1
+    return {name: value * more for name, value in values.items()}
 
 
 def _config(
@@ -184,12 +218,19 @@ def _config(
         device="cpu",
         threads=1,
         poison=True,
+        stage=wanted.stage,
+        **({"collective_timeout": TIMEOUT} if wanted.ranks > 1 else {}),
         **given,
     )
 
 
+_leaving = threading.Lock()
+"""What is collected is of one rank."""
+
+
 class Run:
-    """A program in a process of its own, from `wrap` on; who has it closes its engine."""
+    """A program in a process of its own, from `wrap` on, on one of its ranks; who has it closes its
+    engine."""
 
     def __init__(
         self,
@@ -198,9 +239,10 @@ class Run:
         checkpoint: Path,
         given: dict[str, int],
         durability: int | str = "step",
+        rank: int = 0,
     ) -> None:
-        self.program, self._checkpoint = wanted, checkpoint
-        self.model = wanted.model()
+        self.program, self._checkpoint, self._rank = wanted, checkpoint, rank
+        self.model = wanted.model(rank)
         self.engine: infinity.Engine | None = None
         self._config = _config(wanted, drives, durability, given)
         self.steps_per_commit = self._config.steps_per_commit
@@ -265,7 +307,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         """A forward that changes nothing."""
         with torch.no_grad():
-            self.model.eval()(self.program.batch(step, 0))
+            self.model.eval()(self.program.batch(step, 0, self._rank))
         self.model.train()
 
     def _train(self, step: int) -> float:
@@ -280,7 +322,7 @@ class Run:
         """The forwards and backwards of a step; returns the sum of the losses."""
         wanted, total = self.program, 0.0
         for micro in range(2 if wanted.accumulates else 1):
-            loss = self.model(wanted.batch(step, micro))
+            loss = self.model(wanted.batch(step, micro, self._rank))
             if step == wanted.skip_at:
                 loss = loss * float("nan")
             loss.backward()
@@ -289,9 +331,10 @@ class Run:
 
     def leave(self) -> None:
         """Let go of the model, which ends the engine."""
-        self.engine = self.optimizer = self.scheduler = None
-        del self.model
-        gc.collect()
+        with _leaving:
+            self.engine = self.optimizer = self.scheduler = None
+            del self.model
+            gc.collect()
 
     def save(self) -> None:
         """Save the checkpoint."""

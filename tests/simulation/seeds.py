@@ -1,5 +1,5 @@
 """One seed: a program, several machines that it runs on one after the other, and what becomes of
-each.
+each; with several ranks, one machine for each at a time.
 
 What is looked at, beside that the engine goes on at all:
 
@@ -11,46 +11,39 @@ What is looked at, beside that the engine goes on at all:
 - I5: no tier was ever over its budget.
 - I7: no request on the drives overlaps a write that nobody has waited for, and no memory changes
   while it is written.
+- I6: all ranks join the same collectives, as they say themselves; and go on with one step.
 - I8: runs that nobody disturbed move the bytes that the planner states; what is placed where is the
   same after each resume, or it would be refused.
 - I4: a transfer that stops too soon, an error and a full drive each end in an error of the package.
 - No thread, no descriptor and no lock is left, whatever ended the engine.
 
-I1 and I2 show in the bits alone, I6 needs several ranks, I10 is asked once for each program, whose
+I1 and I2 show in the bits alone, I10 is asked once for each program, whose
 budgets are the smallest ones that the refusals name.
 """
 
 from __future__ import annotations
 
 import errno
-import faulthandler
-import functools
-import os
-import signal
-import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES
 from infinity.tiers.durable import STATES_NAME
 from simulation.chance import Chance
 from simulation.disk import Folder, Plain
+from simulation.life import Life, Work, Wrong, failures_elsewhere, in_time
 from simulation.machine import Blow, Machine, Operation, Place
-from simulation.programs import SHAPES, Program, Run, budgets, program, same
+from simulation.processes import Together
+from simulation.programs import MOST_RANKS, Program, Run, budgets, number_of, program, same
 from simulation.system import SimulatedSystem
 
 MOST_BLOWS = 3
 STEADY = 3  # steps until what is moved repeats itself
-ERRORS = (infinity.InfinityError, OSError)
-"""What a run may end with on a machine that fails."""
 KINDS = {
     "write": 6,
     "flush": 4,
@@ -63,6 +56,8 @@ KINDS = {
     "resize": 1,
     "allocate": 1,
     "load": 1,
+    "tell": 4,
+    "join": 3,
 }
 """How often a blow comes at an operation of each kind."""
 ROT = 0.1
@@ -70,17 +65,9 @@ ROT = 0.1
 LEAVES = (*[""] * 8, "between steps", "in a step", "looks", "lets go")
 """How a process leaves that nothing strikes before: it is closed, after a backward or not, was
 there to evaluate only, or lets go of its model."""
+LEAVES_OF_RANKS = (*LEAVES, "alone")
+"""One of several ranks may also do so alone, and the others find it gone."""
 LASTING = ("write", "read", "flush", "sync")
-LONGEST = 60.0
-"""Seconds after which a seed hangs."""
-
-
-class Wrong(Exception):
-    """The engine did what it must not."""
-
-
-class Hangs(Exception):
-    """A wait does not end."""
 
 
 @dataclass
@@ -96,13 +83,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a program: what an undisturbed run shows, and all operations of a run that
-    is new, and of one that goes on."""
+    """What is known of a program: for each rank, what an undisturbed run shows, and all operations
+    of a run that is new, and of one that goes on."""
 
-    shown: dict[int, str]
-    states: dict[str, object]
-    new: Counter[Place]
-    resumed: Counter[Place]
+    shown: Sequence[dict[int, str]]
+    states: Sequence[dict[str, object]]
+    new: Sequence[Counter[Place]]
+    resumed: Sequence[Counter[Place]]
 
 
 class Simulation:
@@ -113,8 +100,10 @@ class Simulation:
         self._system = system
         self._where = where
         self._shapes: dict[int, Shape] = {}
+        self._smallest: dict[int, dict[str, int]] = {}
         for number in range(2):
-            self._path(number).mkdir(exist_ok=True)
+            for rank in range(MOST_RANKS):
+                (self._path(number) / f"rank{rank}").mkdir(parents=True, exist_ok=True)
 
     def _path(self, number: int) -> Path:
         return self._where / f"nvme{number}"
@@ -126,7 +115,7 @@ class Simulation:
         """Run a seed, on the main thread."""
         found = Found(seed)
         try:
-            with _failures_elsewhere() as failures, _in_time(found):
+            with failures_elsewhere() as failures, in_time(seed):
                 _Trial(self, seed, found).run()
             if failures:
                 raise Wrong(failures[0])
@@ -138,81 +127,120 @@ class Simulation:
 
     # What is known of a program
 
-    def shape(self, number: int) -> Shape:
-        """What is known of the program of seed `number`; found out once."""
-        number %= SHAPES
+    def shape(self, seed: int) -> Shape:
+        """What is known of the program of `seed`; found out once."""
+        number = number_of(seed)
         if number not in self._shapes:
             self._shapes[number] = self._look(program(number))
         return self._shapes[number]
 
     def _look(self, wanted: Program) -> Shape:
-        shown: dict[int, str] = {}
+        shown: list[dict[int, str]] = [{} for _ in range(wanted.ranks)]
+        states: list[dict[str, object]] = [{} for _ in range(wanted.ranks)]
         roomy = {"gpu_memory": 1 << 24, "cpu_memory": 1 << 24}
-        if wanted.load_at >= 0:
-            with self.process(wanted, self.machine(wanted), roomy, "off") as run:
-                run.begin(resume=False)
-                run.go_on(lambda step, text: None, until=1)
-                run.save()
-        with self.process(wanted, self.machine(wanted), roomy, "off") as run:
+
+        def save(rank: int, run: Run) -> None:
             run.begin(resume=False)
-            run.go_on(shown.__setitem__)
-            states = run.states()
-        new, resumed = self.machine(wanted), None
-        with self.process(wanted, new) as run:
-            _follows(wanted, run, shown, states)
-        halfway = self.machine(wanted)
-        with self.process(wanted, halfway) as run:
+            run.go_on(lambda step, text: None, until=1)
+            run.save()
+
+        def train(rank: int, run: Run) -> None:
+            run.begin(resume=False)
+            run.go_on(shown[rank].__setitem__)
+            states[rank] |= run.states()
+
+        def follow(rank: int, run: Run) -> None:
+            _follows(wanted, run, shown[rank], states[rank])
+
+        def stop(rank: int, run: Run) -> None:
             run.begin(resume=True)
             run.go_on(lambda step, text: None, until=wanted.half)
-        resumed = self.machine(wanted, halfway.left(True, Chance("halfway")))
-        with self.process(wanted, resumed) as run:
-            _follows(wanted, run, shown, states)
-        return Shape(shown, states, new.counts, resumed.counts)
+
+        for work in (save, train) if wanted.load_at >= 0 else (train,):
+            self._undisturbed(wanted, self.machines(wanted), work, "off", roomy)
+        new, halfway = self.machines(wanted), self.machines(wanted)
+        self._undisturbed(wanted, new, follow)
+        self._undisturbed(wanted, halfway, stop)
+        left = [machine.left(True, Chance("halfway")) for machine in halfway]
+        resumed = self.machines(wanted, left)
+        self._undisturbed(wanted, resumed, follow)
+        return Shape(
+            shown, states, [each.counts for each in new], [each.counts for each in resumed]
+        )
+
+    def _undisturbed(
+        self,
+        wanted: Program,
+        machines: Sequence[Machine],
+        work: Work,
+        durability: str = "step",
+        given: dict[str, int] | None = None,
+    ) -> None:
+        given = self.budgets(wanted) if given is None else given
+        for error in self.life(wanted, machines, work, given, durability):
+            if error is not None:
+                raise error
+
+    def budgets(self, wanted: Program) -> dict[str, int]:
+        """The smallest budgets of a program, on each rank."""
+        if wanted.number not in self._smallest:
+
+            def wrap(given: dict[str, int]) -> infinity.BudgetError | None:
+                errors = self.life(
+                    wanted, self.machines(wanted), lambda rank, run: run.wrap(False), given
+                )
+                refused = next((e for e in errors if isinstance(e, infinity.BudgetError)), None)
+                if refused is None and any(errors):
+                    raise next(filter(None, errors))
+                return refused
+
+            self._smallest[wanted.number] = budgets(wanted, wrap)
+        return self._smallest[wanted.number]
 
     # Machines and processes
 
-    def machine(
+    def machines(
         self,
         wanted: Program,
-        folders: Sequence[Folder] = (),
+        disks: Sequence[Sequence[Folder]] = (),
         chance: Chance | None = None,
-        blow: Blow | None = None,
+        blows: Mapping[int, Blow] | None = None,
         boot: int = 0,
-    ) -> Machine:
-        """The machine that the package meets from now on."""
-        folders = folders or [Folder() for _ in range(wanted.drives)]
-        machine = Machine(folders, chance or Chance("quiet"), blow, boot)
-        self._system.boot(machine, self._drives(wanted))
-        return machine
+    ) -> list[Machine]:
+        """One for each rank, with the folders that the one before has left, if any."""
+        disks = disks or [[Folder() for _ in range(wanted.drives)] for _ in range(wanted.ranks)]
+        return [
+            Machine(
+                disk,
+                Chance("quiet") if chance is None else _of_rank(chance, wanted, rank),
+                (blows or {}).get(rank),
+                boot,
+            )
+            for rank, disk in enumerate(disks)
+        ]
 
-    @contextmanager
-    def process(
+    def life(
         self,
         wanted: Program,
-        machine: Machine,
-        given: dict[str, int] | None = None,
+        machines: Sequence[Machine],
+        work: Work,
+        given: dict[str, int],
         durability: int | str = "step",
-        room: int = 1,
-    ) -> Iterator[Run]:
-        """A run, whose engine is closed after the block. Without `given` budgets it has the
-        smallest ones, `room` times."""
-        if given is None:
-            smallest = self._budgets(wanted, machine)
-            given = {name: room * value for name, value in smallest.items()}
+        keeps_store: bool = False,
+    ) -> list[BaseException | None]:
+        """`work` in a process on each machine, whose engine is closed after it; returns what ended
+        each, and raises what must not end one. `keeps_store`: see `Together`."""
+        drives = self._drives(wanted)
         checkpoint = self._where / f"checkpoint{wanted.number}"
-        run = Run(wanted, self._drives(wanted), checkpoint, given, durability)
-        try:
-            yield run
-        except Hangs:
-            run.give_up()
-            raise
-        finally:
-            if run.engine is not None:
-                if machine.was_struck:
-                    with suppress(*ERRORS):
-                        run.engine.close()
-                else:
-                    run.engine.close()
+        life = Life(wanted, machines, work, (drives, checkpoint, given, durability))
+        if wanted.ranks == 1:
+            self._system.boot({None: machines[0]}, drives)
+            life.alone()
+        else:
+            together = Together(machines, keeps_store)
+            self._system.boot(dict(zip(together.ranks, machines, strict=True)), drives)
+            life.together(together)
+        return life.errors
 
     def look_behind(self, machine: Machine) -> None:
         """A process on `machine` has ended. Raises `Wrong` for what it has left, or did."""
@@ -226,16 +254,10 @@ class Simulation:
         if wrongs:
             raise Wrong(wrongs[0])
 
-    def _budgets(self, wanted: Program, machine: Machine) -> dict[str, int]:
-        found = _smallest(wanted.number, self._drives(wanted), self._system)
-        self._system.boot(machine, self._drives(wanted))
-        return found
 
-
-@functools.cache
-def _smallest(number: int, drives: tuple[Path, ...], system: SimulatedSystem) -> dict[str, int]:
-    system.boot(Machine([Folder() for _ in drives], Chance("budgets")), drives)
-    return budgets(number, drives)
+def _of_rank(chance: Chance, wanted: Program, rank: int) -> Chance:
+    """The decisions about one rank; those of one that is alone are the seed's."""
+    return chance if wanted.ranks == 1 else chance.child("rank", rank)
 
 
 def _follows(wanted: Program, run: Run, shown: dict[int, str], states: dict[str, object]) -> None:
@@ -259,20 +281,29 @@ def _follows(wanted: Program, run: Run, shown: dict[int, str], states: dict[str,
         raise Wrong(f"undisturbed, {', '.join(differs[:4])} are other bits than without durability")
 
 
+@dataclass
+class _Seen:
+    """What was seen of one process: the step that it began with and the one that it was at, the
+    last one of which the end was seen on a machine that ran, and whether a load was cut off."""
+
+    first: int | None = None
+    at: int = 0
+    ended: int = -1
+    was_loading: bool = False
+
+
 class _Trial:
     """One seed on its way."""
 
     def __init__(self, simulation: Simulation, seed: int, found: Found) -> None:
         self._simulation, self._found = simulation, found
         self._chance = Chance("seed", seed)
-        self._program = program(seed % SHAPES)
+        self._program = program(number_of(seed))
         self._shape = simulation.shape(seed)
-        self._folders: list[Folder] = []
-        self._ended = -1  # the last step of which the end was seen
-        self._committed = 0  # the last step that must be committed by now
+        self._disks: list[list[Folder]] = []
+        self._ended = -1  # the last step that must be committed by now, as any rank has seen
         self._reached = 0  # the step that any process was at
-        self._at = 0  # that the last one was at
-        self._least = 0  # that the next one must be at, or beyond
+        self._least = 0  # that the next ones must be at, or beyond
         self._is_over = False  # nothing is left to go on from, as is said
         self._is_rotten = self._was_loading = False
         self._is_complete = False
@@ -281,111 +312,178 @@ class _Trial:
         """All machines."""
         blows = 1 + self._chance.below(MOST_BLOWS, "blows")
         for life in range(blows):
-            leaves = self._chance.one(LEAVES, "leaves", life)
-            self._live(life, self._blow(life), leaves)
+            ways = LEAVES if self._program.ranks == 1 else LEAVES_OF_RANKS
+            self._live(life, self._blows(life), self._chance.one(ways, "leaves", life))
             if self._is_over:
                 return
             if self._is_complete:
                 break
-        self._live(blows, None, "")
+        self._live(blows, {}, "")
         if not self._is_over and self._chance.of("look again") < 0.1:
-            self._live(blows + 1, None, "")
+            self._live(blows + 1, {}, "")
 
-    def _blow(self, life: int) -> Blow:
-        chance = self._chance.child("blow", life)
-        places = self._shape.new if life == 0 or not self._folders else self._shape.resumed
+    # What is to happen
+
+    def _blows(self, life: int) -> dict[int, Blow]:
+        """By rank. Where one is struck, others are as well now and then: at the same operation, so
+        that they have just come to it, or have passed it; or anywhere."""
+        chance, ranks = self._chance.child("blow", life), self._program.ranks
+        if ranks == 1:
+            return {0: self._blow(chance, 0, life)}
+        victim = chance.below(ranks, "victim")
+        blow = self._blow(chance, victim, life)
+        blows = {victim: blow}
+        for rank in set(range(ranks)) - {victim}:
+            too = chance.of("too", rank)
+            if too < 0.3:
+                place = blow.operation.place
+                name = place.name.replace(f"rank{victim}", f"rank{rank}")
+                operation = blow.operation._replace(place=place._replace(name=name))
+                blows[rank] = blow._replace(
+                    operation=operation, moment=self._moment(chance.child(rank), place.kind)
+                )
+            elif too < 0.4:
+                blows[rank] = self._blow(chance.child(rank), rank, life)
+        return blows
+
+    def _blow(self, chance: Chance, rank: int, life: int) -> Blow:
+        is_new = life == 0 or not self._disks
+        places = (self._shape.new if is_new else self._shape.resumed)[rank]
         kinds = [kind for kind in KINDS if any(place.kind == kind for place in places)]
         kind = chance.one([kind for kind in kinds for _ in range(KINDS[kind])], "kind")
         there = sorted(place for place in places if place.kind == kind)
         records = [place for place in there if place.name.endswith(COMMIT_NAMES)]
         place = chance.one(records if records and chance.of("record") < 0.5 else there, "place")
         count = places[place]
-        if places is self._shape.resumed:  # that of the second half
+        if not is_new:  # that of the second half
             half = self._program.steps - self._program.half
             count = -(-count * (self._program.steps - self._ended) // half)
         when = chance.of("when")
         number = chance.below(count, "number") if when < 0.5 else 0 if when < 0.8 else count - 1
-        moment = chance.one(
-            ("before", "during" if kind in LASTING else "before", "after", "after", "fails"),
-            "moment",
-        )
+        moment = self._moment(chance, kind)
         if kind in ("read", "write"):
             code = chance.one((errno.EIO, 0), "code")
         else:
             code = errno.ENOSPC if kind in ("allocate", "store", "create") else errno.EIO
         return Blow(Operation(place, number), moment, code)
 
-    def _live(self, life: int, blow: Blow | None, leaves: str) -> None:
-        """One machine, until it ends. `leaves`: how the process does before the end of the program,
-        "" where it does not."""
-        chance = self._chance.child("life", life)
-        simulation = self._simulation
-        machine = simulation.machine(
-            self._program, self._folders, chance.child("machine"), blow, life
+    @staticmethod
+    def _moment(chance: Chance, kind: str) -> str:
+        return chance.one(
+            ("before", "during" if kind in LASTING else "before", "after", "after", "fails"),
+            "moment",
         )
+
+    def _live(self, life: int, blows: Mapping[int, Blow], leaves: str) -> None:
+        """One machine for each rank, until all end. `leaves`: how the processes do before the end
+        of the program, "" where they do not."""
+        chance = self._chance.child("life", life)
+        simulation, ranks = self._simulation, self._program.ranks
+        machines = simulation.machines(
+            self._program, self._disks, chance.child("machine"), blows, life
+        )
+        loner = chance.below(ranks, "loner") if leaves == "alone" else -1
         try:
-            room, apart = chance.one((1, 1, 3), "room"), chance.one(("step", "step", 2, 3), "apart")
-            error = self._end_of_process(machine, leaves, room, apart)
-            if self._is_refusal(error):
+            errors = self._end_of_processes(machines, leaves, loner, chance)
+            if any(map(self._is_refusal, errors)):
                 self._is_over = True
                 return
-            if error is not None and not machine.was_struck:
-                raise Wrong("".join(traceback.format_exception(error)))
-            simulation.look_behind(machine)
-            if not machine.was_struck and leaves not in ("looks", "lets go"):
+            struck = any(machine.was_struck for machine in machines)
+            for error in errors:
+                if error is not None and not struck and loner < 0:
+                    raise Wrong("".join(traceback.format_exception(error)))
+            for machine in machines:
+                simulation.look_behind(machine)
+            if not struck and leaves not in ("looks", "lets go", "alone"):
                 self._least = self._at
         except Wrong as wrong:
-            raise Wrong(f"machine {life}, to be struck by {blow}: {wrong}") from None
-        struck = "last" if blow is None else f"{blow.operation.place.kind} {blow.moment}"
-        left = f"leaves {leaves}" if leaves else "none"
-        self._found.blows[struck if machine.was_struck or blow is None else left] += 1
-        self._is_complete = not machine.was_struck and not leaves
-        self._folders = machine.left(chance.of("power") < 0.65, chance.child("left"))
+            told = ", ".join(f"rank {rank} by {blow}" for rank, blow in blows.items())
+            told = told if ranks > 1 else str(blows.get(0))
+            raise Wrong(f"machine {life}, to be struck by {told}: {wrong}") from None
+        self._count(machines, blows, leaves)
+        self._is_complete = not struck and not leaves
+        power = chance.of("power") < 0.65
+        lone = ranks > 1 and chance.of("lone") < 0.3
+        self._disks = [
+            machine.left(
+                power and (machine.was_struck or not lone),
+                _of_rank(chance.child("left"), self._program, rank),
+            )
+            for rank, machine in enumerate(machines)
+        ]
         if chance.of("rot") < ROT:
             self._rot(chance)
 
-    def _end_of_process(
-        self, machine: Machine, leaves: str, room: int, durability: int | str
-    ) -> BaseException | None:
-        """A process on `machine`, with `room` times the budgets; returns the error that ended
-        it."""
-        options: dict[str, Any] = {"room": room, "durability": durability}
-        try:
-            with self._simulation.process(self._program, machine, **options) as run:
-                try:
-                    if leaves == "looks":
-                        run.wrap(resume=True)
-                        run.evaluate(0)
-                    else:
-                        self._train(run, machine, leaves)
-                finally:
-                    self._at = run.progress.step
-                    self._was_loading |= run.is_loading
-                    self._reached = max(self._reached, self._at)
-        except ERRORS as error:
-            return error
-        return None
+    def _count(self, machines: Sequence[Machine], blows: Mapping[int, Blow], leaves: str) -> None:
+        """Note what has come of the blows."""
+        came = [
+            f"{blow.operation.place.kind} {blow.moment}"
+            for rank, blow in blows.items()
+            if machines[rank].was_struck
+        ]
+        if not came:
+            came = [f"leaves {leaves}" if leaves else "none"] if blows else ["last"]
+        ranks = self._program.ranks
+        self._found.blows.update(what if ranks == 1 else f"of {ranks}: {what}" for what in came)
 
-    def _train(self, run: Run, machine: Machine, leaves: str) -> None:
-        first = run.begin(resume=True)
-        if first < max(self._committed, self._least):
-            raise Wrong(
-                f"it goes on with step {first}: {self._committed} was committed, and {self._least} "
-                "was next"
+    def _end_of_processes(
+        self, machines: Sequence[Machine], leaves: str, loner: int, chance: Chance
+    ) -> list[BaseException | None]:
+        """Processes on all machines; returns the error that ended each."""
+        seen = [_Seen() for _ in machines]
+
+        def work(rank: int, run: Run) -> None:
+            way = leaves if leaves != "alone" else "between steps" if rank == loner else ""
+            try:
+                if way == "looks":
+                    run.wrap(resume=True)
+                    run.evaluate(0)
+                else:
+                    self._train(run, rank, machines[rank], way, seen[rank])
+            finally:
+                seen[rank].at = run.progress.step
+                seen[rank].was_loading = run.is_loading
+
+        room = chance.one((1, 1, 3), "room")
+        given = {
+            name: room * value for name, value in self._simulation.budgets(self._program).items()
+        }
+        keeps_store = chance.of("store") < 0.5
+        apart = chance.one(("step", "step", 2, 3), "apart") if len(machines) == 1 else "step"
+        try:
+            errors = self._simulation.life(
+                self._program, machines, work, given, apart, keeps_store=keeps_store
             )
-        self._committed = first
+        finally:
+            began = {each.first for each in seen if each.first is not None}
+            if began:
+                self._was_loading = False
+            self._was_loading |= any(each.was_loading for each in seen)
+            self._at = max(each.at for each in seen)
+            self._reached = max(self._reached, self._at)
+            self._ended = max(self._ended, *(each.ended for each in seen))
+        if len(began) > 1:
+            raise Wrong(f"the ranks go on with different steps: {sorted(began)}")
+        return errors
+
+    def _train(self, run: Run, rank: int, machine: Machine, leaves: str, seen: _Seen) -> None:
+        first = run.begin(resume=True)
+        if first < max(self._ended, self._least):
+            raise Wrong(
+                f"it goes on with step {first}: {self._ended} was committed, and {self._least} was "
+                "next"
+            )
         if first > self._reached:
             raise Wrong(f"it goes on with step {first}, and had not passed {self._reached}")
-
-        self._was_loading = False
+        seen.first = first
+        shown = self._shape.shown[rank]
 
         def see(step: int, text: str) -> None:
-            if text != self._shape.shown[step]:
-                raise Wrong(f"step {step} shows {text}, and {self._shape.shown[step]} undisturbed")
+            if text != shown[step]:
+                raise Wrong(f"step {step} shows {text}, and {shown[step]} undisturbed")
             if not machine.is_off:
-                self._ended = max(self._ended, step)
-                before = step - step % run.steps_per_commit  # this step waited for that one
-                self._committed = max(self._committed, before)
+                # The next step begins when the last one that has a commit is committed.
+                seen.ended = step - step % run.steps_per_commit
 
         steps = self._program.steps
         until = first + self._chance.below(steps - first + 1, "until", first) if leaves else steps
@@ -401,12 +499,18 @@ class _Trial:
             raise Wrong(wrongs[0])
         if until < steps:
             return
-        differs = same(run.states(), self._shape.states)
+        differs = same(run.states(), self._shape.states[rank])
         if differs:
             raise Wrong(f"in the end {', '.join(differs[:4])} are other bits than undisturbed")
 
     def _rot(self, chance: Chance) -> None:
-        states = chance.one(self._folders, "folder").names.get(STATES_NAME)
+        ranks = self._program.ranks
+        rank = chance.below(ranks, "rank")
+        folder = chance.one(self._disks[rank], "folder")
+        if ranks > 1:
+            below = folder.names.get(f"rank{rank}")
+            folder = below if isinstance(below, Folder) else Folder()
+        states = folder.names.get(STATES_NAME)
         if isinstance(states, Plain) and states.now:
             states.rot(chance)
             self._is_rotten = True
@@ -421,48 +525,3 @@ class _Trial:
             and self._was_loading
             and "was killed while it loaded a checkpoint" in str(error)
         )
-
-
-@contextmanager
-def _in_time(found: Found) -> Iterator[None]:
-    """A block that hangs is interrupted, as by Ctrl-C; where that does not help, the process ends,
-    with the stacks of its threads."""
-    is_late = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal is_late
-        if is_late:
-            print(f"seed {found.seed} hangs", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
-            os._exit(1)
-        is_late = True
-        signal.setitimer(signal.ITIMER_REAL, LONGEST)
-        raise Hangs(f"it hangs for {LONGEST:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _failures_elsewhere() -> Iterator[list[str]]:
-    """What ends threads inside, and what nobody can be told of; there the errors of a machine that
-    has stopped are due."""
-    failures: list[str] = []
-
-    def thread(args: Any) -> None:
-        failures.append(f"a thread ended with {args.exc_type.__name__}: {args.exc_value}")
-
-    def unraisable(args: Any) -> None:
-        if not issubclass(args.exc_type, ERRORS):
-            failures.append(f"{args.object!r} ended with {args.exc_type}: {args.exc_value}")
-
-    with (
-        mock.patch.object(threading, "excepthook", thread),
-        mock.patch.object(sys, "unraisablehook", unraisable),
-    ):
-        yield failures

@@ -13,16 +13,32 @@ import itertools
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from infinity import native
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from infinity import durability, native
+from infinity.device import ComputeDevice
+from infinity.sharding import agreement, collectives, watch
+from infinity.tiers import drives, store
 from simulation.disk import Change, Folder, Naming, Plain
+from simulation.distributed import SimulatedDistributed, SimulatedStores, gather
 from simulation.drive import DriveEngine, DriveFile, flush
 from simulation.machine import Machine
+from simulation.processes import (
+    Rank,
+    SimulatedNumpy,
+    SimulatedRandom,
+    SimulatedTime,
+    generators,
+    here,
+    threads_of_ranks,
+)
 
 STRIPE_BYTES = 16 << 10
 """So that tiny blocks lie on several drives."""
@@ -43,7 +59,7 @@ class SimulatedSystem:
     def __init__(self) -> None:
         self._descriptors: dict[int, Handle] = {}
         self._free = itertools.count(1 << 24)
-        self._roots: dict[str, Handle] = {}
+        self._roots: dict[tuple[Rank | None, str], Handle] = {}
         self._locks: dict[int, int] = {}  # by the number of a file: the descriptor
 
     def __getattr__(self, name: str) -> Any:
@@ -51,10 +67,12 @@ class SimulatedSystem:
 
     # Machines
 
-    def boot(self, machine: Machine, paths: Sequence[Path]) -> None:
-        """The folders of `machine` are at these paths from now on."""
+    def boot(self, machines: Mapping[Rank | None, Machine], paths: Sequence[Path]) -> None:
+        """The folders of each machine are at these paths from now on, for the threads of a rank;
+        None: for those of none."""
         self._roots = {
-            str(path): Handle(machine, folder, str(number))
+            (rank, str(path)): Handle(machine, folder, str(number))
+            for rank, machine in machines.items()
             for number, (path, folder) in enumerate(zip(paths, machine.folders, strict=True))
         }
 
@@ -81,8 +99,8 @@ class SimulatedSystem:
     # Names
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if dir_fd is None and str(path) in self._roots:
-            root = self._roots[str(path)]
+        root = self._roots.get((here(), str(path))) if dir_fd is None else None
+        if root is not None:
             root.machine.check()
             return self._add(root)
         found = self._named(path, dir_fd)
@@ -350,19 +368,40 @@ def _status(node: Plain | Folder) -> os.stat_result:
 
 @contextmanager
 def simulated() -> Iterator[SimulatedSystem]:
-    """Inside, the package meets the machine that was booted last."""
+    """Inside, the package meets the machines that were booted last."""
     system = SimulatedSystem()
+    distributed, stores = SimulatedDistributed(), SimulatedStores()
+    replaced = (
+        ("os", os, system),
+        ("fcntl", fcntl, system),
+        ("dist", dist, distributed),
+        ("distributed_c10d", distributed_c10d, stores),
+    )
     with ExitStack() as patches:
+
+        def replace(owner: Any, attribute: str, value: Any) -> None:
+            patches.enter_context(mock.patch.object(owner, attribute, value))
+
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] != "infinity":
                 continue
-            for attribute, real in (("os", os), ("fcntl", fcntl)):
+            for attribute, real, value in replaced:
                 if vars(module).get(attribute) is real:
-                    patches.enter_context(mock.patch.object(module, attribute, system))
-        patches.enter_context(mock.patch.object(native, "file_at", system.file_at))
-        for owner in ("infinity.tiers.drives", "infinity.tiers.store"):
-            patches.enter_context(mock.patch(f"{owner}.STRIPE_BYTES", STRIPE_BYTES))
-        patches.enter_context(
-            mock.patch("infinity.tiers.drives.make_engine", lambda kind, **o: DriveEngine(**o))
+                    replace(module, attribute, value)
+        replace(native, "file_at", system.file_at)
+        for owner in (drives, store):
+            replace(owner, "STRIPE_BYTES", STRIPE_BYTES)
+        replace(drives, "make_engine", lambda kind, **o: DriveEngine(**o))
+        for owner in (agreement, watch):
+            replace(owner, "time", SimulatedTime())
+        replace(collectives, "_gather", gather)
+        replace(durability, "random", SimulatedRandom())
+        replace(durability, "np", SimulatedNumpy())
+        replace(ComputeDevice, "random_state", lambda device: [generators().torch.get_state()])
+        replace(
+            ComputeDevice,
+            "set_random_state",
+            lambda device, states: generators().torch.set_state(states[0]),
         )
+        patches.enter_context(threads_of_ranks())
         yield system

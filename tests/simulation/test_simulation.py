@@ -6,14 +6,17 @@ again; `make simulate` runs thousands.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from simulation.many import divided, simulating, told
 from simulation.planted import BUGS, WITHIN, Bug
+from simulation.programs import number_of, program
 from simulation.seeds import Simulation
 from support.children import CHILD
 from support.threads import one_thread
@@ -39,8 +42,14 @@ def test_durable_steps_go_on_with_the_same_bits(part: int, simulation: Simulatio
         told(found) for found in founds if found.text
     )
     blows = [what for found in founds for what in found.blows.elements()]
-    struck = [what for what in blows if what not in ("none", "last") and "leaves" not in what]
-    assert len(struck) > SEEDS / PARTS / 2
+    others = re.compile("none|last|leaves")
+    assert sum(not others.search(what) for what in blows) > SEEDS / PARTS / 2
+
+
+def test_seeds_have_one_rank_or_several() -> None:
+    ranks = Counter(program(number_of(seed)).ranks for seed in range(SEEDS))
+    assert set(ranks) == {1, 2, 3}
+    assert SEEDS / 8 < ranks[2] + ranks[3] < SEEDS / 4
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.breaks)

@@ -145,14 +145,14 @@ def _kill_behind(left: int) -> None:
         made.append(self)
         make(self, *values)
 
-    def late(store: Store, step: int, *values: Any) -> int:
+    def late(store: Store, step: int, writes: int, *values: Any) -> int:
         nonlocal left
         while left == 0:
-            if made[-1].is_awaited(step):
+            if made[-1].is_awaited(step, writes):
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait(0.01)  # which nobody sets
         left -= 1
-        return record(store, step, *values)
+        return record(store, step, writes, *values)
 
     Agreement.__init__ = noted  # type: ignore[method-assign]
     Store.record = late  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
+from infinity.tiers.durable import DurableStates, Member
 from support.planted import PLANTED, Planted
 
 PIECE = 2 * ALIGNMENT  # of a stripe, so that small tests use many
@@ -490,6 +491,17 @@ def test_the_directory_of_a_rank_is_not_reached_through_a_link(tmp_path):
         list((tmp_path / "elsewhere").iterdir()) == []
         and (tmp_path / "nvme" / "rank1").is_symlink()
     )
+
+
+def test_the_name_of_a_ranks_directory_survives_a_power_cut(tmp_path, monkeypatch):
+    """It is flushed before anything in it counts as committed."""
+    flushed = []
+    monkeypatch.setattr(Directory, "sync", lambda directory: flushed.append(directory.path))
+    for durable in (None, DurableStates(resume=False, member=Member(1, 2))):
+        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", durable=durable)
+        made.find()
+        made.close()
+    assert flushed == [tmp_path]
 
 
 def test_a_child_of_a_killed_run_keeps_neither_its_lock_nor_its_space(tmp_path):
