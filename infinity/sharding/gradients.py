@@ -162,7 +162,8 @@ class Gradients:
     def summary(self) -> list[float]:
         """What the ranks add up for `settle`."""
         flags = [float(entry.where.present) for entry in self._entries]
-        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart]
+        collects = self._state is GradientState.COLLECTING
+        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart, collects]
 
     # What changes them
 
@@ -428,7 +429,9 @@ class Gradients:
 
     def _join(self, agreed: Sequence[float]) -> None:
         """Take over what other ranks have: their gradients are in this rank's shard, too."""
-        *flags, having, scales, apart = agreed
+        *flags, having, scales, apart, collecting = agreed
+        if collecting and self._unit.reduces_late:
+            self._open()  # others add to what was settled: it is reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
         if there and not self.present():
             self._loss_scale = scales / having
