@@ -185,7 +185,8 @@ class Program:
         self.optimizer.zero_grad(set_to_none=False)
         self.backward()
         self.step()
-        infinity.accumulate(
+        self.backward()
+        infinity.accumulate(  # a unit's gradients come several times in a row
             self.model, [self.batch() for _ in range(3)], lambda loss, batch: loss,
             scale=self.optimizer.scale,
         )  # fmt: skip
