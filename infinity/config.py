@@ -352,7 +352,8 @@ class Config(_Knobs):
 
     They share nothing with 0, optimizer states from 1 on, gradients from 2 on, parameters with 3.
     With 1 and 2 every rank has all parameters in the memory of its device. With 1 it has all
-    gradients there, too, which are then reduced once per step and not once per backward.
+    gradients, too, there or in host memory (`gradients`), which are then reduced once per step and
+    not once per backward.
     """
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of parameters and compute; "auto" is the model's own."""
@@ -425,20 +426,24 @@ class Config(_Knobs):
             )
         if len(set(self.nvme)) < len(self.nvme):
             return f"nvme names a directory twice: {', '.join(map(str, self.nvme))}"
-        whole = [
-            state
-            for state, least in (("parameters", 3), ("gradients", 2))
-            if self.stage < least and getattr(self, state) != "gpu"
-        ]
-        if whole and self.stage > 0:
-            wanted = ", ".join(f"{state}='gpu'" for state in whole)
-            least = 3 if "parameters" in whole else 2
-            return (
-                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of "
-                f"every rank; set {wanted}, or stage={least}, where each rank keeps its part of "
-                "them on any tier"
-            )
-        return ""
+        return self._wrong_whole_states()
+
+    def _wrong_whole_states(self) -> str:
+        """What is wrong with where a rank keeps what it has all of."""
+        kept, homes, stage = [], [], 2
+        if self.stage in (1, 2) and self.parameters != "gpu":
+            kept.append("all parameters on the device of every rank")
+            homes.append("parameters='gpu'")
+            stage = 3
+        if self.stage == 1 and self.gradients == "nvme":
+            kept.append("all gradients in the memory of every rank, until a step reduces them")
+            homes.append("gradients='cpu' or 'gpu'")
+        return (
+            f"stage={self.stage} keeps {', and '.join(kept)}; set {' and '.join(homes)}, or "
+            f"stage={stage}, where each rank keeps its part of them on any tier"
+            if kept
+            else ""
+        )
 
     def _wrong_update(self) -> str:
         if self.tuning.update != "delayed":

@@ -203,15 +203,13 @@ def _is_said(context: typer.Context, name: str) -> bool:
 
 def _config(knobs: dict[str, Any], said: Collection[str], drives: int, ranks: int) -> Config:
     """The configuration, in which the options in `said` are as they are. A described machine has
-    directories for its drives. Without any, states are in host memory; with stages 1 and 2 on the
-    device what these want there."""
+    directories for its drives. Without any, states are in host memory, but parameters with stages
+    1 and 2, which want them on the device."""
     if not knobs["nvme"] and drives:
         knobs["nvme"] = [Path(f"/mnt/nvme{number}") for number in range(drives)]
     for state in ("parameters", "optimizer"):
         if not knobs["nvme"] and state not in said:
             knobs[state] = "cpu"
-    if knobs["stage"] in (1, 2):
-        for state in ("parameters", *(["gradients"] * (knobs["stage"] == 1))):
-            if state not in said:
-                knobs[state] = "gpu"
+    if knobs["stage"] in (1, 2) and "parameters" not in said:
+        knobs["parameters"] = "gpu"
     return configured(knobs, lambda nbytes: nbytes // ranks)

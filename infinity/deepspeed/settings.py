@@ -385,7 +385,8 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
                 f'{path}.device is "nvme", but {path}.nvme_path names no directory'
             )
         paths += [found] if isinstance(found, str) else list(found or ())
-    # Reduced gradients go where updates run, which for states on NVMe is host memory.
+    # Reduced gradients go where updates run, which for states on NVMe is host memory. Whole ones
+    # stay on the device, unless the block "infinity" says otherwise.
     homes["gradients"] = "gpu" if stage == 1 or homes["optimizer"] == "gpu" else "cpu"
     return {**homes, "nvme": tuple(dict.fromkeys(paths))} if paths else homes
 

@@ -148,7 +148,7 @@ class Demand:
 
 def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) -> int:
     """Bytes of the buffer that gradients of the largest of `units` pass through; 0 where they need
-    none. With stage 1 their home is the whole buffer."""
+    none. With stage 1 they are collected at home where that is the compute device."""
     trained = [unit for unit in units if unit.trainable]
     if not (exchanges or config.gradients == "nvme"):
         return 0
@@ -156,7 +156,7 @@ def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) ->
         (
             unit.gradient_format(config).bytes_of(unit.numel)
             for unit in trained
-            if not unit.reduces_late(config)
+            if not (unit.reduces_late(config) and config.gradients == "gpu")
         ),
         default=0,
     )

@@ -37,7 +37,8 @@ def moves(
 
     Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
     to each use that finds it gone. If the update puts it there for the first use, that is one of
-    two. A gradient leaves, and the CPU updates.
+    two. A gradient leaves, and the CPU updates. What is collected whole on the host (stage 1) goes
+    there, to the device and back.
     """
     upload = download = nvme = 0.0
     updates = 0
@@ -53,6 +54,8 @@ def moves(
                 download += block.nbytes * there * (trains and not is_rounded(unit))
             elif kind is Kind.GRAD:
                 download += block.nbytes
+                if block.whole and block.tier == "cpu":  # leaves whole, and comes to be reduced
+                    upload, download = upload + block.span, download + block.span
             elif block.tier == "gpu":
                 upload, download = upload + block.nbytes, download + block.nbytes
             if block.tier == "nvme":

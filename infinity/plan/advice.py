@@ -132,12 +132,12 @@ def _placements(case: Situation) -> list[Change]:
         if getattr(config, key) != "auto"
     ]
     for state in _STATES:
-        if getattr(config, state) == "gpu" and config.stage in (0, 3):
+        if getattr(config, state) == "gpu":
             changes.append(_configured(f'set {state}="cpu"', {state: "cpu"}, {}))
     if case.hardware.drives:
         nvme = config.nvme or ("/mnt/nvme0",)
         for state in _STATES:
-            if getattr(config, state) != "nvme" and config.stage in (0, 3):
+            if getattr(config, state) != "nvme":
                 words = f'set {state}="nvme"'
                 changes.append(_configured(words, {"nvme": nvme, state: "nvme"}, {}))
     changes.append(Change("recompute activations (activation checkpointing)", _recomputed))

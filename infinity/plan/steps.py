@@ -4,7 +4,8 @@ Imports no torch.
 [Note: what a step is made of]
     use       computes on the device, when the unit is there and the use before has ended
     fetch     reads the uncached part of a parameter, copies it over the link, gathers it
-    gradient  leaves the device, and goes to the drives where its home is there
+    gradient  is reduced, leaves the device, and goes to the drives where its home is there; with
+              stage 1 it leaves whole, and is reduced when all have come
     update    reads states, runs the kernels, writes states, one piece after the other
     norm      reads the gradients, and ends the step
 
@@ -274,13 +275,12 @@ class Steps:
         unit, speeds = self._units[number], self._speeds
         name, grad = f"gradient of {unit.name}", unit.blocks[Kind.GRAD].spec
         last = self._computed[-1]
-        if unit.shards > 1:
-            sent = grad.nbytes * (unit.shards - 1) / speeds.network
-            last = self._add(COLLECTIVE, name, sent, [last])
+        if not grad.whole:
+            last = self._reduce(number, [last])
         if speeds.unified:  # the model's thread adds it to what is there
-            last = self._compute(name, grad.nbytes / speeds.copy, [last])
+            last = self._compute(name, grad.home_bytes / speeds.copy, [last])
         elif grad.tier != "gpu":
-            last = self._add(DOWN, name, grad.nbytes / speeds.down, [last])
+            last = self._add(DOWN, name, grad.home_bytes / speeds.down, [last])
         moved = unit.moved(Kind.GRAD)
         if moved:
             before = [self._io(READ, name, moved, last)] if cycle else [last]
@@ -290,9 +290,31 @@ class Steps:
         if final and self._mode == "speculative" and unit.has_shadow and not unit.on_device:
             self._begun[number] = self._update(number, last, self._before(AHEAD))
 
+    def _reduce(self, number: int, needs: list[Task]) -> Task:
+        """Every rank gets its part of the sum over the ranks."""
+        unit = self._units[number]
+        if unit.shards == 1:
+            return needs[0]
+        sent = unit.blocks[Kind.GRAD].spec.nbytes * (unit.shards - 1) / self._speeds.network
+        return self._add(COLLECTIVE, f"gradient of {unit.name}", sent, needs)
+
+    def _settle(self, number: int, last: Task) -> Task:
+        """Reduce what was collected whole, after the backward. From host memory it passes the
+        device, and returns."""
+        speeds, grad = self._speeds, self._units[number].blocks[Kind.GRAD].spec
+        name = f"gradient of {self._units[number].name}"
+        if not grad.whole:
+            return last
+        needs, passes = [last, *self._before(1)], grad.tier == "cpu" and not speeds.unified
+        if passes:
+            needs = [self._add(UP, name, grad.span / speeds.up, needs)]
+        last = self._reduce(number, needs)
+        return self._add(DOWN, name, grad.nbytes / speeds.down, [last]) if passes else last
+
     def _end_step(self) -> None:
         """The norm, and the updates that waited for it, what the next forward needs first first."""
         speeds, units = self._speeds, self._units
+        self._gradients = {each: self._settle(each, last) for each, last in self._gradients.items()}
         seconds, needs = 0.0, [*self._before(1), *self._gradients.values(), *self._posted]
         for number, ready in self._gradients.items():
             grad = units[number].blocks[Kind.GRAD]

@@ -1,7 +1,8 @@
 """The collectives of one engine with several ranks: on a thread of their own, in the order in which
 they are posted.
 
-With one rank and a GPU the same thread brings gradients home: a reduction among nobody.
+The same thread brings gradients to a home in host memory: with one rank and a GPU, and on each
+rank alone where they are reduced once per step (stage 1).
 
 [Note: one order]
 All ranks must join the same collectives in the same order (invariant I6). The thread that runs the
@@ -203,21 +204,25 @@ class Exchange:
         arrive: Callable[[], object] = lambda: None,
         everywhere: bool = True,
         tensor: bool = False,
+        alone: bool = False,
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
         Among all data parallel ranks if `everywhere`, else among those that the shards are divided
-        among; with `tensor` among the tensor parallel ranks, too. On a stream device it runs after
-        what the caller has queued so far. This rank sends `sent` bytes in it.
+        among; with `tensor` among the tensor parallel ranks, too. What this rank does `alone` is
+        not counted: others need not do it. On a stream device it runs after what the caller has
+        queued so far. This rank sends `sent` bytes in it.
         """
         look = self._watch.pause, self._look
         collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
-        collective.after, collective.groups = self.device.mark(), self._groups(everywhere, tensor)
+        collective.after = self.device.mark()
+        collective.groups = () if alone else self._groups(everywhere, tensor)
         with self._lock:
-            self._calls.note(operation, unit)
+            if not alone:
+                self._calls.note(operation, unit)
+                self._recent.append(collective.name)
+                self._count += 1
             collective.order = self._calls.value
-            self._recent.append(collective.name)
-            self._count += 1
             if self._closing.is_set() or self._error is not None:
                 collective.end(error=self._error or EngineClosedError("the engine was closed"))
             else:
@@ -377,7 +382,9 @@ class Exchange:
             self.device.side_stream(collective.after) as copy,
         ):
             collective.arrive()
-            collective.arrived = start = time.perf_counter()
+            start = time.perf_counter()
+            if collective.groups:  # else nobody waits for others
+                collective.arrived = start
             if not all(collectives.same(collective.order, group) for group in collective.groups):
                 raise InfinityError("the ranks have posted different collectives")
             result = collective.join()

@@ -3,20 +3,25 @@ rewritten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.device import Copy, copy_alone
+from infinity.device import Copy, Mark, copy_alone
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.layout import PARAMETER_ALIGNMENT
 from infinity.tiers.staging import ChunkRequest
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
+
+PIECE_BYTES = 32 << 20
+"""The most that is reduced at a time of gradients that pass the compute device: a ms or two of a
+GPU's link, and long enough for the bandwidth of NCCL."""
 
 
 class GradientBlock:
@@ -80,9 +85,9 @@ class GradientBlock:
         unit.store.resident.end_update([block])
 
     def add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
-        """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of
-        the step; then have the block averaged over the replicas if asked. With an exchange, on its
-        thread."""
+        """Add `shard` (shard_numel,), or the whole unit where it is reduced late (numel,), to its
+        home, or replace that by it if it is the `first` of the step; then have the block averaged
+        over the replicas if asked. With an exchange, on its thread."""
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
         if shard is not None:
@@ -107,8 +112,8 @@ class GradientBlock:
 
     def begin_home(self, full: torch.Tensor) -> Copy | None:
         """Start copying `full` (numel,), the first gradients of a unit that no other rank has a
-        part of, to the block, if nothing on the host has a part in it; `came` ends it."""
-        if self._unit.ranks.number > 1:
+        part in yet, to its home, if nothing on the host has a part in it; `came` ends it."""
+        if self._unit.reduces_each_turn:
             return None
         staging = self._unit.store.staging
         return staging.begin_home(self._unit.blocks[Kind.GRAD], full.view(torch.uint8))
@@ -135,26 +140,82 @@ class GradientBlock:
         operation = "reduce" if scatters else "average"
         return self._partners().post(operation, unit.name, join, sent, arrive, everywhere=averages)
 
+    def bring(
+        self, join: Callable[[], object], arrive: Callable[[], object] = lambda: None
+    ) -> Collective:
+        """Have the exchange bring gradients of this rank alone home by `join`, when `arrive` has
+        returned."""
+        return self._partners().post("bring", self._unit.name, join, arrive=arrive, alone=True)
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """What this rank has collected of these parameters in the home of a unit that is reduced
+        late becomes zeros."""
+        flat = self.flat()
+        for place in (self._unit.layout.places[index] for index in indices):
+            flat[place.offset : place.end].zero_()
+
+    def reduce_home(self, room: torch.Tensor) -> None:
+        """Put this rank's part of the mean of the home of the whole unit into the block. On the
+        thread of the exchange.
+
+        Pieces pass `room` (uint8), memory of the compute device, because a group may reach no
+        other. The next one is copied there while one is reduced. The bits are those of `reduced`.
+
+        Example: 4 ranks, shards of 100,000 fp32 elements, `room` of 2 MiB. A half of it fits 65,536
+        elements of each shard. The first piece has so many, the second one the other 34,464.
+        """
+        device, unit = self._partners().device, self._unit
+        shards = self.flat().chunk(unit.layout.ranks)
+        halves = room.view(unit.gradient_dtype).chunk(2)
+        most = min(halves[1].numel(), PIECE_BYTES // halves[1].itemsize) // len(shards)
+        length = most // PARAMETER_ALIGNMENT * PARAMETER_ALIGNMENT
+        begins = range(0, unit.layout.shard_numel, length)
+        # What has to end before each half is written again.
+        free: list[Mark | Copy | None] = [device.mark()] * 2
+        leaving = Copy()
+
+        def send(number: int) -> tuple[torch.Tensor, Copy]:
+            parts = [shard[begins[number] :][:length] for shard in shards]
+            piece = halves[number % 2][: len(parts) * parts[0].numel()]
+            copies = [
+                device.begin_upload(target, part, free[number % 2])
+                for target, part in zip(piece.chunk(len(parts)), parts, strict=True)
+            ]
+            return piece, copies[-1]  # they end in their order
+
+        coming = send(0)
+        for number, begin in enumerate(begins):
+            piece, sent = coming
+            if number + 1 < len(begins):
+                coming = send(number + 1)
+            device.follow_copy(sent)
+            mean, home = self.reduced(piece), shards[unit.rank][begin:][:length]
+            free[number % 2] = leaving = device.begin_download(home, mean, device.mark())
+        leaving.wait()
+
     def reduced(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On
-        the thread of the exchange."""
+        """This rank's part of the mean of `full` (n * ranks,) over all ranks, in the same memory.
+        On the thread of the exchange."""
         shard = self.scattered(full)
         self._average(shard)
         return shard
 
     def scattered(self, full: torch.Tensor) -> torch.Tensor:
         """Like `reduced`, of the mean over those that the shards are divided among."""
-        shard, exchange = self._unit.shard_of(full), self._partners()
+        shard = full.chunk(self._unit.layout.ranks)[self._unit.rank]
+        exchange = self._partners()
         collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
         return shard
 
     def spread(self) -> None:
         """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its
         home for none."""
-        flat = self.flat()
-        mean = self._unit.shard_of(flat) * self._unit.layout.ranks
-        flat.zero_()
-        self._unit.shard_of(flat).copy_(mean)
+        shards = self.flat().chunk(self._unit.layout.ranks)
+        for rank, shard in enumerate(shards):
+            if rank == self._unit.rank:
+                shard.mul_(len(shards))
+            else:
+                shard.zero_()
 
     def _partners(self) -> Exchange:
         if self._unit.exchange is None:

@@ -28,11 +28,12 @@ class GradientBuffer:
     before they are reduced.
 
     Needed with several ranks, and where the gradient's home cannot be addressed from the compute
-    device. If a unit asks while another unit holds the buffer, the other one reduces what it has. A
-    parameter may also come a second time: in re-entrant checkpointing of a module used twice, and
-    with micro-batches one after the other. If gradients of other ranks or earlier ones at home come
-    first, the unit then reduces, too. So gradients are added in the same order as without a buffer
-    (invariant I8).
+    device. What is reduced late passes it twice: whole on its way home, and in pieces that are
+    reduced (`lend`). If a unit asks while another unit holds the buffer, the other one reduces what
+    it has. A parameter may also come a second time: in re-entrant checkpointing of a module used
+    twice, and with micro-batches one after the other. If gradients of other ranks or earlier ones
+    at home come first, the unit then reduces, too. So gradients are added in the same order as
+    without a buffer (invariant I8).
 
     With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
     """
@@ -57,7 +58,7 @@ class GradientBuffer:
         """Collect `gradient`, of the parameter `index` of `unit`."""
         again = self._holder is unit and index in self._collected
         if self._holder is not unit or (
-            again and (unit.ranks.number > 1 or unit.gradients.at_home(index))
+            again and (unit.reduces_each_turn or unit.gradients.at_home(index))
         ):
             self.flush()
             while self._posted and self._posted[0][0].ended():
@@ -86,7 +87,7 @@ class GradientBuffer:
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
-        if holder is None or not (self._collected or holder.ranks.number > 1):
+        if holder is None or not (self._collected or holder.reduces_each_turn):
             return
         self._zero_rest(holder)
         posted = holder.gradients.reduce(self._flat(holder), self._collected)
@@ -119,6 +120,13 @@ class GradientBuffer:
         """Block until everything that was flushed has been added to the gradients of its unit."""
         while self._posted:
             self._end_first()
+
+    def lend(self) -> torch.Tensor:
+        """All of the memory (uint8), for who is done with it before the next gradient comes; what
+        was collected has gone home."""
+        self.flush()
+        self.await_added()
+        return self._memory
 
     def _end_first(self) -> None:
         posted, unit, collected = self._posted.popleft()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -162,7 +162,8 @@ class Gradients:
     def summary(self) -> list[float]:
         """What the ranks add up for `settle`."""
         flags = [float(entry.where.present) for entry in self._entries]
-        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart]
+        collects = self._state is GradientState.COLLECTING
+        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart, collects]
 
     # What changes them
 
@@ -197,7 +198,7 @@ class Gradients:
         if not self.has(index):
             self._set([index], Where.HOME if self._buffer is None else Where.BUFFER)
         self._collected += 1
-        if self._buffer is None and not unit.reduces_late:
+        if self._buffer is None:
             self._announce()
 
     def forget(self, indices: Iterable[int]) -> None:
@@ -297,11 +298,8 @@ class Gradients:
             ).wait()
             self._is_apart = False
         if self._unit.reduces_late:
-            flat = self._block.flat()
-            for place, present in zip(self._unit.layout.places, mine, strict=True):
-                if not present:
-                    flat[place.offset : place.end].zero_()
-            self._block.post(lambda: self._block.reduced(flat)).wait()
+            self._block.zero(index for index, present in enumerate(mine) if not present)
+            self._block.post(self._reduce_late()).wait()
         self._state = GradientState.SETTLED
 
     def spend(self, indices: Iterable[int], factor: float = 1.0) -> None:
@@ -326,7 +324,7 @@ class Gradients:
 
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None:
         """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over
-        the ranks; add this rank's part to the block.
+        the ranks; add this rank's part to the block. What is reduced late is added there whole.
 
         With an exchange returns at once. When the reduction has ended `end_reduction` is to be
         called; until then the block is not used.
@@ -342,7 +340,9 @@ class Gradients:
         leaving = block.begin_home(full) if first else None
         if leaving is not None:
             came = functools.partial(self._came, self._collected)
-            return Reduction(block.post(came, leaving.wait), leaving)
+            return Reduction(block.bring(came, leaving.wait), leaving)
+        if unit.reduces_late:
+            return Reduction(block.bring(functools.partial(block.add_up, full, first)))
         if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
             bring = functools.partial(self._bring_home, full, first, self._collected)
             return Reduction(block.post(bring))
@@ -362,6 +362,12 @@ class Gradients:
         if self._buffer is not None:
             self._buffer.await_added()
 
+    def _reduce_late(self) -> Callable[[], object]:
+        """What reduces the home of the whole unit, on the thread of the exchange."""
+        if self._buffer is None:
+            return functools.partial(self._block.reduced, self._block.flat())
+        return functools.partial(self._block.reduce_home, self._buffer.lend())
+
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
         self._block.add_up(self._block.reduced(full), first)
         self._measure(collected)
@@ -376,6 +382,8 @@ class Gradients:
     def _measure(self, collected: int) -> None:
         """If these were the last gradients of the step, say what their norm needs, while the model
         goes on."""
+        if self._unit.reduces_late:
+            return  # there are those of other ranks
         all_came = collected == self._expected
         squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
         if all_came:
@@ -383,7 +391,8 @@ class Gradients:
 
     def _announce(self) -> None:
         """Tell the updater where these may be all that the step brings."""
-        if self._collected == self._expected and not self._is_apart:
+        final = not (self._is_apart or self._unit.reduces_late)
+        if final and self._collected == self._expected:
             self._unit.listeners.updates.gradients_came(self._unit)
 
     # Inside of the step
@@ -423,12 +432,17 @@ class Gradients:
         ]
         if forgotten:
             self.wait()
-            self._block.rewrite(dict.fromkeys(forgotten))
+            if self._unit.reduces_late:
+                self._block.zero(forgotten)
+            else:
+                self._block.rewrite(dict.fromkeys(forgotten))
             self._set(forgotten, Where.ZEROED)
 
     def _join(self, agreed: Sequence[float]) -> None:
         """Take over what other ranks have: their gradients are in this rank's shard, too."""
-        *flags, having, scales, apart = agreed
+        *flags, having, scales, apart, collecting = agreed
+        if collecting and self._unit.reduces_late:
+            self._open()  # others add to what was settled: it is reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
         if there and not self.present():
             self._loss_scale = scales / having

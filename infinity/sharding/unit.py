@@ -188,6 +188,12 @@ class Unit:
         return self.ranks.shards is not None
 
     @property
+    def reduces_each_turn(self) -> bool:
+        """Whether the ranks reduce its gradients whenever its turn in a backward ends, and not when
+        they are settled."""
+        return self.ranks.number > 1 and not self.reduces_late
+
+    @property
     def end_in_shard(self) -> int:
         """The element of this rank's shard from which on there is nothing but padding."""
         return self.layout.places[-1].end - self.rank * self.layout.shard_numel
@@ -351,7 +357,8 @@ class Unit:
         self.data.place_on(device)
         self.tier = self.blocks[Kind.PARAM].tier
         self.exchange = exchange
-        self.gradients.bind(buffer)
+        on_device = self.trainable and self.blocks[Kind.GRAD].tier == "gpu"
+        self.gradients.bind(None if self.reduces_late and on_device else buffer)
 
     def connect(self, listeners: UnitListeners) -> None:
         """Tell `listeners` from now on: the last step of building, because they need units that are

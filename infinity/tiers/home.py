@@ -79,12 +79,18 @@ class Home:
         return self.buffers[self.version] if self.buffers else None
 
     @property
+    def whole(self) -> torch.Tensor | None:
+        """All of the home (uint8) where it is memory: the block, or the unit that it is a part of
+        (`BlockSpec.whole`); None on NVMe."""
+        return None if self.buffer is None else self.buffer.tensor
+
+    @property
     def memory(self) -> torch.Tensor | None:
         """The block (uint8) where it is at home in memory; None on NVMe."""
-        if self.buffer is None:
-            return None
-        spec, tensor = self.placed.spec, self.buffer.tensor
-        return tensor[spec.at : spec.at + spec.nbytes] if spec.whole else tensor
+        spec, tensor = self.placed.spec, self.whole
+        if tensor is None or not spec.whole:
+            return tensor
+        return tensor[spec.at : spec.at + spec.nbytes]
 
     def memory_of(self, begin: int) -> torch.Tensor | None:
         """The memory (uint8, from element 0 on) that is the home of element `begin`, if any."""

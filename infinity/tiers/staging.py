@@ -174,10 +174,10 @@ class Staging:
                     stack.callback(end_first)
 
     def begin_home(self, block: Block, content: torch.Tensor) -> Copy | None:
-        """Start copying `content` (uint8, of the size of `block`, on a compute device that the host
-        cannot address) to the home of `block`, where that is host memory as a whole; else None. It
-        comes after what the caller has queued."""
-        memory = block.home.memory
+        """Start copying `content` (uint8, of the size of a home of `block`, on a compute device
+        that the host cannot address) to that home, where it is host memory as a whole; else None.
+        It comes after what the caller has queued."""
+        memory = block.home.whole
         if memory is None or block.tier == "gpu" or self._device.unified_memory:
             return None
         return self._device.begin_download(memory, content, self._device.mark())
@@ -185,17 +185,21 @@ class Staging:
     def bring_home(
         self, block: Block, content: torch.Tensor, add: bool
     ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
-        """Parts of `block`, each beside its part of `content` (uint8, of the size of `block`, on
-        the compute device). The caller puts the second into the first, or with `add` adds it. Parts
-        that hold `content` already are left out. To be iterated to its end, or closed.
+        """Parts of `block`, each beside its part of `content` (uint8, of the size of a home of
+        `block`, on the compute device). The caller puts the second into the first, or with `add`
+        adds it. Parts that hold `content` already are left out. To be iterated to its end, or
+        closed.
         """
         discrete = not self._device.unified_memory and block.tier != "gpu"
         whole = None if add else self.begin_home(block, content)
         if whole is not None:
             whole.wait()
             return
-        if block.home.memory is not None and not discrete:
-            yield block.home.memory, content
+        if block.home.whole is not None and not discrete:
+            yield block.home.whole, content
+            return
+        if block.home.whole is not None:
+            yield from self._beside(block.home.whole, content)
             return
         places = {at: self._chunks.bytes_of(block.placed, at) for at in self.chunks(block)}
         parts = {at: content[first:][:nbytes] for at, (first, nbytes) in places.items()}
@@ -215,6 +219,23 @@ class Staging:
                 if add or not discrete:
                     yield chunks[0].tensor, chunks[-1].tensor if discrete else part
                 chunks[0].commit()
+
+    def _beside(
+        self, home: torch.Tensor, content: torch.Tensor
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
+        """Parts of `home`, host memory, each beside a copy in a slot of its part of `content`, on
+        the compute device; both uint8."""
+        size = self._arena.slot_bytes
+        parts = list(zip(home.split(size), content.split(size), strict=True))
+
+        def send(request: ChunkRequest, chunks: list[Checkout]) -> None:
+            target, (_, source) = chunks[0].tensor, parts[request.begin]
+            chunks[0].expect(self._device.begin_download(target, source, self._device.mark()))
+
+        requests = [ChunkRequest([], at, spare=part.numel()) for at, (part, _) in enumerate(parts)]
+        with closing(self.in_turn(requests, send)) as turns:
+            for chunks, (part, _) in zip(turns, parts, strict=True):
+                yield part, chunks[0].tensor
 
     def _stage(self, request: ChunkRequest, wait: bool) -> list[Checkout] | None:
         slots = self._take_slots(request, wait)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import infinity
 from infinity import build, closing
 from infinity.device import ComputeDevice, Copy, read_values
+from infinity.sharding import gradient_block
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
 from support import elsewhere, queued
@@ -379,6 +380,93 @@ def forget_gathers(
 
 def test_the_device_waits_for_gathers_and_no_thread_of_the_model_does(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path, RANKS)
+
+
+WHOLE = HOST | {"stage": 1, "parameters": "gpu", "gpu_memory": "4MiB", "gpu_cache": 0}
+
+
+def reuse_at_once(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.begin_upload
+) -> Copy:
+    """A piece takes the place of another one that has yet to leave."""
+    target, source, *after = values
+    frame = sys._getframe(1)
+    frame = frame.f_back if frame.f_code.co_name == "<listcomp>" else frame  # until Python 3.11
+    sends = frame is not None and frame.f_code.co_name == "send"
+    return real(device, target, source, *(() if sends else after))
+
+
+def leave_late(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.begin_download
+) -> Copy:
+    """No bug: what leaves is copied five times, one after the other."""
+    return [real(device, *values) for _ in range(5)][-1]
+
+
+def reduce_at_once(
+    device: ComputeDevice, copy: Copy, real: Any = ComputeDevice.follow_copy
+) -> None:
+    if sys._getframe(1).f_code.co_name != "reduce_home":
+        real(device, copy)
+
+
+def leave_at_once(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.begin_download
+) -> Copy:
+    target, source, *after = values
+    reduces = sys._getframe(1).f_code.co_name == "reduce_home"
+    return real(device, target, source, *(() if reduces else after))
+
+
+PLANTED_IN_PIECES: list[dict[str, Any]] = [
+    {"begin_upload": reuse_at_once, "begin_download": leave_late},
+    {"follow_copy": reduce_at_once},
+    {"begin_download": leave_at_once},
+]
+
+
+def serve_whole_gradients(directory: Path, rank: int, ranks: int) -> None:
+    """A rank that keeps whole gradients in host memory, at some paces, and with orders that are
+    lost."""
+    dist.init_process_group("gloo", f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
+    machine = queued.load()
+    queued.let_gloo_reach_it()
+    vars(build)["ComputeDevice"] = queued.QueuedDevice
+    vars(gradient_block)["PIECE_BYTES"] = 6 << 10  # three pieces or more
+
+    def trained(gradients: str) -> dict[str, Any]:
+        model = queued.move(transformer(tied=False))
+        nvme = [Path(tempfile.mkdtemp(dir=directory))]
+        config = config_of(nvme=nvme, precision="fp32", **(WHOLE | {"gradients": gradients}))
+        with infinity.engine(infinity.wrap(model, config, group=dist.group.WORLD)) as engine:
+            return train(engine, 2)
+
+    machine.set_pace()
+    expected = trained("gpu")
+    for seed, late in ((1, False), (2, False), (3, True)):
+        machine.set_pace(seed, random=True, compute_us=30, copy_us=300)
+        with pytest.MonkeyPatch.context() as patch:
+            if late:
+                patch.setattr(ComputeDevice, "begin_download", leave_late)
+            assert differences(trained("cpu"), expected) == [], seed
+    for bugs in PLANTED_IN_PIECES:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, bug in bugs.items():
+                patch.setattr(ComputeDevice, name, bug)
+            assert any(shows(machine, trained, expected, slower) for slower in (1, 4, 16)), bugs
+    dist.destroy_process_group()
+
+
+def shows(machine: Any, trained: Callable[[str], Any], expected: Any, slower: int) -> bool:
+    """Whether a number is wrong on any rank."""
+    machine.set_pace(copy_us=1000 * slower)
+    wrong = torch.tensor(len(differences(trained("cpu"), expected)))
+    dist.all_reduce(wrong)
+    return bool(wrong)
+
+
+def test_whole_gradients_pass_the_device_in_pieces_in_their_order(tmp_path: Path) -> None:
+    run_ranks(__file__, tmp_path, RANKS, "serve_whole_gradients")
 
 
 # The device itself

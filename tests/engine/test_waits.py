@@ -180,6 +180,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/exchange.py Exchange._join": RANKS,
     "sharding/gradient_buffer.py GradientBuffer._end_first": COLLECTIVE,
     "sharding/gradient_block.py GradientBlock.add_up": DRIVE,
+    "sharding/gradient_block.py GradientBlock.reduce_home": DEVICE,
     "sharding/gradient_block.py GradientBlock.rewrite": DRIVE,
     "sharding/gradients.py Gradients._drop_forgotten": COLLECTIVE,
     "sharding/gradients.py Gradients.settle": COLLECTIVE,

@@ -191,6 +191,10 @@ def test_a_key_becomes_a_setting(more: dict[str, Any], field: str, value: Any) -
             {"stage": 1, "parameters": "gpu", "gradients": "gpu", "optimizer": "cpu"},
         ),
         (
+            {"zero_optimization": {"stage": 1}, "infinity": {"gradients": "cpu"}},
+            {"stage": 1, "parameters": "gpu", "gradients": "cpu", "optimizer": "gpu"},
+        ),
+        (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             {"stage": 2, "parameters": "gpu", "gradients": "cpu", "optimizer": "cpu"},
         ),

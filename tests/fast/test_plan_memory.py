@@ -85,6 +85,7 @@ def test_where_they_lie() -> None:
     assert on_tiers(copy_on_write=False, gradients="nvme") == {"gpu": 0, "cpu": 0, "nvme": 3500}
     offload = {"stage": 2, "parameters": "gpu", "gradients": "cpu", "optimizer": "cpu"}
     assert on_tiers(**offload) == {"gpu": 2000, "cpu": 500 + 2500, "nvme": 0}
+    assert on_tiers(**offload | {"stage": 1}) == {"gpu": 2000, "cpu": 2000 + 2500, "nvme": 0}
     config = infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", precision="bf16")
     assert bytes_on_tiers(0, config, ranks=4, frozen=1000) == {"gpu": 0, "cpu": 0, "nvme": 500}
     assert on_tiers(parameters="cpu", optimizer="cpu", update="delayed") == {
@@ -100,21 +101,28 @@ def test_what_every_rank_keeps_whole_is_on_its_device(stage: int) -> None:
         infinity.ConfigError, match=rf"stage={stage} keeps all parameters.* on the device of every"
     ):
         infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=stage, gradients="gpu")
-    with pytest.raises(infinity.ConfigError, match=r"stage=1 keeps all gradients on the device"):
-        infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=1, parameters="gpu")
+    text = (
+        r"stage=1 keeps all gradients in the memory of every rank, until a step reduces them; set "
+        r"gradients='cpu' or 'gpu', or stage=2, where each rank keeps its part"
+    )
+    if stage == 1:
+        with pytest.raises(infinity.ConfigError, match=text):
+            infinity.Config(nvme="x", stage=1, parameters="gpu", gradients="nvme")
 
 
+@pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 @pytest.mark.parametrize("parameters", ["cpu", "gpu"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_what_the_error_of_a_stage_names_works(stage: int, parameters: Any) -> None:
+def test_what_the_error_of_a_stage_names_works(stage: int, parameters: Any, gradients: Any) -> None:
     """The tiers for this stage, or the lowest stage for these tiers."""
-    given: dict[str, Any] = {"parameters": parameters, "gradients": "cpu", "optimizer": "cpu"}
-    if (stage, parameters) == (2, "gpu"):
+    given: dict[str, Any] = {"parameters": parameters, "gradients": gradients, "optimizer": "cpu"}
+    given |= {"nvme": "x"}
+    if parameters == "gpu" and (stage, gradients) != (1, "nvme"):
         infinity.Config(stage=stage, **given)
         return
     with pytest.raises(infinity.ConfigError) as caught:
         infinity.Config(stage=stage, **given)
-    homes = dict(re.findall(r"(\w+)='(gpu)'", str(caught.value)))
+    homes = dict(re.findall(r"(\w+)='(\w+)'", str(caught.value)))
     (other,) = map(int, re.findall(r"or stage=(\d)", str(caught.value)))
     infinity.Config(stage=stage, **given | homes)
     infinity.Config(stage=other, **given)

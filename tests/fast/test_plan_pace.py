@@ -3,11 +3,12 @@ planner states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from infinity.config import Tuning
+from infinity.config import Config, Tuning
 from infinity.plan.forecast import default_config, plan
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.memory import Training
@@ -56,6 +57,30 @@ def test_lanes_do_the_stated_work(gpus: int, options: dict[str, Any], accumulate
     assert written * WRITE / gpus == pytest.approx(pace.traffic.update_written, rel=0.02)
     if options != {"gpu_memory": "600MB"}:  # a speculative update leaves a parameter to its fetch
         assert read * READ / gpus == pytest.approx(pace.traffic.read, rel=0.02)
+
+
+def test_whole_gradients_are_reduced_once_in_a_step() -> None:
+    """Stage 1: from host memory they pass the device then, and a part of them returns."""
+    model = of_dimensions(MODEL, Config(precision="bf16"))
+    whole = sum(unit.sharded(0, 2).nbytes for unit in model.units)
+    ranks, on_gpu = BOX.replace(gpus=2), {"parameters": "gpu", "optimizer": "cpu"}
+
+    def busy(accumulate: int, **options: Any) -> Callable[[str], float]:
+        found = paced(ranks, accumulate, update="plain", **on_gpu, **options).busy
+        return lambda lane: found.get(lane, 0.0)
+
+    one, four = (busy(number, stage=1, gradients="cpu") for number in (1, 4))
+    on_device = busy(4, stage=1, gradients="gpu")
+    each_time = busy(4, stage=2, gradients="cpu")
+    once = busy(1, stage=2, gradients="cpu")
+    gradients = each_time("collective") - once("collective")
+    assert gradients > 0
+    for lane in (one, four, on_device):
+        assert lane("collective") == pytest.approx(once("collective"))
+    up = four("host to device") - on_device("host to device")
+    assert up == pytest.approx(whole / ranks.link)
+    back = four("device to host") - on_device("device to host")
+    assert back == pytest.approx((4 * whole + whole / 2) / ranks.link)
 
 
 def test_a_step_in_memory_is_its_compute_and_its_update() -> None:

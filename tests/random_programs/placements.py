@@ -52,6 +52,7 @@ ON_DEVICE = {"parameters": "gpu", "gradients": "gpu"}
 RANKED = {
     "stage 0": Placement(1, 0, {"stage": 0, "cache": 0}),
     "stage 1": Placement(0, 0, {"stage": 1, "cache": 0} | ON_DEVICE),
+    "stage 1, gradients at home": Placement(0, 0, {"stage": 1, "parameters": "gpu"}),
     "stage 2": Placement(0, 0, {"stage": 2, "optimizer": "cpu"} | ON_DEVICE),
     "stage 2, gradients at home": Placement(0, 0, {"stage": 2, "parameters": "gpu"}),
     "stage 3": Placement(1, 1, {"gradients": "nvme", "cache": 0, "poison": True}),

@@ -32,6 +32,8 @@ RANKS = 2
 NAMES = (
     "data parallel, no_sync",
     "ZeRO-1",
+    "ZeRO-1, gradients at home",
+    "ZeRO-1, gradients at home, some kept",
     "ZeRO-2, no_sync",
     "ZeRO-Offload",
     "ZeRO-Inf-CPU",

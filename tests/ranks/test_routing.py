@@ -109,6 +109,7 @@ def test_ranks_that_use_different_experts_are_one_rank(on_ranks: OnRanks, tmp_pa
         {"update": "speculative"},
         {"stage": 2} | on_gpu,
         {"stage": 1, "gradients": "gpu"} | on_gpu,
+        {"stage": 1, "gradients": "cpu"} | on_gpu,
     ):
         assert on_ranks(config) == ["done"] * RANKS
         ranks = [

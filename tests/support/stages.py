@@ -49,6 +49,12 @@ CASES: dict[str, dict[str, Any]] = {
     "data parallel, no_sync": {"stage": 0, "apart": 1} | GPU,
     "data parallel, no_sync to the end": {"stage": 0, "apart": 2, "gradients": "nvme"},
     "ZeRO-1, no_sync": {"stage": 1, "apart": 2} | GPU,
+    "ZeRO-1, gradients at home": {"stage": 1} | GPU | {"gradients": "cpu"},
+    "ZeRO-1, gradients at home, NVMe": {"stage": 1, "parameters": "gpu"},
+    "ZeRO-1, gradients at home, some kept": {"stage": 1, "gpu_cache": "200KiB"}
+    | CPU
+    | {"parameters": "gpu"},
+    "ZeRO-1, gradients at home, no_sync": {"stage": 1, "apart": 2} | CPU | {"parameters": "gpu"},
     "ZeRO-2, no_sync": {"stage": 2, "apart": 1}
     | GPU
     | {"optimizer": "nvme", "update": "speculative"},
@@ -56,7 +62,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HYBRID = {
     f"hybrid {name}": CASES[name]
-    for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe", *list(CASES)[-2:])
+    for name in (
+        "ZeRO-1",
+        "ZeRO-1, gradients at home",
+        "ZeRO-2",
+        "ZeRO-3",
+        "ZeRO-Inf-NVMe",
+        *list(CASES)[-2:],
+    )
 }
 HYBRID["hybrid ZeRO-3, no_sync once"] = {"stage": 3, "apart": 1} | CPU
 
