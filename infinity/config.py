@@ -364,6 +364,13 @@ class Config(_Knobs):
     with each step. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep
     parameters on the device.
     """
+    inference: bool = False
+    """Only run the model: every parameter counts as frozen, whatever its `requires_grad` says.
+
+    There are no gradients, masters or moments, so what is set for these has no effect. A backward
+    and an optimizer are refused. Weights that lie in safetensors files as they are used are read
+    from there. Then nothing is written to NVMe, and `parameters="nvme"` needs no directory.
+    """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
     """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
@@ -389,7 +396,7 @@ class Config(_Knobs):
     def _wrong_places(self) -> str:
         states = ("parameters", "gradients", "optimizer", "activations")
         on_nvme = [state for state in states if getattr(self, state) == "nvme"]
-        if on_nvme and not self.nvme:
+        if on_nvme and not self.nvme and not self.inference:
             return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
         if self.tuning.gpu_direct == "on" and self.parameters != "nvme":
             return (
@@ -406,7 +413,7 @@ class Config(_Knobs):
         whole = [
             state
             for state, least in (("parameters", 3), ("gradients", 2))
-            if self.stage < least and getattr(self, state) != "gpu"
+            if self.stage < least and getattr(self, state) != "gpu" and self._has(state)
         ]
         if whole and self.stage > 0:
             wanted = ", ".join(f"{state}='gpu'" for state in whole)
@@ -418,8 +425,11 @@ class Config(_Knobs):
             )
         return ""
 
+    def _has(self, state: str) -> bool:
+        return state == "parameters" or not self.inference
+
     def _wrong_update(self) -> str:
-        if self.tuning.update != "delayed":
+        if self.tuning.update != "delayed" or self.inference:
             return ""
         if self.parameters == "gpu" or not self.tuning.copy_on_write:
             wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
@@ -438,6 +448,11 @@ class Config(_Knobs):
     def _wrong_durability(self) -> str:
         if self.durability == "off":
             return ""
+        if self.inference:
+            return (
+                "durability='step' commits optimizer steps, and inference=True makes none; leave "
+                "one of them out"
+            )
         if self.stage in (1, 2):
             return (
                 "durability='step' commits parameters on nvme, and stage="

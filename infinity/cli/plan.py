@@ -74,6 +74,7 @@ Chart = Annotated[
 
 LEFT_OUT = (
     "durability",
+    "inference",
     "nvme_shares",
     "io_engine",
     "gpu_direct",

@@ -197,7 +197,8 @@ class Store:
             else:
                 places = (self._nvme.reserve(placed.written_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
-        if self._config.activations == "nvme" or self._originals:
+        grows = self.layout.placement.config.activations == "nvme" or self._originals
+        if grows and self._config.nvme:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         if self._durable is not None:
             self._durable.describe([_stored(block) for block in self.durable_blocks()])

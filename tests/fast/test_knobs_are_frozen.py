@@ -33,6 +33,7 @@ CONFIG = {
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
     "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
     "durability": ("'off' | 'step'", "off"),
+    "inference": ("bool", False),
     "tuning": ("Tuning", Tuning()),
 }
 TUNING = {
@@ -169,8 +170,8 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_13_fields() -> None:
-    assert len(Config.model_fields) <= 13
+def test_config_has_at_most_14_fields() -> None:
+    assert len(Config.model_fields) <= 14
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 

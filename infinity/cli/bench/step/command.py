@@ -51,6 +51,7 @@ LEFT_OUT = (
     "algorithm",
     "stage",
     "durability",
+    "inference",
     "split_master",
     "collective_timeout",
     "verify",
