@@ -433,3 +433,28 @@ def test_each_rank_reads_its_part(on_ranks: OnRanks, plain: Any, tmp_path: Path)
     for rank in range(2):
         found = Generated(*torch.load(tmp_path / f"found{rank}.pt"))
         found.assert_equals(generated(plain, 2))
+
+
+# The cache of keys and values
+
+
+class Stream:
+    """A stream of a device that does everything at once."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Everything has been done."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_the_offloaded_cache_of_transformers(
+    model: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of the cache wait in host memory. It asks for streams of CUDA, which are played."""
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    found = generated(model, 3, cache_implementation="offloaded")
+    monkeypatch.undo()
+    found.assert_equals(generated(plain, 3))
