@@ -73,7 +73,7 @@ class Clock:
 
 
 def save_model(options: argparse.Namespace, directory: Path) -> Any:
-    """Write a Llama with random weights to `directory`; returns it."""
+    """Write a Llama with random weights to `directory`; returns what is loaded from there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -89,9 +89,8 @@ def save_model(options: argparse.Namespace, directory: Path) -> Any:
         pad_token_id=0,
         dtype="bfloat16",
     )
-    model = LlamaForCausalLM(config).bfloat16().eval()
-    model.save_pretrained(directory, max_shard_size="200MB")
-    return model
+    LlamaForCausalLM(config).bfloat16().save_pretrained(directory, max_shard_size="200MB")
+    return LlamaForCausalLM.from_pretrained(directory).eval()
 
 
 @contextmanager
