@@ -368,7 +368,8 @@ class Build:
         """Choose the budgets that the configuration leaves open, by what is free now."""
         config = self._config
         found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
-        self._choice = choose(config.gpu_memory, config.cpu_memory, found, self.demand.least())
+        budgets, least = (config.gpu_memory, config.cpu_memory), self.demand.least()
+        self._choice = choose(*budgets, found, least, keeps=config.inference)
         return self._choice.budgets
 
     def budget(self, least: Sequence[float]) -> None:
