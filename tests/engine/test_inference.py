@@ -100,6 +100,13 @@ def test_a_device_with_memory_of_its_own(
         generated(model, 3).assert_equals(generated(plain, 3))
 
 
+def test_an_engine_that_trains_generates_too(saved: Path, plain: Any, tmp_path: Path) -> None:
+    model = loaded(type(plain), saved)
+    infinity.wrap(model, config(inference=False, nvme=tmp_path, cpu_memory="8MiB"))
+    with infinity.engine(model):
+        generated(model, 3).assert_equals(generated(plain, 3))
+
+
 # What a token reads
 
 
