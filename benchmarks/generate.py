@@ -7,9 +7,10 @@ weights that do not stay there for a moment by chance. All prompts of a batch sh
 
 The limit of weights on NVMe is what the drive gives in the same round to `infinity bench io`, with
 direct I/O in the same directory, over the bytes of all weights. The limit of weights in host memory
-is plain transformers in the same round. Tokens are compared with those of plain transformers, and
-have to be equal. The first token of each batch, whose forward has the whole prompt, does not count.
-GB = 1e9 bytes.
+is plain transformers in the same round. `over_longer_ratio` is beside the longer of the two:
+reading may hide behind compute, or compute behind reading. Tokens are compared with those of plain
+transformers, and have to be equal. The first token of each batch, whose forward has the whole
+prompt, does not count. GB = 1e9 bytes.
 
     benchmarks/generate.py --directory DIR [--json FILE]
 """
@@ -154,7 +155,11 @@ def measure(
     for way, size in itertools.product(WAYS, options.batches):
         values: list[float] = []
         ratios: list[float] = []
-        others: dict[str, list[float]] = {"plain_tokens_per_second": [], "drive_gb_per_second": []}
+        others: dict[str, list[float]] = {
+            "over_longer_ratio": [],
+            "plain_tokens_per_second": [],
+            "drive_gb_per_second": [],
+        }
         with wrapped(way, options, directory) as model:
             engine = infinity.engine(model)
             generate(model, 1, options, engine)  # warms up
@@ -170,6 +175,7 @@ def measure(
                 values.append(size * steps / found.seconds)
                 limit = size * rate / weights if way == "nvme" else plain_value
                 ratios.append(values[-1] / limit)
+                others["over_longer_ratio"].append(values[-1] / min(limit, plain_value))
                 others["plain_tokens_per_second"].append(plain_value)
                 others["drive_gb_per_second"].append(rate / 1e9)
         rows.append(
