@@ -16,7 +16,7 @@ from infinity.quantities import format_bytes
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
-    from infinity.models.generation import Batch, Decoding, Generator
+    from infinity.models.generation import Decoding, Generator, PromptBatch
     from infinity.models.source import ModelSource
 
 LEFT_OUT = (
@@ -166,7 +166,7 @@ def _run(
 
 
 def _check_key_values(
-    source: ModelSource, batches: list[Batch], new_tokens: int, most: int | None
+    source: ModelSource, batches: list[PromptBatch], new_tokens: int, most: int | None
 ) -> int:
     """Bytes of the largest KV cache; raises `ValueError` where they are more than `most`."""
     from infinity.models.generation import check_key_values, key_value_bytes
@@ -197,7 +197,11 @@ def assemble(source: ModelSource, config: Any, world: World) -> tuple[Any, Engin
 
 
 def _generate(
-    generator: Generator, engine: Engine, batches: list[Batch], decoding: Decoding, shows: bool
+    generator: Generator,
+    engine: Engine,
+    batches: list[PromptBatch],
+    decoding: Decoding,
+    shows: bool,
 ) -> dict[str, Any]:
     """Run all batches, and print the texts where it `shows`; returns the figures."""
 

@@ -54,7 +54,7 @@ class Continuation(NamedTuple):
     tokens: int
 
 
-class Batch(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts that are continued together: padded on the left to the longest one, both of shape
     (rows, length)."""
 
@@ -85,7 +85,7 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> list[Batch]:
+def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> list[PromptBatch]:
     """`prompts` in their order, `rows` together. Raises `ValueError` for a prompt of no tokens."""
     texts = [Text([TextPart(prompt, False)], is_rendered=False) for prompt in prompts]
     # What no template has rendered ends with a separator.
@@ -101,11 +101,13 @@ def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> lis
             ids[row, ids.shape[1] - len(own) :] = own
         lengths = torch.tensor([[len(own)] for own in group])
         mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths
-        batches.append(Batch(prompts[first : first + rows], torch.from_numpy(ids), mask.long()))
+        batches.append(
+            PromptBatch(prompts[first : first + rows], torch.from_numpy(ids), mask.long())
+        )
     return batches
 
 
-def check_length(source: ModelSource, batches: Sequence[Batch], new_tokens: int) -> None:
+def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens: int) -> None:
     """Raise `ValueError` where the model has too few positions for a prompt and what follows it."""
     longest = max(batch.length for batch in batches)
     most = getattr(source.config, "max_position_embeddings", None)
@@ -198,7 +200,7 @@ class Generator:
         self.tokens = 0
 
     def run(
-        self, batches: Sequence[Batch], decoding: Decoding, told: Callable[[str], None] | None
+        self, batches: Sequence[PromptBatch], decoding: Decoding, told: Callable[[str], None] | None
     ) -> Iterator[list[Continuation]]:
         """The continuations of each batch. `told` gets the text of a single prompt as it grows."""
         torch.manual_seed(decoding.seed)

@@ -256,9 +256,8 @@ def test_there_are_parameters_only(saved: Path, plain: Any) -> None:
     """No gradient, master or moment, whatever is set for them, and no room for any; also where
     parameters take gradients."""
     options = {"optimizer": "cpu", "gradients": "gpu", "moment_precision": "fp32"}
-    with infinity.engine(
-        infinity.wrap(loaded(type(plain), saved), config(gpu_memory="8MiB", **options))
-    ) as engine:
+    model = infinity.wrap(loaded(type(plain), saved), config(gpu_memory="8MiB", **options))
+    with infinity.engine(model) as engine:
         assert {kind for unit in engine.units for kind in unit.blocks} == {Kind.PARAM}
         everything = sum(unit.nbytes for unit in engine.units)
         assert engine.memory() == {"gpu": everything, "cpu": 0, "nvme": 0}
