@@ -17,7 +17,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
-from infinity.modules.frozen import find_stored
+from infinity.modules.frozen import all_frozen, find_stored
 from infinity.modules.grouping import (
     find_nestings,
     find_owners,
@@ -177,8 +177,9 @@ def _built(
     if before is not None:
         config = before.config if config is None else config
         values = unwrap(before, model)
-    build = Build(model, Config() if config is None else config, group, undo, resume)
-    with all_adapters(model):
+    config = Config() if config is None else config
+    build = Build(model, config, group, undo, resume)
+    with nullcontext() if config.inference else all_adapters(model):
         with build.together():
             build.check()
             if weights is not None and not isinstance(weights, Weights):
@@ -261,7 +262,8 @@ class Build:
                         "build the model again"
                     )
                 )
-        check_model(self._model, DTYPES.get(self._config.precision))
+        dtype = DTYPES.get(self._config.precision)
+        check_model(self._model, dtype, trains=not self._config.inference)
         self._check_durability()
 
     def _check_durability(self) -> None:
@@ -285,8 +287,19 @@ class Build:
         self._snapshot = Snapshot(model)
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
-        dtype, stored = DTYPES.get(self._config.precision), {}
-        if self._config.parameters == "nvme" and self._config.tuning.read_in_place:
+        with all_frozen(model) if self._config.inference else nullcontext():
+            self._make_units(owners, given, values)
+        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
+        used = find_users(model, owners, numbers)
+        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
+        self._nestings = find_nestings(model, used)
+
+    def _make_units(
+        self, owners: dict[str, nn.Module], given: Units, values: FirstValues | None
+    ) -> None:
+        model, config = self._model, self._config
+        dtype, stored = DTYPES.get(config.precision), {}
+        if config.parameters == "nvme" and config.tuning.read_in_place:
             stored = find_stored(model, self._empty, values, dtype)
         groups = group_parameters(model, owners, dtype, stored)
         if not groups:
@@ -298,10 +311,6 @@ class Build:
             Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored)
             for index, g in enumerate(groups)
         ]
-        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
-        used = find_users(model, owners, numbers)
-        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
-        self._nestings = find_nestings(model, used)
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -361,7 +370,8 @@ class Build:
         """Choose the budgets that the configuration leaves open, by what is free now."""
         config = self._config
         found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
-        self._choice = choose(config.gpu_memory, config.cpu_memory, found, self.demand.least())
+        budgets, least = (config.gpu_memory, config.cpu_memory), self.demand.least()
+        self._choice = choose(*budgets, found, least, keeps=config.inference)
         return self._choice.budgets
 
     def budget(self, least: Sequence[float]) -> None:
@@ -413,6 +423,16 @@ class Build:
         if rates is not None:
             log.info(describe_choice(placement, rates))
         self._layout, self._buffers = demand.layout(placement)
+        self._check_directories()
+
+    def _check_directories(self) -> None:
+        """Without a directory nothing of ours can lie on NVMe."""
+        stored = [block.spec for block in self._layout.blocks if block.reserved_bytes]
+        if stored and not self._config.nvme:
+            raise ConfigError(
+                f"{stored[0].name} lies in no safetensors file as it is used, and has to be "
+                "stored: set nvme=[...], or parameters='cpu'"
+            )
 
     # What has to be undone
 
@@ -480,6 +500,8 @@ class Build:
             self._recorder,
             durability.before_forward if durability is not None else lambda: None,
         )
+        if config.inference:  # the first forward, too, has units read ahead
+            self.trace.expect("eval", [unit.index for unit in units])
         executions = Executions(runtime, self._recorder, self.buffer)
         meter = StepMeter(store, self.device)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
@@ -494,7 +516,15 @@ class Build:
             durability.connect(self._model, updater)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
         hooks = Hooks(
-            self._model, self.users, units, runtime, executions, updater, self._recorder, offloader
+            self._model,
+            self.users,
+            units,
+            runtime,
+            executions,
+            updater,
+            self._recorder,
+            offloader,
+            config.inference,
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)

@@ -380,6 +380,13 @@ class Config(_Knobs):
     again. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep parameters
     on the device.
     """
+    inference: bool = False
+    """Only run the model: every parameter counts as frozen, whatever its `requires_grad` says.
+
+    There are no gradients, masters or moments, so what is set for these has no effect. A backward
+    and an optimizer are refused. Weights that lie in safetensors files as they are used are read
+    from there. Then nothing is written to NVMe, and `parameters="nvme"` needs no directory.
+    """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
     """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
@@ -412,7 +419,7 @@ class Config(_Knobs):
     def _wrong_places(self) -> str:
         states = ("parameters", "gradients", "optimizer", "activations")
         on_nvme = [state for state in states if getattr(self, state) == "nvme"]
-        if on_nvme and not self.nvme:
+        if on_nvme and not self.nvme and not self.inference:
             return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
         if self.tuning.gpu_direct == "on" and self.parameters != "nvme":
             return (
@@ -435,7 +442,7 @@ class Config(_Knobs):
             kept.append("all parameters on the device of every rank")
             homes.append("parameters='gpu'")
             stage = 3
-        if self.stage == 1 and self.gradients == "nvme":
+        if self.stage == 1 and self.gradients == "nvme" and not self.inference:
             kept.append("all gradients in the memory of every rank, until a step reduces them")
             homes.append("gradients='cpu' or 'gpu'")
         return (
@@ -446,7 +453,7 @@ class Config(_Knobs):
         )
 
     def _wrong_update(self) -> str:
-        if self.tuning.update != "delayed":
+        if self.tuning.update != "delayed" or self.inference:
             return ""
         if self.parameters == "gpu" or not self.tuning.copy_on_write:
             wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
@@ -465,6 +472,11 @@ class Config(_Knobs):
     def _wrong_durability(self) -> str:
         if self.durability == "off":
             return ""
+        if self.inference:
+            return (
+                "durability='step' commits optimizer steps, and inference=True makes none; leave "
+                "one of them out"
+            )
         if self.stage in (1, 2):
             return (
                 f"durability={self.durability!r} commits parameters on nvme, and stage="

@@ -47,6 +47,7 @@ from infinity.report import Report, Reporter
 from infinity.schedule.planner import Traffic
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
+from infinity.sharding.parameter import TRAINED
 from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
@@ -170,6 +171,8 @@ class Engine:
     def interleaver(self) -> Interleaver:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,
         or what another one runs."""
+        if self.config.inference:
+            raise ConfigError(f"infinity.accumulate runs backwards, but {TRAINED}")
         self._executions.refuse_inside("infinity.accumulate")
         return Interleaver(
             self._hooks, self._executions, self._runtime.trace, self._device, self._updater.scales
@@ -439,7 +442,7 @@ class Engine:
 
     def plan(self) -> Traffic:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
-        for the recorded trace."""
+        for the recorded trace. With `inference=True` that of one forward: of one token."""
         return self._reporter.plan()
 
     def memory(self) -> dict[str, int]:

@@ -179,11 +179,14 @@ def reserve(host: Memory) -> int:
     return min(max(host.total // 10, LEAST_RESERVE), MOST_RESERVE, host.free // 2)
 
 
-def choose(gpu: int | str, cpu: int | str, found: Available, least: Budgets) -> Choice:
+def choose(
+    gpu: int | str, cpu: int | str, found: Available, least: Budgets, keeps: bool = False
+) -> Choice:
     """The budgets of one rank, by the fields `gpu_memory` and `cpu_memory` of a `Config`.
 
-    The states need `least`. Raises `BudgetError` for more than there is, and `ConfigError` where
-    that has to be known and is not.
+    The states need `least`. The compute device `keeps` what it has room for, where nothing trains:
+    if it is the CPU, what is there needs no copy. Raises `BudgetError` for more than there is, and
+    `ConfigError` where that has to be known and is not.
     """
     lies_in_host = found.gpu is None
     stated_gpu = _stated(
@@ -201,7 +204,7 @@ def choose(gpu: int | str, cpu: int | str, found: Available, least: Budgets) -> 
             stated_gpu, stated_cpu or _of_host(_known("cpu_memory", found.host), found.ranks)
         )
     key = "cpu_memory" if stated_gpu else "gpu_memory"
-    return _of_both(stated_gpu, stated_cpu, _known(key, found.host), found.ranks, least)
+    return _of_both(stated_gpu, stated_cpu, _known(key, found.host), found.ranks, least, keeps)
 
 
 def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> Budget | None:
@@ -242,12 +245,18 @@ def _of_host(host: Memory, ranks: int) -> Budget:
 
 
 def _of_both(
-    gpu: Budget | None, cpu: Budget | None, host: Memory, ranks: int, least: Budgets
+    gpu: Budget | None,
+    cpu: Budget | None,
+    host: Memory,
+    ranks: int,
+    least: Budgets,
+    keeps: bool,
 ) -> Choice:
     """Budgets that lie in host memory both; one of them may be there already.
 
     Beside what states need at least, the compute device gets a quarter of the rest. With all states
-    elsewhere it needs room for units in use and units that come, and the rest is cache.
+    elsewhere it needs room for units in use and units that come, and the rest is cache. If it
+    `keeps` units, it gets all of the rest.
     """
     spare = (host.free - reserve(host)) // ranks
     need_gpu = gpu.nbytes if gpu else least.gpu
@@ -259,7 +268,7 @@ def _of_both(
         f"{_among(ranks)}"
     )
     if gpu is None:
-        part = left if cpu else left // 4
+        part = left if cpu or keeps else left // 4
         gpu = Budget(min(need_gpu, states) + part, source)
         cpu = cpu or Budget(states - gpu.nbytes, source)
     elif cpu is None:  # what is given for the compute device may be more than it will take

@@ -166,15 +166,15 @@ class Reporter:
         self._recorder = recorder
 
     def plan(self) -> Traffic:
-        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
-        for the recorded trace."""
+        """The NVMe traffic of this rank in one optimizer step, or in one forward for inference, in
+        bytes, that the planner states for the recorded trace."""
         cycles = max(self._runtime.accumulation, 1)
         norms = self._updater.norm.asked
         costs = [
             cost_of({k: b.placed for k, b in unit.blocks.items()}, cycles, norms, unit.trains)
             for unit in self._units
         ]
-        cycle = self._runtime.trace.train_cycle()
+        cycle = self._runtime.trace.last_cycle("eval" if self._config.inference else "train")
         mode, slots = self._config.tuning.update, self._store.copy_slots
         waits, delayed = mode == "plain", mode == "delayed"
         return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)

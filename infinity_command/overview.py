@@ -15,6 +15,7 @@ import typer
 
 COMMANDS = {
     "finetune": "Fine-tune a causal language model with its states on NVMe, CPU or GPU.",
+    "generate": "Continue prompts with a model that is larger than the compute device.",
     "inspect": "Show what a checkpoint holds, and whether it is damaged.",
     "export": "Write a checkpoint as files that transformers and PEFT load.",
     "doctor": "Show what this machine offers, and which sizes of models it takes.",

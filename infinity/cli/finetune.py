@@ -19,6 +19,7 @@ LEFT_OUT = (
     "algorithm",  # it trains with AdamW
     "stage",
     "durability",  # it has a third value here
+    "inference",
     *("split_master", "copy_on_write", "collective_timeout", "poison"),
     *("device", "instruction_set", "threads"),
     "read_in_place",  # it freezes nothing

@@ -151,13 +151,13 @@ def configured(
     and no directory is given, and `ConfigError`.
     """
     states = ("parameters", "optimizer", "gradients", "activations")
-    on_nvme = [state for state in states if knobs[state] == "nvme"]
-    if on_nvme and not knobs["nvme"]:
+    on_nvme = [state for state in states if knobs.get(state) == "nvme"]
+    if on_nvme and not knobs["nvme"] and not knobs.get("inference"):
         raise ValueError(
             f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
             f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
         )
-    shared = {name: share(knobs[name]) for name in OF_A_NODE if isinstance(knobs[name], int)}
+    shared = {n: share(knobs[n]) for n in OF_A_NODE if isinstance(knobs.get(n), int)}
     values = {**knobs, "nvme": tuple(knobs["nvme"] or ()), **shared}
     tuning = {name: value for name, value in values.items() if name in Tuning.model_fields}
     return Config(

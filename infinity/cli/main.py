@@ -14,6 +14,7 @@ from infinity.cli.doctor import doctor
 from infinity.cli.export import export
 from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
+from infinity.cli.generate import generate
 from infinity.cli.inspect import inspect
 from infinity.cli.plan import plan
 from infinity.cli.run import run
@@ -22,7 +23,7 @@ from infinity_command.overview import COMMANDS, new_app
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app = new_app()
-for command in (finetune, inspect, export, doctor, gc, plan):
+for command in (finetune, generate, inspect, export, doctor, gc, plan):
     app.command(short_help=COMMANDS[command.__name__])(command)
 app.command(short_help=COMMANDS["run"], context_settings=OF_A_SCRIPT)(run)
 bench = typer.Typer(

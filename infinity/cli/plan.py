@@ -73,6 +73,7 @@ Chart = Annotated[
 ]
 
 LEFT_OUT = (
+    "inference",
     "nvme_shares",
     "io_engine",
     "gpu_direct",

@@ -84,6 +84,9 @@ class Tokenizer(Protocol):
         """A conversation by the chat template. Where it `asks`, the answer of the assistant is what
         comes next. Raises `ValueError`."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens; what is no whole character becomes U+FFFD."""
+
     def save(self, directory: Path) -> None:
         """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer."""
 
@@ -120,10 +123,10 @@ class ByteTokenizer:
         """Not here: see `has_template`."""
         raise ValueError("the byte tokenizer has no chat template")
 
-    def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes of `ids`; everything above 255 is left out."""
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """See `Tokenizer`: everything above 255 is left out."""
         array = np.asarray(ids)
-        return array[array < 256].astype(np.uint8).tobytes()
+        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json of an equal byte-level tokenizer."""
@@ -250,6 +253,10 @@ class DirectoryTokenizer:
                 )
             )
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
     @contextmanager
     def _blamed(self, what: str) -> Iterator[None]:
         """Inside, any failure is the tokenizer's, also a panic of its Rust code, which is no
@@ -271,9 +278,15 @@ class DirectoryTokenizer:
                 shutil.copyfile(self._directory / name, directory / name)
 
 
-def load_tokenizer(directory: Path | None, vocabulary: int, as_bytes: bool = False) -> Tokenizer:
+def load_tokenizer(
+    directory: Path | None,
+    vocabulary: int,
+    as_bytes: bool = False,
+    way_out: str = ", or give --byte-tokenizer to train on bytes, one token each",
+) -> Tokenizer:
     """The tokenizer in `directory`; the byte tokenizer for None, or if `as_bytes` where the
-    directory has none. `vocabulary` is the number of rows of the model's embedding.
+    directory has none. `vocabulary` is the number of rows of the model's embedding, `way_out` what
+    else could be done.
 
     Raises `ValueError` when there is none, or the model's vocabulary is too small for it.
     """
@@ -281,10 +294,7 @@ def load_tokenizer(directory: Path | None, vocabulary: int, as_bytes: bool = Fal
         (directory / name).is_file() for name in _DEFINING_FILES
     )
     if directory is not None and not has_own and not as_bytes:
-        raise ValueError(
-            f"{directory} has no tokenizer; put its files there, or give --byte-tokenizer to train "
-            "on bytes, one token each"
-        )
+        raise ValueError(f"{directory} has no tokenizer; put its files there{way_out}")
     if directory is not None and has_own:
         tokenizer: Tokenizer
         tokenizer, name = DirectoryTokenizer(directory), f"the tokenizer in {directory}"

@@ -62,12 +62,12 @@ def _way_to_a_config(value: object) -> str:
     return "give an infinity.Config, or leave it out"
 
 
-def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise `ConfigError` for the first thing in `model` that cannot be managed. Floating-point
-    parameters become `dtype`."""
+def check_model(model: nn.Module, dtype: torch.dtype | None, trains: bool = True) -> None:
+    """Raise `ConfigError` for the first thing in `model` that cannot be managed, or not trained
+    where it `trains`. Floating-point parameters become `dtype`."""
     _check_modules(model)
     refuse_lazy(model)
-    _check_parameters(model, dtype)
+    _check_parameters(model, dtype, trains)
     _check_memory(model)
 
 
@@ -104,7 +104,7 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _check_parameters(model: nn.Module, dtype: torch.dtype | None, trains: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ShardedParameter, GatheredParameter)):
             _refuse_managed(
@@ -131,8 +131,9 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"{name} is a {kind} tensor; parameters must be dense: convert it, or "
                 "register it as a buffer"
             )
-        if parameter.requires_grad and stored_as(parameter, dtype) not in DTYPES.values():
-            _refuse_dtype(name, stored_as(parameter, dtype))
+        kept = stored_as(parameter, dtype)
+        if trains and parameter.requires_grad and kept not in DTYPES.values():
+            _refuse_dtype(name, kept)
 
 
 def _refuse_managed(name: str, is_open: bool) -> None:

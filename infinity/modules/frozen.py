@@ -1,11 +1,12 @@
-"""Which parameters can stay in the files that their values come from: frozen ones that lie there as
-they are used."""
+"""Which parameters count as frozen, and which of these can stay in the files that their values come
+from: those that lie there as they are used."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,6 +19,23 @@ from infinity.sharding.recognize import is_dtensor
 from infinity.tiers.originals import StoredBytes
 
 log = logging.getLogger("infinity")
+
+
+@contextmanager
+def all_frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter of `model` takes gradients.
+
+    For inference, and only while units are made. While the model runs, `requires_grad` is what it
+    was: torch multiplies by a weight that takes gradients in another order, also without grad mode.
+    """
+    taking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in taking:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in taking:
+            parameter.requires_grad_(True)
 
 
 def find_stored(

@@ -54,7 +54,7 @@ import torch
 from torch import nn
 
 from infinity.backward import in_backward
-from infinity.errors import BudgetError, ShardedParameterError
+from infinity.errors import BudgetError, ConfigError, ShardedParameterError
 from infinity.modules.execution import Call, Execution, Executions, Interleaving, caller
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.modules.saved_tensors import SavedTensorOffloader
@@ -62,6 +62,7 @@ from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.parameter import TRAINED
 from infinity.sharding.parameter_data import UnitState
 from infinity.sharding.unit import Border, Result, Unit
 from infinity.sharding.use import Showing, Unpacking, collected, described
@@ -90,7 +91,9 @@ class Hooks(Border):
         updater: Updater,
         recorder: Recorder,
         offloader: SavedTensorOffloader,
+        only_runs: bool = False,
     ) -> None:
+        """Where the model `only_runs`, no forward trains, and a backward is refused."""
         self._model = weakref.ref(model)
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
         self._units = tuple(units)
@@ -98,6 +101,7 @@ class Hooks(Border):
         self._executions = executions
         self._updater = updater
         self._recorder = recorder
+        self._only_runs = only_runs
         self._packer = Packer(runtime.locate, offloader, self._bring)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
@@ -117,11 +121,14 @@ class Hooks(Border):
             )
             self._handles.append(module.register_forward_hook(after, always_call=True))
         for unit in self._units:
-            if unit.trainable:
-                for index, parameter in enumerate(unit.parameters):
-                    self._handles.append(
-                        parameter.register_post_accumulate_grad_hook(self._collector(unit, index))
-                    )
+            for index, parameter in enumerate(unit.parameters):
+                if unit.trainable:
+                    collect = self._collector(unit, index)
+                elif self._only_runs and parameter.requires_grad:
+                    collect = _refuse
+                else:
+                    continue
+                self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
@@ -217,7 +224,7 @@ class Hooks(Border):
         if self._executions.interleaver is None and (
             module is self._model() or self._runtime.stale
         ):
-            training = torch.is_grad_enabled()
+            training = torch.is_grad_enabled() and not self._only_runs
             if not training:
                 self._updater.before_evaluation()
             self._runtime.begin(training)
@@ -338,6 +345,8 @@ class Hooks(Border):
         """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd
         saved."""
         unit = saved.unit
+        if self._only_runs:
+            raise ConfigError(f"a backward needs parameters of {unit.name}, but {TRAINED}")
         if saved.updates != unit.blocks[Kind.PARAM].home.updates:
             raise RuntimeError(
                 f"the parameters of {unit.name} were updated after the forward whose backward "
@@ -401,6 +410,13 @@ class Hooks(Border):
         self._now.sweep()
         found.touched.append(self._enter(unit))
         return True
+
+
+def _refuse(parameter: torch.Tensor) -> None:
+    """A parameter of a model that only runs got a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, None)
+    raise ConfigError(f"a backward computed a gradient, but {TRAINED}")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -229,9 +229,10 @@ def fill_units(
         if seed is not None:
             torch.manual_seed(seed)
         for unit in units:
-            if unit.stored:
+            stays_in_files = bool(unit.stored) and unit.blocks[Kind.PARAM].tier == "nvme"
+            if stays_in_files:
                 unit.store.fill_from_files(unit.blocks[Kind.PARAM])
-            if unit.stored or kept:
+            if stays_in_files or kept:
                 unit.data.guard()
                 continue
             names = [

@@ -36,7 +36,7 @@ from infinity.optim.state_dict import (
 from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
-from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.parameter import TRAINED, ShardedParameter
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
@@ -287,6 +287,8 @@ class Optimizer(torch.optim.Optimizer):
                     "engine is open"
                 )
             updater = found
+            if unit.only_runs:
+                raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
             # As in torch: one that is not gets no gradient, and cannot be made to.
             if unit.trainable:
                 taken.setdefault(unit, []).append(unit.position(parameter))

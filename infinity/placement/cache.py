@@ -72,6 +72,21 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
     return taken
 
 
+def spread(budget: int, sizes: Sequence[int]) -> list[int]:
+    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the largest first,
+    and of equal ones some that lie evenly among them.
+
+    Example: 3 of 8 equal ones are the numbers 1, 4 and 6.
+    """
+    taken = []
+    for size in sorted(set(sizes), reverse=True):
+        alike = [number for number, each in enumerate(sizes) if each == size]
+        count = min(len(alike), budget // max(size, 1))
+        taken += [alike[(2 * each + 1) * len(alike) // (2 * count)] for each in range(count)]
+        budget -= count * size
+    return sorted(taken)
+
+
 def choose(
     blocks: Sequence[BlockSpec],
     budget: int,

@@ -6,6 +6,17 @@ compute device (`with_gpu_cache`); what of the blocks on NVMe is cached in host 
 (`infinity.placement.cache`); and which units in host memory have shadow copies, so that their
 updates may begin before their step. All of it follows from sizes, the configuration, and rates that
 ranks agree on.
+
+[Note: what stays for inference]
+A forward uses the units in one order, again and again. Look-ahead always finds a unit that is
+needed sooner than the one that was just used. So copies that come and go are all fetched once per
+forward, however many of them fit. Units that are at home on the compute device are not. Of n equal
+units with room for k, k - 2 stay: one is in use, and the next one comes. So a forward reads
+n - k + 2 of them.
+
+The largest unit, mostly the embeddings, says how much room those need that come and go. It may be
+better to keep it. Those that stay are spread evenly over the model, so that the drive always has
+something to read.
 """
 
 from __future__ import annotations
@@ -13,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -28,7 +39,7 @@ from infinity.placement.budget import (
     Staged,
     divide_with_activations,
 )
-from infinity.placement.cache import choose, fill
+from infinity.placement.cache import choose, fill, spread
 from infinity.placement.calibrate import Rates
 from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
 from infinity.placement.traffic import Moves, moves
@@ -169,7 +180,8 @@ class Placement:
 
     def _may_choose(self) -> bool:
         can_update = (
-            self.machine.has_kernels
+            not self.config.inference
+            and self.machine.has_kernels
             and self.config.algorithm != "other"
             and not self._shadowed_kinds
             and not self._is_durable
@@ -179,7 +191,40 @@ class Placement:
     def fixed(self) -> str:
         """What to say beside another `gpu_memory`, so that as much stays on the compute device as
         now; "" where that is fixed."""
-        return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if self._may_choose() else ""
+        chooses = self._may_choose() or (
+            self.config.inference and self.config.tuning.gpu_cache == "auto"
+        )
+        return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if chooses else ""
+
+    def with_kept(self, concurrent: Callable[[Placement], int]) -> Placement:
+        """For inference: as many bytes of parameters at home on the compute device as fit there,
+        and `Tuning.gpu_cache` lets. `concurrent` is the bytes for others beside a placement.
+
+        See [Note: what stays for inference].
+        """
+        most = self.config.tuning.gpu_cache
+        units = self._movable()
+        sizes = sorted({_home_bytes(unit) for unit in units}, reverse=True)
+        best = self
+        for size in [math.inf, *sizes[:: -(-len(sizes) // MOST_CANDIDATES) or 1]]:
+            larger = [unit for unit in units if _home_bytes(unit) >= size]
+            place = self._with([spec for unit in larger for spec in unit])
+            room = self.budgets.gpu - place.home_bytes("gpu") - concurrent(place)
+            if most != "auto":
+                room = min(room, most - place.gpu_cache_bytes)
+            if room < 0:
+                continue
+            others = place._movable()
+            kept = place._with(
+                [s for i in spread(room, list(map(_home_bytes, others))) for s in others[i]]
+            )
+            best = max(best, kept, key=lambda each: each.gpu_cache_bytes)
+        return best
+
+    def _movable(self) -> list[list[BlockSpec]]:
+        """The blocks that are not at home on the compute device, by unit."""
+        units = units_of(spec for spec in self.specs if spec.tier != "gpu")
+        return [list(unit.values()) for unit in units.values()]
 
     def _all_fit(self, concurrent: int, reserve: int) -> bool:
         return self._with([spec for unit in self._units() for spec in unit]).fits(
@@ -251,7 +296,8 @@ class Placement:
     def _shadowed_kinds(self) -> set[Kind]:
         """A delayed update writes new parameters while the old ones are in use: they have two
         places each, not one in the cache."""
-        return {Kind.PARAM} if self.config.tuning.update == "delayed" else set()
+        delays = self.config.tuning.update == "delayed" and not self.config.inference
+        return {Kind.PARAM} if delays else set()
 
     @property
     def _is_durable(self) -> bool:
@@ -338,7 +384,7 @@ class Placement:
 
     def least(self, concurrent: int, reserve: int) -> Budgets:
         """The smallest budgets that `layout` accepts, by the same arguments."""
-        fixed = self.config.tuning.gpu_cache != "auto"
+        fixed = self.config.tuning.gpu_cache != "auto" and not self.config.inference
         place = self.with_gpu_cache(concurrent, reserve) if fixed else self
         gpu = place.home_bytes("gpu") + (concurrent if place.travelling() else 0) + reserve
         staged, saved = place._staged()
@@ -354,7 +400,8 @@ class Placement:
             for spec in self.specs
             if not self._may_be_cached(spec) and not self._is_addressed(spec)
         }
-        spare = not self.machine.unified_memory  # for what has to be added to gradients
+        # For what has to be added to gradients.
+        spare = not self.machine.unified_memory and not self.config.inference
         kinds = others | {spec.kind for spec in on_nvme}
         longest = max((spec.elements for spec in self.specs), default=0)
         elements = sum(spec.elements for spec in self.specs if spec.kind is Kind.PARAM)
@@ -388,7 +435,7 @@ class Placement:
 
     def moves_activations(self) -> bool:
         """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
-        where = self.config.activations
+        where = "gpu" if self.config.inference else self.config.activations
         return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:

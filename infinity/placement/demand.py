@@ -112,6 +112,8 @@ class Demand:
 
     def resident(self, rates: Rates | None) -> Placement:
         """The placement with the units that stay on the compute device, chosen by `rates`."""
+        if self.placement.config.inference:
+            return self.placement.with_kept(self._concurrent)
         concurrent = self._concurrent(self.placement)
         return self.placement.with_gpu_cache(concurrent, self._reserve, rates)
 

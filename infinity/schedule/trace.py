@@ -88,6 +88,10 @@ class Trace:
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
 
+    def expect(self, phase: str, order: Sequence[int]) -> None:
+        """Predict `order` for the first cycle of `phase`, before anything of it is recorded."""
+        self._cycles.setdefault(phase, Cycle(order))
+
     def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
         recorded = (tuple(self._recording), tuple(self._held))
@@ -206,10 +210,14 @@ class Trace:
 
     def train_cycle(self) -> Cycle:
         """The last training cycle, as far as it was recorded."""
+        return self.last_cycle("train")
+
+    def last_cycle(self, phase: str) -> Cycle:
+        """The last cycle of `phase`, as far as it was recorded."""
         return (
             Cycle(self._recording, self._held)
-            if self._phase == "train"
-            else self._cycles.get("train", Cycle(()))
+            if self._phase == phase
+            else self._cycles.get(phase, Cycle(()))
         )
 
     def first_uses(self) -> list[int]:

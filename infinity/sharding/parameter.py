@@ -124,6 +124,11 @@ _SPLIT_BACKWARD = (
     "sets them past the engine, which is supported where one rank has a stage: use ScheduleGPipe, "
     "Schedule1F1B or ScheduleInterleaved1F1B, or no data and tensor parallel ranks"
 )
+TRAINED = (
+    "the model was wrapped with Config(inference=True), which only runs it; wrap it without that "
+    "to train it"
+)
+"""What is said where a model is to be trained that was wrapped for inference."""
 _GATHER = (
     "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
     "gathered(..., write=True) to change it"
@@ -226,6 +231,7 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             isinstance(parameter, ShardedParameter)
             and requires_grad
             and not type(parameter).unit.trainable
+            and not type(parameter).unit.only_runs
         ):
             raise ConfigError(
                 f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when "

@@ -131,6 +131,7 @@ class Unit:
         ranks: Ranks = ALONE,
         stored: Sequence[StoredBytes] = (),
     ) -> None:
+        """It is trainable if the parameters take gradients now."""
         self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
@@ -208,6 +209,9 @@ class Unit:
         master and moments."""
         shape = self.shape
         self.store, self.algorithm = store, config.algorithm
+        self.only_runs = config.inference
+        """Whether the model was wrapped for inference: it is not trainable, whatever
+        `requires_grad` of its parameters says."""
         self.data = ParameterData(self, config.tuning.poison)
         """What the parameters point at."""
         self.files = config.nvme[0] if config.nvme else None

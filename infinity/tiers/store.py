@@ -221,7 +221,8 @@ class Store:
             if block.placed.has_spare:
                 spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
-        if self._config.activations == "nvme" or self._originals:
+        grows = self.layout.placement.config.activations == "nvme" or self._originals
+        if grows and self._config.nvme:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         if self._durable is not None:
             self._durable.describe([_stored(block) for block in self.durable_blocks()])

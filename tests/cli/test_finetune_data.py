@@ -255,11 +255,11 @@ def test_the_standard_library_is_there_capped_and_stable() -> None:
 
 def test_every_byte_is_its_own_id_and_comes_back() -> None:
     tokenizer = ByteTokenizer()
-    assert tokenizer.decode(range(BYTE_VOCABULARY)) == bytes(range(256))
+    assert tokenizer.decode(range(BYTE_VOCABULARY)) == bytes(range(256)).decode("utf-8", "replace")
     text = "".join(map(chr, [*range(0x800), 0x20AC, 0xFFFF, 0x10000, 0x10FFFF]))
     (ids,) = tokenizer.encode([text])
     assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode(ids).decode() == text
+    assert tokenizer.decode(ids) == text
 
 
 def test_the_saved_byte_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:

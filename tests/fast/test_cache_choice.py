@@ -3,6 +3,8 @@ alone, without an engine."""
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from infinity.placement.budget import (
     Staged,
     divide,
 )
-from infinity.placement.cache import Candidate, choose, distribute
+from infinity.placement.cache import Candidate, choose, distribute, spread
 from infinity.placement.spec import FP32, SPLIT, BlockSpec, Format, Kind
 
 MIB = 1 << 20
@@ -253,3 +255,26 @@ def test_what_is_divided_is_all_there_is(
     )
     assert cache is None or plan.cache <= cache
     assert plan.staged_sets > 0 or plan.cache == staged.on_nvme
+
+
+# What stays for inference
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 7))
+def test_as_many_equal_ones_as_fit_lie_evenly(budget: int, count: int, size: int) -> None:
+    taken = spread(budget, [size] * count)
+    assert len(taken) == min(budget // size, count)
+    ends = [-1, *taken, count]
+    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    assert all(gap <= -(-count // max(len(taken), 1)) for gap in gaps[1:-1])
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 20), max_size=8))
+def test_what_stays_fits_and_the_largest_come_first(budget: int, sizes: list[int]) -> None:
+    taken = spread(budget, sizes)
+    left = budget - sum(sizes[number] for number in taken)
+    assert taken == sorted(set(taken))
+    assert left >= 0
+    for number in set(range(len(sizes))) - set(taken):
+        larger = sum(sizes[each] for each in taken if sizes[each] >= sizes[number])
+        assert larger + sizes[number] > budget or sizes[number] == 0

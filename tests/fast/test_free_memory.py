@@ -207,6 +207,19 @@ def test_without_a_gpu_one_may_be_given(
         assert sum(found) <= max(spare, nbytes + need)
 
 
+@given(MEMORIES, RANKS, LEAST)
+def test_a_cpu_that_keeps_parameters_gets_what_is_left(
+    memory: Memory, ranks: int, least: Budgets
+) -> None:
+    """All that both get otherwise, less what states need in host memory."""
+    available = Available(memory, None, ranks)
+    shared = choose("auto", "auto", available, least).budgets
+    keeping = choose("auto", "auto", available, least, keeps=True).budgets
+    assert sum(keeping) == sum(shared)
+    if sum(least) <= sum(shared):
+        assert keeping.cpu == least.cpu
+
+
 def test_worked_numbers() -> None:
     workstation = Available(host(64, 50), gpu(24, 22))
     choice = choose("auto", "auto", workstation, NOTHING)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.bench.step.command import step
 from infinity.cli.finetune import finetune
+from infinity.cli.generate import generate
 from infinity.cli.knobs import OF_A_NODE, configured, mirrors
 from infinity.config import Config, Tuning
 
@@ -33,6 +34,7 @@ CONFIG = {
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
     "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
     "durability": ("'off' | 'step' | int", "off"),
+    "inference": ("bool", False),
     "tuning": ("Tuning", Tuning()),
 }
 TUNING = {
@@ -108,6 +110,31 @@ FINETUNE = {
     "as_json": False,
     "debug": False,
 }
+GENERATE = {
+    "model": inspect.Parameter.empty,
+    "prompt": None,
+    "prompts": None,
+    "max_new_tokens": 128,
+    "batch": 8,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "seed": 0,
+    "nvme": None,
+    "gpu_memory": "auto",
+    "cpu_memory": "auto",
+    "parameters": "nvme",
+    "precision": "auto",
+    "nvme_memory": None,
+    "nvme_shares": "measured",
+    "cache": "auto",
+    "gpu_cache": "auto",
+    "io_engine": "auto",
+    "gpu_direct": "auto",
+    "read_in_place": True,
+    "kv_memory": None,
+    "as_json": False,
+    "debug": False,
+}
 STEP = {
     "model": "llama-tiny",
     "checkpoint_activations": True,
@@ -171,12 +198,14 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_13_fields() -> None:
-    assert len(Config.model_fields) <= 13
+def test_config_has_at_most_14_fields() -> None:
+    assert len(Config.model_fields) <= 14
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 
-@pytest.mark.parametrize(("command", "frozen"), [(finetune, FINETUNE), (step, STEP)])
+@pytest.mark.parametrize(
+    ("command", "frozen"), [(finetune, FINETUNE), (generate, GENERATE), (step, STEP)]
+)
 def test_the_options(command: Any, frozen: dict[str, Any]) -> None:
     found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
     assert found == frozen

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.schedule import trace as trace_module
-from infinity.schedule.trace import Cycle
+from infinity.schedule.trace import Cycle, Trace
 from support.counting_trace import CountingTrace
 from support.naive_trace import NaiveTrace
 
@@ -246,3 +246,20 @@ def test_a_round_that_changes_is_learned_anew():
         for unit in order * 8:
             trace.use(unit)
         assert trace.misses == before
+
+
+def test_what_is_expected_is_predicted_until_a_cycle_was_recorded():
+    """Of its phase alone."""
+    trace = Trace()
+    trace.expect("eval", [0, 1, 2])
+    trace.begin("train")
+    assert list(trace.upcoming()) == []
+    trace.begin("eval")
+    assert list(trace.upcoming()) == [(0, 0), (1, 1), (2, 2)]
+    for unit in (2, 0):
+        trace.use(unit)
+    trace.begin("eval")
+    assert list(trace.upcoming()) == [(2, 0), (0, 1)]
+    assert trace.last_cycle("eval").order == ()
+    trace.begin("train")
+    assert trace.last_cycle("eval").order == (2, 0)

@@ -50,6 +50,7 @@ ProbeBytes = Annotated[
 LEFT_OUT = (
     "algorithm",
     "stage",
+    "inference",
     "split_master",
     "collective_timeout",
     "verify",

@@ -1,0 +1,231 @@
+"""Text that a causal language model continues: prompts in, continuations out, one batch after the
+other.
+
+Nothing here knows of engines: a wrapped model generates like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from infinity.models.reading import open_regular
+from infinity.models.source import ModelSource
+from infinity.models.tokenizer import Text, TextPart, Tokenizer
+from infinity.quantities import format_bytes
+
+GENERATION = "generation_config.json"
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen: the likeliest with a `temperature` of 0, else one that is drawn."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """What `generate` of transformers takes for it."""
+        drawn = self.temperature > 0
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": drawn,
+            "temperature": self.temperature if drawn else None,
+            "top_p": self.top_p if drawn else None,
+            "top_k": 0 if drawn else None,
+        }
+
+
+class Continuation(NamedTuple):
+    """What a model made of a prompt; `tokens` are those that it made, one that ends the text among
+    them."""
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+class PromptBatch(NamedTuple):
+    """Prompts that are continued together: padded on the left to the longest one, both of shape
+    (rows, length)."""
+
+    prompts: Sequence[str]
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.ids.shape[1]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in the text file `path`: one a line; empty lines are left out.
+
+    Raises `ValueError` for a file that has none or is not UTF-8, and `OSError`.
+    """
+    with open_regular(path) as handle:
+        content = handle.read()
+    try:
+        lines = content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"{path} has no prompts; write one a line")
+    return found
+
+
+def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> list[PromptBatch]:
+    """`prompts` in their order, `rows` together. Raises `ValueError` for a prompt of no tokens."""
+    texts = [Text([TextPart(prompt, False)], is_rendered=False) for prompt in prompts]
+    # What no template has rendered ends with a separator.
+    tokens = [found.ids[:-1].astype(np.int64) for found in tokenizer.encode_texts(texts)]
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if not len(ids):
+            raise ValueError(f"the prompt {prompt!r} has no tokens; write at least a word")
+    batches = []
+    for first in range(0, len(prompts), rows):
+        group = tokens[first : first + rows]
+        ids = np.full((len(group), max(map(len, group))), tokenizer.separator)
+        for row, own in enumerate(group):
+            ids[row, ids.shape[1] - len(own) :] = own
+        lengths = torch.tensor([[len(own)] for own in group])
+        mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths
+        batches.append(
+            PromptBatch(prompts[first : first + rows], torch.from_numpy(ids), mask.long())
+        )
+    return batches
+
+
+def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens: int) -> None:
+    """Raise `ValueError` where the model has too few positions for a prompt and what follows it."""
+    longest = max(batch.length for batch in batches)
+    most = getattr(source.config, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < longest + new_tokens:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones are more than the {most} "
+            f"positions of {source.name}; shorten the prompt, or lower --max-new-tokens"
+        )
+
+
+def key_value_bytes(config: Any, rows: int, length: int, itemsize: int) -> int:
+    """Bytes of the keys and values of `rows` sequences of `length` tokens, in elements of
+    `itemsize` bytes, for a model of attention layers by its transformers `config`.
+
+    A layer with a sliding window keeps no more than that. Example: 32 layers with 8 heads of 128
+    elements in bf16 take 128 KiB for each token.
+    """
+    from transformers import DynamicCache
+
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layers = DynamicCache(config=text).layers or [None] * text.num_hidden_layers
+    windows = (getattr(layer, "sliding_window", None) for layer in layers)
+    tokens = sum(length if window is None else min(length, window) for window in windows)
+    return int(2 * rows * tokens * heads * width * itemsize)
+
+
+def check_key_values(nbytes: int, most: int | None, rows: int, length: int) -> None:
+    """Raise `ValueError` where keys and values of `nbytes` are more than `most`."""
+    if most is not None and nbytes > most:
+        raise ValueError(
+            f"the KV cache of {rows} sequences of {length} tokens takes {nbytes} bytes "
+            f"({format_bytes(nbytes)}), and --kv-memory is {format_bytes(most)}; lower --batch "
+            "or --max-new-tokens, or raise --kv-memory"
+        )
+
+
+class TextStream:
+    """The streamer that `generate` of transformers feeds, for one sequence: tells the text as it
+    grows, whole characters at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, told: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._told = told
+        self._ids: list[int] = []
+        self._length = 0
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Some more tokens; at first those of the prompt."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self._ids += value.flatten().tolist()
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith(_UNFINISHED):
+            self._tell(text)
+
+    def end(self) -> None:
+        """There are no more."""
+        self._tell(self._tokenizer.decode(self._ids))
+
+    def _tell(self, text: str) -> None:
+        more, self._length = text[self._length :], max(len(text), self._length)
+        if more:
+            self._told(more)
+
+
+class Generator:
+    """Continues batches with one model; `seconds` and `tokens` are those of all so far. For the
+    thread that runs the model."""
+
+    def __init__(
+        self, model: Any, source: ModelSource, tokenizer: Tokenizer, device: torch.device
+    ) -> None:
+        from transformers import GenerationConfig
+
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._device = device
+        directory = source.directory
+        if directory is not None and (directory / GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(
+                directory, local_files_only=True
+            )
+        if model.generation_config.eos_token_id is None:
+            model.generation_config.eos_token_id = tokenizer.separator
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def run(
+        self, batches: Sequence[PromptBatch], decoding: Decoding, told: Callable[[str], None] | None
+    ) -> Iterator[list[Continuation]]:
+        """The continuations of each batch. `told` gets the text of a single prompt as it grows."""
+        torch.manual_seed(decoding.seed)
+        alone = len(batches) == 1 and len(batches[0].prompts) == 1
+        for batch in batches:
+            streamer = TextStream(self._tokenizer, told) if told and alone else None
+            start = time.perf_counter()
+            found = self._model.generate(
+                batch.ids.to(self._device),
+                attention_mask=batch.mask.to(self._device),
+                pad_token_id=self._tokenizer.separator,
+                streamer=streamer,
+                **decoding.options(),
+            )
+            self.seconds += time.perf_counter() - start
+            made = [self._ended(row) for row in found[:, batch.length :].tolist()]
+            self.tokens += sum(map(len, made))
+            yield [
+                Continuation(prompt, self._tokenizer.decode(row), len(row))
+                for prompt, row in zip(batch.prompts, made, strict=True)
+            ]
+
+    def _ended(self, row: list[int]) -> list[int]:
+        """`row` up to the token that ends it; others of its batch may go on for longer."""
+        ends = self._model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        last = next((at for at, token in enumerate(row) if token in ends), len(row))
+        return row[: last + 1]
