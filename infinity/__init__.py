@@ -26,6 +26,7 @@ from infinity.errors import (
 )
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
+from infinity.modules.tiling import tile
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
@@ -63,6 +64,7 @@ __all__ = [
     "no_sync",
     "nvme",
     "set",
+    "tile",
     "wrap",
 ]
 

@@ -48,6 +48,7 @@ from infinity.modules.matching import all_adapters
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
+from infinity.modules.tiling import tile_places
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
@@ -294,8 +295,9 @@ class Build:
         if given is None:
             groups = join_small(groups, owners)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
+        tiles = {number: places[0] for number, places in tile_places(model).items()}
         self.units = [
-            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored)
+            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
             for index, g in enumerate(groups)
         ]
         numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}

@@ -258,7 +258,7 @@ class Saving(SavePlanner):
         for series in state.series():
             if series.is_moment and not series.is_written:
                 continue  # zeros, and in `EngineState.absent`
-            for number, name in enumerate(series.unit.names):
+            for number, name in enumerate(series.unit.keys):
                 size = series.size(number)
                 for piece in series.pieces(number, size) if series.unit.counted[number] else ():
                     source = TensorSource(series.dtype, piece.sizes, series, piece.in_shard)

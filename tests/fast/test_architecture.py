@@ -67,6 +67,7 @@ PUBLIC = [
     "no_sync",
     "nvme",
     "set",
+    "tile",
     "wrap",
 ]
 
