@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from infinity.modules.tile_math import embedding, linear
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
-from infinity.sharding.tiles import TiledWeight, TilePlace
+from infinity.sharding.tiles import TiledWeight, TilePlace, pieces_of
 from infinity.sharding.use import GatheredParameter
 
 log = logging.getLogger("infinity")
@@ -43,6 +43,7 @@ MAX_BYTES = "256MiB"
 _EVEN = 64
 """Rows that a tile is a multiple of where it has more: kernels then take a row in the same way as
 in the whole weight."""
+_SHOWN = 5  # names in a log
 
 
 class Tile(nn.Module):
@@ -198,47 +199,68 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
             "the model is wrapped already, and its units are fixed: call infinity.tile before "
             "infinity.wrap"
         )
-    tile_largest(model, most)
+    found = tile_largest(model, most)
+    for name, reason in found.whole.items():
+        log.info("%s stays whole: %s", name, reason)
+    if found.names:
+        log.info("%s", found.describe(most))
     return model
 
 
-def tile_largest(model: nn.Module, most: int, itemsize: int | None = None) -> list[str]:
-    """Cut the weights of `model` with more than `most` bytes; the names of those that were cut.
+class Tiled(NamedTuple):
+    """What `tile_largest` did."""
 
-    `itemsize` is what an element will take where that is known; else it is that of the weight.
-    Raises `ConfigError` where one row of a weight has more, before anything is changed.
+    names: list[str]
+    """Weights that were cut."""
+
+    whole: dict[str, str]
+    """Weights that stay whole, and why."""
+
+    def describe(self, most: int) -> str:
+        """One line for a log."""
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        return (
+            f"{len(self.names)} weights lie in tiles of at most {format_bytes(most)} each: "
+            f"{', '.join(self.names[:_SHOWN])}{more}"
+        )
+
+
+def tile_largest(
+    model: nn.Module, most: int, itemsize_of: Callable[[torch.Tensor], int] | None = None
+) -> Tiled:
+    """Cut the weights of `model` with more than `most` bytes.
+
+    `itemsize_of` says what an element of each will take; then a row that has more stays in a weight
+    that is whole. Without it an element takes what it takes now, and such a row is refused with
+    `ConfigError`, before anything is changed.
     """
     cuts: list[tuple[torch.Tensor, list[_WeightHolder], int, list[int]]] = []
+    whole: dict[str, str] = {}
     for weight, holders in _weights_of(model):
-        size = itemsize or weight.element_size()
-        largest = max(map(torch.Tensor.numel, _cut_now(weight))) * size
+        size = weight.element_size() if itemsize_of is None else itemsize_of(weight)
+        largest = max(map(torch.Tensor.numel, pieces_of([weight]))) * size
         if largest <= most:
             continue
+        name, known = holders[0].path, _tileable(holders[0].module)
         reason = _obstacle(weight, holders)
-        if reason:
-            log.info(
-                "%s stays whole, with %s: %s",
-                holders[0].path,
-                format_bytes(largest),
-                reason,
-            )
+        if reason or known is None:
+            whole[name] = reason
             continue
-        dimension = _tileable(holders[0].module).dimension  # type: ignore[union-attr]
-        lengths = _lengths(holders[0].path, tuple(weight.shape), dimension, size, most)
-        cuts.append((weight, holders, dimension, lengths))
+        row = math.prod(weight.shape) // weight.shape[known.dimension] * size
+        if row <= most:
+            lengths = _lengths(weight.shape[known.dimension], row, most)
+            cuts.append((weight, holders, known.dimension, lengths))
+        elif itemsize_of is None:
+            raise ConfigError(
+                f"one row of {name} has {format_bytes(row)}, more than max_bytes "
+                f"({format_bytes(most)}); give at least that"
+            )
+        else:
+            whole[name] = f"one row of it has {format_bytes(row)}"
     with outside():
         for weight, holders, dimension, lengths in cuts:
             _cut(weight, holders, dimension, lengths)
-    names = [holders[0].path for _, holders, _, _ in cuts]
-    if names:
-        log.info(
-            "%d weights lie in tiles of at most %s each: %s%s",
-            len(names),
-            format_bytes(most),
-            ", ".join(names[:5]),
-            f" and {len(names) - 5} more" if len(names) > 5 else "",
-        )
-    return names
+    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole)
 
 
 def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -321,10 +343,6 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
     yield from holders.values()
 
 
-def _cut_now(weight: torch.Tensor) -> list[torch.Tensor]:
-    return weight.pieces if isinstance(weight, TiledWeight) else [weight]
-
-
 def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
     """Why `weight` cannot be cut; "" where it can."""
     if is_dtensor(weight):
@@ -347,22 +365,14 @@ def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
     return "its gradient has hooks" if any(hooks) else ""
 
 
-def _lengths(
-    name: str, shape: Sequence[int], dimension: int, itemsize: int, most: int
-) -> list[int]:
-    """How long the tiles are along `dimension`: as few as possible, and about alike.
+def _lengths(rows: int, row: int, most: int) -> list[int]:
+    """How many of `rows`, of `row` bytes each, the tiles have: as few tiles as possible, and about
+    alike.
 
     Example: 1000 rows of 4 KiB and most 1 MiB, which are 256 rows: four tiles of 250 rows, rounded
     up to 64, so 256, 256, 256 and 232 rows.
     """
-    rows = shape[dimension]
-    row = math.prod(shape) // rows * itemsize
     longest = most // row
-    if not longest:
-        raise ConfigError(
-            f"one row of {name} has {format_bytes(row)}, more than max_bytes "
-            f"({format_bytes(most)}); give at least that"
-        )
     each = -(-rows // -(-rows // longest))
     if longest >= _EVEN:
         each = min(-(-each // _EVEN) * _EVEN, longest // _EVEN * _EVEN)
@@ -377,7 +387,7 @@ def _cut(
         memory: torch.Tensor = weight.joined() if isinstance(weight, TiledWeight) else weight.data
         gradient = weight.grad
         parts = memory.split(list(lengths), dimension)
-    trained, marks = weight.requires_grad, dict(vars(_cut_now(weight)[0]))
+    trained, marks = weight.requires_grad, dict(vars(pieces_of([weight])[0]))
     tiles = []
     for part in parts:
         parameter = nn.Parameter(part, requires_grad=trained)
