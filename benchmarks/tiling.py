@@ -23,6 +23,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def frozen(hidden: int, tile: int, folder: Path) -> Row:
     states = folder / f"frozen-{hidden}"
     states.mkdir()
     write_zeros(states / "model.safetensors", hidden)
-    with infinity.init(exact=False):
+    with torch.device("meta"):  # infinity.init wants address space for each weight
         model = Layer(hidden)
     infinity.tile(model, tile)
     longest = max(p.numel() * 2 for p in model.parameters())
@@ -216,9 +217,15 @@ def main() -> None:
         for hidden in options.trained:
             rows.append(trained(hidden, options.trained_tile, Path(name)))
             print(rows[-1].name, flush=True)
+            write(rows, options)
         for hidden in options.frozen:
             rows.append(frozen(hidden, options.tile, Path(name)))
             print(rows[-1].name, flush=True)
+            write(rows, options)
+
+
+def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print what there is, and write it: the largest layer takes long."""
     settings = vars(options) | {"tokens": TOKENS}
     summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0, 1], settings=settings)
     for line in summary.table():

@@ -28,6 +28,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from infinity.errors import ConfigError, in_words
 from infinity.modules.init import divide_origin, outside
 from infinity.modules.load_target import LoadTarget
+from infinity.modules.packing import uncompiled
 from infinity.modules.tile_math import embedding, linear
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter
@@ -91,8 +92,20 @@ class InTiles(nn.Module):
                 f"values ({name}.data.copy_(...)), or replace it before infinity.tile"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_compute"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self)["_compute"] = uncompiled(type(self).compute)
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """What its forward gives. torch.compile does not look into it."""
+        raise NotImplementedError
+
     def take(self, name: str, weight: TiledWeight) -> None:
         """Have `weight` under `name`, and its tiles as a list of modules."""
+        vars(self)["_compute"] = uncompiled(type(self).compute)
         self.tiled[name] = weight
         self._modules[f"{name}_tiles"] = nn.ModuleList(weight.tiles)
 
@@ -132,7 +145,12 @@ class LinearInTiles(InTiles, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear`."""
-        return linear(input, self.tiled["weight"].tiles, self.bias, across=False)
+        output: torch.Tensor = self._compute(self, input)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
+        return linear(given, self.tiled["weight"].tiles, self.bias, across=False)
 
 
 class EmbeddingInTiles(InTiles, nn.Embedding):
@@ -140,8 +158,13 @@ class EmbeddingInTiles(InTiles, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As `nn.Embedding`."""
+        output: torch.Tensor = self._compute(self, input)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
         tiles = self.tiled["weight"].tiles
-        return embedding(input, tiles, self.padding_idx, self.scale_grad_by_freq)
+        return embedding(given, tiles, self.padding_idx, self.scale_grad_by_freq)
 
 
 class ColumnsInTiles(InTiles):
@@ -151,7 +174,12 @@ class ColumnsInTiles(InTiles):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `Conv1D`."""
-        return linear(x, self.tiled["weight"].tiles, self.bias, across=True)
+        output: torch.Tensor = self._compute(self, x)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
+        return linear(given, self.tiled["weight"].tiles, self.bias, across=True)
 
 
 class _Tileable(NamedTuple):

@@ -288,11 +288,11 @@ class Placement:
         if not self.fits(concurrent, reserve):
             asked = tuning.gpu_cache not in ("auto", 0)
             way_out = ", or set a smaller gpu_cache" if asked else ""
-            way_out += "; infinity.tile(model, max_bytes=...) before wrap makes units smaller"
             raise BudgetError(
                 f"gpu_memory={format_bytes(self.budgets.gpu)} is too small: states at home there "
                 f"take {format_bytes(home)}, the units in use at once and the next one "
-                f"{format_bytes(least)}; the smallest gpu_memory that works is {home + least} "
+                f"{format_bytes(least)} (infinity.tile(model, max_bytes=...) before wrap makes "
+                f"units smaller); the smallest gpu_memory that works is {home + least} "
                 f"({format_bytes(home + least)}){way_out}"
             )
         useful = sum(spec.span for spec in travelling) + reserve
