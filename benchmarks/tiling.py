@@ -2,9 +2,9 @@
 """What the compute device has to hold of a layer whose weight lies in tiles, for hidden sizes up to
 64K.
 
-The layer is the first linear layer of an MLP, from H to 4 H inputs, in bf16: 8 H^2 bytes. Untiled
-it would take these bytes on the device at once, and as many for its gradient. Its weight is divided
-by as many tiles as `infinity.tile` makes of it.
+The layer is the first linear layer of an MLP, from H to 4 H, in bf16: 8 H^2 bytes. Untiled it would
+take these bytes on the device at once, and as many for its gradient. "H to H" is a projection of
+attention, of a quarter of the bytes: safetensors maps a file whole, so host memory limits its size.
 
 "frozen" rows train the bias and the input. The weight is read from a safetensors file of zeros
 without blocks, so the run takes neither disk nor host memory for it. "trained" rows train all of
@@ -42,11 +42,11 @@ TOKENS = 4
 
 
 class Layer(nn.Module):
-    """The first half of an MLP."""
+    """A linear layer that trains its bias alone."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, 4 * hidden, dtype=torch.bfloat16)
+        self.up = nn.Linear(hidden, outputs, dtype=torch.bfloat16)
         self.up.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,12 @@ class Mlp(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def write_zeros(path: Path, hidden: int) -> None:
+def write_zeros(path: Path, hidden: int, outputs: int) -> None:
     """A safetensors file with the values of a `Layer`, all zeros, that takes no blocks."""
-    weight, bias = 8 * hidden * hidden, 8 * hidden
+    weight, bias = 2 * outputs * hidden, 2 * outputs
     entries = {
-        "up.weight": ([4 * hidden, hidden], 0, weight),
-        "up.bias": ([4 * hidden], weight, weight + bias),
+        "up.weight": ([outputs, hidden], 0, weight),
+        "up.bias": ([outputs], weight, weight + bias),
     }
     header = {
         name: {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
@@ -153,19 +153,25 @@ def row(name: str, model: nn.Module, found: dict[str, Any], facts: dict[str, Any
     )
 
 
-def frozen(hidden: int, tile: int, folder: Path) -> Row:
-    """A `Layer` whose weight is read from a file."""
-    states = folder / f"frozen-{hidden}"
+def frozen(hidden: int, times: int, tile: int, folder: Path) -> Row:
+    """A `Layer` from `hidden` to so many times as much, whose weight is read from a file."""
+    outputs = times * hidden
+    states = folder / f"frozen-{hidden}-{times}"
     states.mkdir()
-    write_zeros(states / "model.safetensors", hidden)
+    write_zeros(states / "model.safetensors", hidden, outputs)
     with torch.device("meta"):  # infinity.init wants address space for each weight
-        model = Layer(hidden)
+        model = Layer(hidden, outputs)
     infinity.tile(model, tile)
     longest = max(p.numel() * 2 for p in model.parameters())
-    limit = 2 * longest + 8 * hidden
+    limit = 2 * longest + 2 * outputs
     config = infinity.Config(nvme=states, parameters="nvme", gpu_memory=limit, cpu_memory="256MiB")
     found = run(model, hidden, 1, config, weights=states / "model.safetensors")
-    return row(f"frozen, hidden size {hidden}", model, found, {"hidden_size": hidden})
+    return row(
+        f"frozen, hidden size {hidden}{', H to H' * (times == 1)}",
+        model,
+        found,
+        {"hidden_size": hidden},
+    )
 
 
 def trained(hidden: int, tile: int, folder: Path) -> Row:
@@ -206,7 +212,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--directory", type=Path, default=None, help="default: a temporary one")
-    parser.add_argument("--frozen", type=int, nargs="*", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--frozen", type=int, nargs="*", default=[8192, 16384, 32768])
+    parser.add_argument("--projections", type=int, nargs="*", default=[65536], help="H to H")
     parser.add_argument("--trained", type=int, nargs="*", default=[1024, 2048])
     parser.add_argument("--tile", type=parse_bytes, default=64 << 20, help="of a frozen weight")
     parser.add_argument("--trained-tile", type=parse_bytes, default=2 << 20)
@@ -218,8 +225,10 @@ def main() -> None:
             rows.append(trained(hidden, options.trained_tile, Path(name)))
             print(rows[-1].name, flush=True)
             write(rows, options)
-        for hidden in options.frozen:
-            rows.append(frozen(hidden, options.tile, Path(name)))
+        layers = [(hidden, 4) for hidden in options.frozen]
+        layers += [(hidden, 1) for hidden in options.projections]
+        for hidden, times in layers:
+            rows.append(frozen(hidden, times, options.tile, Path(name)))
             print(rows[-1].name, flush=True)
             write(rows, options)
 

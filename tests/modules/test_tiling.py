@@ -646,3 +646,60 @@ def test_parameters_that_come_later(wrap: Wrap) -> None:
     after = model.state_dict()
     assert_same({name: after[name] for name in before}, before)
     assert torch.equal(infinity.get(model.up.weight, "master"), masters)
+
+
+def test_a_pickled_model_is_in_tiles(tmp_path: Path) -> None:
+    torch.save(tiled(), tmp_path / "model.pt")
+    model = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert isinstance(model.up.weight, TiledWeight)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model(ids_of(0)), tiled()(ids_of(0)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_graphs_break_at_tiles(wrap: Wrap) -> None:
+    model = wrap(tiled(), {"gpu_memory": 1 << 22})
+    compiled = torch.compile(model, backend="eager")
+    output = compiled(ids_of(0))
+    assert torch.equal(output, tiled()(ids_of(0)))
+    output.sum().backward()
+    assert infinity.engine(model).gradient(model.up.weight) is not None
+
+
+def test_micro_batches_in_vertical_order(wrap: Wrap) -> None:
+    found = []
+    for vertical in (False, True):
+        model = wrap(tiled(), {"gpu_memory": 1 << 22})
+        if vertical:
+            batches = [ids_of(step) for step in range(3)]
+            infinity.accumulate(model, batches, lambda out, _: out.float().pow(2).mean())
+        else:
+            for step in range(3):
+                (loss_of(model, step) / 3).backward()
+        found.append([infinity.engine(model).gradient(p) for _, p in named_wholes(model)])
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_committed_steps_go_on_in_tiles(tmp_path: Path) -> None:
+    def trained(where: str, stops: list[int]) -> dict[str, Any]:
+        config = infinity.Config(
+            nvme=[tmp_path / where],
+            parameters="nvme",
+            optimizer="nvme",
+            precision="bf16",
+            durability="step",
+            gpu_memory=1 << 22,
+            cpu_memory=1 << 24,
+        )
+        (tmp_path / where).mkdir()
+        state: dict[str, Any] = {}
+        for stop in stops:
+            model = infinity.wrap(tiled(), config, resume=bool(state))
+            with infinity.engine(model) as engine:
+                first = engine.committed_step or 0
+                train(model, infinity.AdamW(model.parameters(), lr=1e-2), range(first, stop))
+                state = engine.state_dict()
+        return state
+
+    assert_same(trained("resumed", [2, 4]), trained("at once", [4]))
