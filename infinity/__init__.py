@@ -27,6 +27,7 @@ from infinity.errors import (
 from infinity.modules.chunked_loss import chunked_loss
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
+from infinity.modules.tiling import tile
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
@@ -66,6 +67,7 @@ __all__ = [
     "nvme",
     "set",
     "snapshot",
+    "tile",
     "wrap",
 ]
 

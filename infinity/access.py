@@ -9,6 +9,7 @@ from infinity.optim.adam import Adam
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
+from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import place_of
 
@@ -37,6 +38,9 @@ def get_state(
 
     Raises `ConfigError` for a parameter of no wrapped model, and for a state that it has not.
     """
+    if isinstance(parameter, TiledWeight):
+        parts = [get_state(piece, name, local=local) for piece in parameter.pieces]
+        return parameter.cat(parts, 0 if local else parameter.dimension)
     unit, index, kind = _find(parameter, name)
     if kind is Kind.GRAD:
         gradient = unit.listeners.grads.fetch(unit, index)
@@ -62,6 +66,9 @@ def set_state(
     Raises `ConfigError` like `infinity.get`, and for a wrong shape or kind of value; `RuntimeError`
     inside of a forward, a backward or `infinity.gathered`.
     """
+    if isinstance(parameter, TiledWeight):
+        _set_tiles(parameter, name, value, local)
+        return
     unit, index, kind = _find(parameter, name)
     _check_value(unit.names[index], parameter, value)
     given = parameter.shape if not local else (unit.layout.overlap(index, unit.rank).length,)
@@ -89,6 +96,22 @@ def set_state(
     after[overlap.in_shard : overlap.in_shard + overlap.length] = part
     unit.states.write(kind, after)
     unit.renew()
+
+
+def _set_tiles(weight: TiledWeight, name: str, value: torch.Tensor, local: bool) -> None:
+    """`set_state` of a weight in tiles."""
+    found = [_find(piece, name)[:2] for piece in weight.pieces]
+    called = " and on to ".join(unit.names[index] for unit, index in (found[0], found[-1]))
+    _check_value(called, weight, value)
+    lengths = [unit.layout.overlap(index, unit.rank).length for unit, index in found]
+    given = (sum(lengths),) if local else tuple(weight.shape)
+    if tuple(value.shape) != given:
+        raise ConfigError(
+            f"infinity.set: the {name} of {called} has shape {given}, not {tuple(value.shape)}"
+        )
+    parts = value.split(lengths) if local else weight.divided(value)
+    for piece, part in zip(weight.pieces, parts, strict=True):
+        set_state(piece, name, part, local=local)
 
 
 def _check_value(name: str, parameter: torch.Tensor, value: object) -> None:

@@ -7,6 +7,14 @@ covered, too. So after a failure, however late (exhausted device memory, Ctrl-C)
 process and the directories are as they were. The data of the parameters stays alive until all is
 done: see `infinity.modules.snapshot`.
 
+[Note: units that are too large]
+The compute device has to hold the units that are in use at once, and the next one. Where it does
+not, the largest blocks become a unit for each of their modules. That changes no bits. Where this
+is not enough, large weights become tiles (`modules/tiling`), of half the largest unit, of a quarter
+and so on. That changes the rounding of input gradients. Neither goes below `LEAST_SPLIT`. What is
+left is refused by `place`. All follows from the configuration, from shapes, and from what is free
+on the rank that has least, so all ranks do alike.
+
 Several ranks meet after the steps that may fail on one of them alone, so that all go on or none
 (`together`).
 """
@@ -30,7 +38,7 @@ from infinity.device import ComputeDevice, profiler_ranges
 from infinity.durability import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
-from infinity.free_memory import Available, choose, read_host
+from infinity.free_memory import Available, Budgets, choose, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
 from infinity.modules.frozen import all_frozen, find_stored
@@ -40,6 +48,7 @@ from infinity.modules.grouping import (
     find_users,
     group_parameters,
     join_small,
+    stored_as,
 )
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
@@ -48,6 +57,7 @@ from infinity.modules.matching import all_adapters
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
+from infinity.modules.tiling import tile_largest, tile_places
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
@@ -55,8 +65,9 @@ from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import describe_choice
+from infinity.placement.decide import Machine, Placement, describe_choice
 from infinity.placement.demand import Demand, buffer_bytes
+from infinity.quantities import format_bytes
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
@@ -80,6 +91,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Units = Sequence[type[nn.Module] | nn.Module] | None
 """What `infinity.wrap` takes as `units`."""
 
+LEAST_SPLIT = 16 << 20
+"""Bytes of a unit below which it is not made smaller: collectives and I/O get slow."""
 PROBE_BYTES = 64 << 20
 """What is copied to see how fast this machine is: more than caches hold."""
 PROBE_PARAMETERS = 16 << 20
@@ -180,11 +193,13 @@ def _built(
     config = Config() if config is None else config
     build = Build(model, config, group, undo, resume)
     with nullcontext() if config.inference else all_adapters(model):
-        with build.together():
+        with build.together() as room:
             build.check()
+            room += build.room()
+        with build.together():
             if weights is not None and not isinstance(weights, Weights):
                 values = open_weights(weights, model)
-            build.group(units, values)
+            build.group(units, values, room[0])
             build.size()
         with build.together() as least:
             build.find()
@@ -280,37 +295,97 @@ class Build:
                 "durability='off'"
             )
 
-    def group(self, given: Units, values: FirstValues | None) -> None:
-        """Find the units, and the modules that use each. Meta parameters get a stand-in."""
+    def room(self) -> Sequence[float]:
+        """The bytes of the compute device that the engine may take at most."""
+        config, most = self._config, 1 << 62
+        if isinstance(config.gpu_memory, int):
+            return [config.gpu_memory]
+        found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
+        choice = choose(config.gpu_memory, config.cpu_memory, found, Budgets(most, 0))
+        return [choice.budgets.gpu]
+
+    def group(self, given: Units, values: FirstValues | None, room: float) -> None:
+        """Find the units, and the modules that use each. Meta parameters get a stand-in.
+
+        Where the units do not fit into `room` bytes of the compute device, and nobody has `given`
+        them, they are made smaller. See [Note: units that are too large].
+        """
         model = self._model
         owners = find_owners(model, given)
         self._snapshot = Snapshot(model)
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
+        self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
         with all_frozen(model) if self._config.inference else nullcontext():
-            self._make_units(owners, given, values)
+            self._form(owners, values, given is None)
+            if given is None and self._least() > room:
+                self._refine(owners, values, room)
+
+    def _form(self, owners: dict[str, nn.Module], values: FirstValues | None, joins: bool) -> None:
+        """Make units of the parameters of `owners`, and of all other parameters."""
+        model = self._model
+        dtype, stored = DTYPES.get(self._config.precision), {}
+        if self._config.parameters == "nvme" and self._config.tuning.read_in_place:
+            stored = find_stored(model, self._empty, values, dtype)
+        groups = group_parameters(model, owners, dtype, stored)
+        if not groups:
+            raise ConfigError("the model has no parameters to manage")
+        if joins:
+            groups = join_small(groups, owners)
+        tiles = {number: places[0] for number, places in tile_places(model).items()}
+        self.units = [
+            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
+            for index, g in enumerate(groups)
+        ]
         numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
         used = find_users(model, owners, numbers)
         self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
         self._nestings = find_nestings(model, used)
 
-    def _make_units(
-        self, owners: dict[str, nn.Module], given: Units, values: FirstValues | None
+    def _refine(
+        self, owners: dict[str, nn.Module], values: FirstValues | None, room: float
     ) -> None:
-        model, config = self._model, self._config
-        dtype, stored = DTYPES.get(config.precision), {}
-        if config.parameters == "nvme" and config.tuning.read_in_place:
-            stored = find_stored(model, self._empty, values, dtype)
-        groups = group_parameters(model, owners, dtype, stored)
-        if not groups:
-            raise ConfigError("the model has no parameters to manage")
-        if given is None:
-            groups = join_small(groups, owners)
-        self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
-        self.units = [
-            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored)
-            for index, g in enumerate(groups)
-        ]
+        """Make units smaller until they fit into `room`, or as small as they get by themselves."""
+        model, dtype = self._model, DTYPES.get(self._config.precision)
+
+        def nbytes(module: nn.Module) -> int:
+            return sum(p.numel() * stored_as(p, dtype).itemsize for p in module.parameters())
+
+        sizes = {name: nbytes(owner) for name, owner in owners.items()}
+        split: set[str] = set()
+        for size in sorted({n for n in sizes.values() if n > LEAST_SPLIT}, reverse=True):
+            split = {name for name, n in sizes.items() if n >= size}
+            self._form({n: owners[n] for n in owners.keys() - split}, values, True)
+            if self._least() <= room:
+                break
+        if split:
+            log.info(
+                "%d blocks of more than %s are a unit for each of their modules, because %s of the "
+                "compute device hold no more",
+                len(split),
+                format_bytes(LEAST_SPLIT),
+                format_bytes(room),
+            )
+        most = max(unit.nbytes for unit in self.units)
+        while self._least() > room and most > LEAST_SPLIT:
+            most = max(most // 2, LEAST_SPLIT)
+            self._snapshot.restore()
+            found = tile_largest(model, most, lambda weight: stored_as(weight, dtype).itemsize)
+            self._empty = replace_meta(model)
+            owners = find_owners(model)
+            self._form({n: owners[n] for n in owners.keys() - split}, values, True)
+            if found.names and (self._least() <= room or most == LEAST_SPLIT):
+                log.info("%s; gradients of their inputs round otherwise", found.describe(most))
+
+    def _least(self) -> int:
+        """The bytes of the compute device that the units need at least."""
+        shapes = [unit.shape for unit in self.units]
+        specs = tuple(spec for shape in shapes for spec in shape.blocks(self._config))
+        machine = Machine(self.device.unified_memory, self.device.has_kernels)
+        placement = Placement(self._config, Budgets(0, 0), machine, specs)
+        exchanges = self.exchanges_gradients
+        buffer = buffer_bytes(shapes, self._config, exchanges)
+        return Demand(placement, self._nestings, buffer, exchanges).least().gpu
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""

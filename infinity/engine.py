@@ -36,6 +36,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
 from infinity.modules.merging import Merges
+from infinity.modules.tiling import named_wholes
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
@@ -49,6 +50,7 @@ from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.tensor_parallel import local, whole
+from infinity.sharding.tiles import JoinedTiles, TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
@@ -163,6 +165,8 @@ class Engine:
         until it is zeroed, also after a step. In fp32 where the loss was scaled, which is divided
         out; None when there is none. Whole, also of a DTensor. With several ranks every rank must
         call it."""
+        if isinstance(parameter, TiledWeight):
+            return parameter.cat([self.gradient(piece) for piece in parameter.pieces])
         unit = next((unit for unit in self._units if unit.has(parameter)), None)
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
@@ -195,23 +199,20 @@ class Engine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, by its first name, and every persistent buffer, on the host; one unit is
-        held at a time.
+        held at a time, and a weight in tiles until it is whole.
 
         Tensors are plain and whole, those of DTensors too. Waits for pending updates. With several
         ranks every rank must iterate to the end.
         """
         self._updater.look()
+        joining = JoinedTiles()
         for unit in self._units:
-            stored = unit.states.in_files()
-            if stored is not None:
-                yield from zip(unit.names, stored, strict=True)
-                continue
-            flat = unit.states.gather(Kind.PARAM)
-            for name, parameter, place in zip(
-                unit.names, unit.parameters, unit.layout.places, strict=True
-            ):
-                yield name, whole(flat[place.offset : place.end].view(place.shape), parameter)
-            del flat  # before the next one is made
+            for name, tile, value in zip(unit.names, unit.tiles, _values(unit), strict=True):
+                if tile is None:
+                    yield name, value
+                elif (joined := joining.add(tile, value)) is not None:
+                    yield tile.name, joined
+                del value  # before the next unit is brought
         for name, buffer in self._buffers().items():
             yield name, buffer.detach().cpu()
 
@@ -225,7 +226,13 @@ class Engine:
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
         as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
         """
-        there = {n for u in self._units if u.states.are_in_files for n in u.names}
+        there = {
+            name
+            for unit in self._units
+            if unit.states.are_in_files
+            for name, tile in zip(unit.names, unit.tiles, strict=True)
+            if tile is None
+        }
         values = {
             name: value if name in there else mapped(value, self._state_directory)
             for name, value in self.weights()
@@ -237,11 +244,11 @@ class Engine:
         """By every name of a parameter the one that its unit knows; tied ones have several. What
         was added to the model after `wrap` has no unit."""
         known = {
-            id(p): name
+            id(p): key
             for unit in self._units
-            for p, name in zip(unit.parameters, unit.names, strict=True)
+            for p, key in zip(unit.parameters, unit.keys, strict=True)
         }
-        named = self.model.named_parameters(remove_duplicate=False)
+        named = [(name, pieces_of([p])[0]) for name, p in named_wholes(self.model)]
         return {name: known[id(p)] for name, p in named if id(p) in known}
 
     @property
@@ -513,6 +520,17 @@ def _path_of(directory: object) -> Path:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `model` itself has an engine."""
     return ATTRIBUTE in vars(model)
+
+
+def _values(unit: Unit) -> Iterator[torch.Tensor]:
+    """The value of each parameter of `unit`, whole and on the host."""
+    stored = unit.states.in_files()
+    if stored is not None:
+        yield from stored
+        return
+    flat = unit.states.gather(Kind.PARAM)
+    for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+        yield whole(flat[place.offset : place.end].view(place.shape), parameter)
 
 
 def engine(model: nn.Module) -> Engine:

@@ -412,15 +412,15 @@ class Loading(LoadPlanner):
         their values."""
         found = []
         for each in series:
-            missing = [] if each.is_moment else [n for n in each.unit.names if n in self._kept]
-            partly = each.unit.trainable or len(missing) < len(each.unit.names)
+            missing = [] if each.is_moment else [n for n in each.unit.keys if n in self._kept]
+            partly = each.unit.trainable or len(missing) < len(each.unit.keys)
             if self._strict and missing and partly:
                 raise CheckpointError(
                     f"{self._where} has no values of {missing[0]}, because it was saved with "
                     "trainable_only=True while that was frozen; freeze the same parameters, or "
                     "take a checkpoint of all"
                 )
-            if len(missing) < len(each.unit.names):
+            if len(missing) < len(each.unit.keys):
                 found.append(each)
         return found
 
@@ -445,22 +445,22 @@ class Loading(LoadPlanner):
                     f"{self._where} is of another optimizer: its states are "
                     f"{saved['states']}, and here {mine['states']}"
                 )
-            if saved["names"] != mine["names"]:
+            if [set(names) for names in saved["names"]] != [set(names) for names in mine["names"]]:
                 counts = [[len(names) for names in header["names"]] for header in (saved, mine)]
                 raise CheckpointError(
                     f"{self._where} has other parameter groups, of {counts[0]} parameters, and "
-                    f"here of {counts[1]}; they must be of the same parameters in the same order"
+                    f"here of {counts[1]}; they must be of the same parameters"
                 )
 
     def _items_of(self, series: Series) -> list[ReadItem]:
         """The reads that fill `series`; none for moments that are zeros, and what is kept."""
         items: list[ReadItem] = []
-        keys = [".".join((*series.prefix, name)) for name in series.unit.names]
+        keys = [".".join((*series.prefix, name)) for name in series.unit.keys]
         # Also where no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
-            if series.unit.names[number] in self._kept and not series.is_moment:
+            if series.unit.keys[number] in self._kept and not series.is_moment:
                 continue
             found = self._reader.tensor(key)
             if series.is_moment and found is None:
@@ -470,7 +470,7 @@ class Loading(LoadPlanner):
                 continue  # zeros
             if not series.is_moment:
                 self._check_dtype(key, series.dtype)
-            count = math.prod(self._saved["shapes"][series.unit.names[number]])
+            count = math.prod(self._saved["shapes"][series.unit.keys[number]])
             if found is not None and math.prod(found.size) != count:
                 raise CheckpointError(
                     f"{self._where} is not whole: {key} has {math.prod(found.size)} of "
@@ -500,7 +500,7 @@ class Loading(LoadPlanner):
             return list(series.pieces(number, size if found is None else found.size)), found
         if len(found.size) > 1:
             raise CheckpointError(
-                f"{self._where} has {series.unit.names[number]} cut along another dimension than "
+                f"{self._where} has {series.unit.keys[number]} cut along another dimension than "
                 "it is here, by tensor parallel ranks; load it without tensor parallelism, or with "
                 "that with which it was saved"
             )
@@ -510,7 +510,7 @@ class Loading(LoadPlanner):
                 offsets = torch.Size((box.row, box.column))
                 sizes = torch.Size((box.rows, box.columns))
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
-                key = ".".join((*series.prefix, series.unit.names[number]))
+                key = ".".join((*series.prefix, series.unit.keys[number]))
                 self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
         return list(series.pieces(number, size)), TensorStorageMetadata(
             found.properties, size, chunks
@@ -536,7 +536,8 @@ class Loading(LoadPlanner):
             for header, optimizer in zip(
                 self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
             ):
-                optimizer.load_header(header)
+                keys = self._state.keys_in(optimizer)
+                optimizer.load_header(layout.with_tiles(header, keys))
             if state.optimizers:
                 self._count_steps(state.updater)
             self._fill_all()
@@ -601,7 +602,7 @@ class Loading(LoadPlanner):
             return memory[: piece.length]
 
         cursor = PieceCursor(self._sorted(series), dtype, bring)
-        names = () if series.is_moment else unit.names
+        names = () if series.is_moment else unit.keys
         kept = [number for number, name in enumerate(names) if name in self._kept]
 
         def patched(begin: int, end: int) -> torch.Tensor:

@@ -277,7 +277,7 @@ class Saving(SavePlanner):
         for series in state.series():
             if state.is_zero(series):
                 continue  # and in `EngineState.absent`
-            for number, name in enumerate(series.unit.names):
+            for number, name in enumerate(series.unit.keys):
                 size = series.size(number)
                 for piece in series.pieces(number, size) if series.unit.counted[number] else ():
                     source = TensorSource(series.dtype, piece.sizes, series, piece.in_shard)

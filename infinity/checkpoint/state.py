@@ -134,7 +134,7 @@ class Series(NamedTuple):
     def pieces(self, number: int, size: torch.Size) -> Iterator[ShardPiece]:
         """What this rank has of parameter `number`, under a key of the shape `size`: that which
         `size` gives, or if this is one row any other."""
-        key = ".".join((*self.prefix, self.unit.names[number]))
+        key = ".".join((*self.prefix, self.unit.keys[number]))
         overlap, part = self.unit.layout.overlap(number, self.unit.rank), self.unit.parts[number]
         first, width, left = (
             (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
@@ -221,42 +221,44 @@ class EngineState(NamedTuple):
         (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
         shapes = {
-            name: list(p.shape)
+            name: list(unit.whole_shape(number))
             for unit in self.units
-            for name, p in zip(unit.names, unit.parameters, strict=True)
+            for number, name in enumerate(unit.keys)
         }
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
-        known = {
-            id(p): name
-            for unit in self.units
-            for p, name in zip(unit.parameters, unit.names, strict=True)
-        }
-        optimizers = []
-        for optimizer in self.optimizers:
-            names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            optimizers.append(
-                {
-                    **self.reader.header(optimizer),
-                    "names": names,
-                    "states": _states_of(optimizer),
-                }
-            )
+        optimizers = [
+            with_wholes(self.reader.header(optimizer), self.keys_in(optimizer))
+            | {"states": _states_of(optimizer)}
+            for optimizer in self.optimizers
+        ]
         posted, skipped = self.reader.counts(self.updater)
         return {
             "version": manifest.VERSION,
             "ranks": collectives.size(self.group),
             "shapes": shapes,
             "tied": dict(self.tied),
-            "frozen": [
-                name
-                for unit in self.units
-                if self.trainable_only and not unit.trainable
-                for name in unit.names
-            ],
+            "frozen": list(
+                dict.fromkeys(
+                    name
+                    for unit in self.units
+                    if self.trainable_only and not unit.trainable
+                    for name in unit.keys
+                )
+            ),
             "posted_steps": posted,
             "skipped_steps": skipped,
             "optimizers": optimizers,
         }
+
+    def keys_in(self, optimizer: Optimizer) -> list[list[str]]:
+        """What each parameter in the groups of `optimizer` is called here; a weight in tiles once
+        for each of them."""
+        known = {
+            id(p): key
+            for unit in self.units
+            for p, key in zip(unit.parameters, unit.keys, strict=True)
+        }
+        return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def absent(self) -> frozenset[str]:
         """The keys of moments that are zeros, and so are not saved: of every parameter, for every
@@ -266,15 +268,44 @@ class EngineState(NamedTuple):
             (s.prefix, name)
             for s in self.series()
             if s.is_moment and not self.is_zero(s)
-            for name in s.unit.names
+            for name in s.unit.keys
         }
         return frozenset(
             f"optimizer.{kind}.{name}"
             for unit in self.units
-            for name in unit.names
+            for name in unit.keys
             for kind in kinds
             if (("optimizer", kind), name) not in saved
         )
+
+
+def with_wholes(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The `Optimizer.header` of parameters with these `keys`, as that of weights that are not in
+    tiles, and their `names`."""
+    flat = [key for group in keys for key in group]
+    steps = dict(zip(reversed(flat), reversed(header["steps"]), strict=True))
+    names = [list(dict.fromkeys(group)) for group in keys]
+    return _regrouped(header, names) | {
+        "steps": [steps[name] for group in names for name in group],
+        "names": names,
+    }
+
+
+def with_tiles(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """What `with_wholes` gave, as the `Optimizer.header` of parameters with these `keys`, which are
+    in the same groups."""
+    names = [name for group in header["names"] for name in group]
+    steps = dict(zip(names, header["steps"], strict=True))
+    return _regrouped(header, keys) | {"steps": [steps[key] for group in keys for key in group]}
+
+
+def _regrouped(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """`header` with groups of so many parameters, numbered as torch does it."""
+    groups, begin = [], 0
+    for group, members in zip(header["param_groups"], keys, strict=True):
+        groups.append(group | {"params": list(range(begin, begin + len(members)))})
+        begin += len(members)
+    return {**header, "param_groups": groups}
 
 
 def _states_of(optimizer: Optimizer) -> str:

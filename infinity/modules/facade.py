@@ -31,9 +31,12 @@ from torch import nn
 from infinity.directories.mapped import mapped
 from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
+from infinity.modules.load_target import LoadTarget
+from infinity.modules.tiling import InTiles
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
 from infinity.sharding.tensor_parallel import local, part_in, whole
+from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import GatheredParameter
 
@@ -41,31 +44,6 @@ _METHODS = (
     *("_apply", "state_dict", "load_state_dict", "_load_from_state_dict"),
     *("__reduce_ex__", "__deepcopy__"),
 )
-
-
-class LoadTarget(torch.Tensor):
-    """Stands for a parameter while torch loads a state dict: it has its shape, and keeps what is
-    copied into it."""
-
-    _is_param = True  # for `isinstance(target, nn.Parameter)`
-    given: torch.Tensor | None = None
-    """What was copied into it."""
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> LoadTarget:
-        """One for `parameter`."""
-        some = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-        target = some.expand(parameter.shape).as_subclass(cls)
-        target.requires_grad_(parameter.requires_grad)
-        return target
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], LoadTarget):
-            args[0].given = args[1]
-            return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 class Loads:
@@ -77,10 +55,17 @@ class Loads:
         self._depth = 0
         self._values: dict[Unit, dict[int, torch.Tensor]] = {}
 
-    def add(self, parameter: ShardedParameter, value: torch.Tensor) -> None:
+    def add(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """`parameter` gets `value` when the outermost load ends."""
-        unit = type(parameter).unit
-        self._values.setdefault(unit, {})[unit.position(parameter)] = value
+        if isinstance(parameter, TiledWeight):
+            for piece, part in zip(parameter.pieces, parameter.divided(value), strict=True):
+                self.add(piece, part)
+        elif isinstance(parameter, ShardedParameter):
+            unit = type(parameter).unit
+            self._values.setdefault(unit, {})[unit.position(parameter)] = value
+        else:  # which is gathered now
+            with torch.no_grad():
+                parameter.copy_(value)
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -173,12 +158,28 @@ class Facade:
         if named.get("keep_vars", False):
             return state
         values = self._mapped(
-            {id(value): value for value in state.values() if isinstance(value, nn.Parameter)}
+            {
+                id(piece): piece
+                for value in state.values()
+                if isinstance(value, nn.Parameter)
+                for piece in pieces_of([value])
+                if isinstance(piece, nn.Parameter)
+            }
         )
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TiledWeight):
+                state[name] = self._joined(value, values)
+            elif isinstance(value, torch.Tensor):
                 state[name] = values.get(id(value), value).detach()
         return state
+
+    def _joined(self, weight: TiledWeight, values: dict[int, torch.Tensor]) -> torch.Tensor:
+        """`weight` in one file, of its tiles in `values`; tied ones are one tensor."""
+        if id(weight) not in values:
+            parts = [values.pop(id(piece), piece) for piece in weight.pieces]
+            whole = torch.cat([part.detach() for part in parts], weight.dimension)
+            values[id(weight)] = mapped(whole, self._directory)
+        return values[id(weight)]
 
     def _mapped(self, wanted: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
         """Those of `wanted` parameters that the engine keeps or shows, by their id, one unit at a
@@ -214,9 +215,12 @@ class Facade:
         """What `load_state_dict` calls for every module, also that of a module around this one."""
         module = self._module
         held = module._parameters
-        kept = {name: p for name, p in held.items() if isinstance(p, ShardedParameter)}
+        kept: dict[str, torch.Tensor] = {}
+        if isinstance(module, InTiles):
+            kept |= module.tiled
+        kept |= {name: p for name, p in held.items() if isinstance(p, ShardedParameter)}
         targets: dict[str, Any] = {name: LoadTarget.of(p) for name, p in kept.items()}
-        vars(module)["_parameters"] = loaded = held | targets
+        vars(module)["_parameters"] = loaded = targets | {n: held[n] for n in held.keys() - kept}
         with self._loads.under_way():
             try:
                 type(module)._load_from_state_dict(module, *args, **kwargs)

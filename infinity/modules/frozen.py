@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.modules.grouping import stored_as
 from infinity.modules.init import Origin
-from infinity.modules.load import FirstValues, aliases_of
+from infinity.modules.load import FirstValues, sources_of
 from infinity.quantities import format_bytes
 from infinity.sharding.recognize import is_dtensor
 from infinity.tiers.originals import StoredBytes
@@ -53,17 +53,19 @@ def find_stored(
     """
     found: dict[int, StoredBytes] = {}
     copied: Counter[str] = Counter()
-    names = aliases_of(model)
+    sources = sources_of(model)
     for parameter in model.parameters():
         if parameter.requires_grad or parameter.numel() == 0:
             continue
         kept = stored_as(parameter, dtype)
-        name = next((n for n in names[id(parameter)] if weights and n in weights), None)
+        source = next((s for s in sources[id(parameter)] if weights and s.name in weights), None)
         origin = empty.get(id(parameter))
-        if weights is not None and name is not None:
-            place, stored = weights.stored(name), weights.dtype(name)
+        if weights is not None and source is not None:
+            place, stored = weights.stored(source.name), weights.dtype(source.name)
+            bounds = source.bounds
         elif origin is not None and (read := origin.read()) is not None:
             place, stored = read.matches.stored(read.name), read.matches.dtype(read.name)
+            bounds = read.bounds
         else:
             continue
         if stored is not kept:
@@ -72,8 +74,11 @@ def find_stored(
             problem = "tensor parallel ranks divide them"
         elif place is None:
             problem = "they lie in no safetensors file as they are in the model"
+        elif len(bounds) > 1:
+            problem = "they lie in tiles of their columns"
         else:
-            found[id(parameter)] = place
+            nbytes = parameter.numel() * kept.itemsize
+            found[id(parameter)] = place.rows(bounds[0], nbytes) if bounds else place
             continue
         copied[problem] += parameter.numel() * kept.itemsize
     _tell(found, copied)

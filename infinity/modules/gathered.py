@@ -16,6 +16,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, collected, described
 
@@ -81,6 +82,8 @@ def _parameters(target: object) -> list[torch.Tensor]:
     """The parameters that `target` is, or holds; raises `ConfigError` where it is anything else."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
+    if isinstance(target, TiledWeight):
+        return target.pieces
     found = [target] if isinstance(target, (str, torch.Tensor)) else target
     parameters: list[Any] = list(found) if isinstance(found, Iterable) else [found]
     wrong = [each for each in parameters if not isinstance(each, torch.Tensor)]
@@ -89,7 +92,7 @@ def _parameters(target: object) -> list[torch.Tensor]:
             "infinity.gathered takes a module, a parameter or a list of parameters, not "
             f"{in_words(wrong[0])}; model.get_parameter(name) finds one by its name"
         )
-    return parameters
+    return pieces_of(parameters)
 
 
 def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.modules.tiling import Tile
 from infinity.tiers.originals import StoredBytes
 
 # They hold, but have no forward.
@@ -39,13 +40,14 @@ def find_owners(
     model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] | None = None
 ) -> dict[str, nn.Module]:
     """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes
-    and instances.
+    and instances; and every tile, below them or not.
 
     A repeated block is an element of a `ModuleList` or `Sequential` in which its class occurs more
     than once; the outermost wins, except that an element with more than half of the model's
     parameters (an encoder of many blocks) is looked into.
     """
     owners: dict[str, nn.Module] = {}
+    tiles: dict[int, tuple[str, nn.Module]] = {}
     total = sum(p.numel() for p in model.parameters())
 
     # A loop, for a function that calls itself from inside would keep the model in a reference
@@ -55,6 +57,10 @@ def find_owners(
         name, module, chosen = pending.pop()
         if chosen:
             owners[name] = module
+        if chosen or isinstance(module, Tile):
+            for path, inner in module.named_modules(prefix=name):
+                if isinstance(inner, Tile):
+                    tiles.setdefault(id(inner), (path, inner))
             continue
         below = []
         kinds = Counter(type(child) for child in module.children())
@@ -67,6 +73,7 @@ def find_owners(
                     isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
                 )
                 chosen = repeated and not isinstance(child, _CONTAINERS) and 2 * numel <= total
+            chosen = chosen and not isinstance(child, Tile)
             below.append(
                 (f"{name}.{child_name}" if name else child_name, child, chosen and numel > 0)
             )
@@ -75,7 +82,7 @@ def find_owners(
         raise ConfigError(
             "units=... matches no module of the model; give classes or modules that occur in it"
         )
-    return owners
+    return owners | dict(tiles.values())
 
 
 def _is_one_of(module: nn.Module, given: Iterable[type[nn.Module] | nn.Module]) -> bool:
@@ -159,7 +166,8 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     If it is more, a MiB is allowed, or a sixteenth of the model, whichever is less. An element of a
     `Sequential` or `ModuleList` that is a 64th of the one before it, such as a norm between blocks,
     joins that one. Modules with parameters of other units below them stay as they are: their units
-    are in use for longer. Joining has no effect on numbers.
+    are in use for longer. Nor do tiles join anything, which are small
+    on purpose. Joining has no effect on numbers.
     """
     sizes = [group.dtype.itemsize * sum(p.numel() for _, p in group.parameters) for group in groups]
     most = max(max(sizes) // 8, min(sum(sizes) // 16, 1 << 20))
@@ -178,7 +186,9 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
 
     for number, group in enumerate(groups):
         kind = group.kind
-        if any(owner_of[id(p)] is not group.owner for p in group.owner.parameters()):
+        if isinstance(group.owner, Tile):
+            joined.append([number])
+        elif any(owner_of[id(p)] is not group.owner for p in group.owner.parameters()):
             last.pop(kind, None)
             joined.append([number])
         elif kind in last and go_together(last[kind], number):
@@ -203,13 +213,17 @@ def find_users(
     """For each module to be hooked, the numbers of the units that its forward uses, given the unit
     of each parameter's id.
 
-    Three kinds of modules are hooked: the model itself; the owners, with all parameters below them;
+    Three kinds of modules are hooked: the model itself; the owners, with all parameters below them
+    but those of tiles;
     and every module with parameters of its own that can be reached without passing through an
     owner. (A part of an owner that another module shares can be reached so.)
     """
     users: dict[nn.Module, list[int]] = {model: []}
+    tiles = {id(owner) for owner in owners.values() if isinstance(owner, Tile)}
     for owner in owners.values():
-        users[owner] = list(dict.fromkeys(unit_of[id(p)] for p in owner.parameters()))
+        below = _with_parents(owner, tiles - {id(owner)})
+        own = [p for _, module, _ in below for p in module.parameters(recurse=False)]
+        users[owner] = list(dict.fromkeys(unit_of[id(p)] for p in own))
     for _, module, parent in _with_parents(model, {id(owner) for owner in owners.values()}):
         holder = parent[1] if isinstance(module, _CONTAINERS) else module
         units = [unit_of[id(p)] for p in module.parameters(recurse=False)]

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -39,18 +40,27 @@ class Origin(NamedTuple):
     """Why these are not its values any more."""
 
     def read(self) -> StoredRead | None:
-        """What reads the values from a file, where they are the stored tensor as it is; else
-        None."""
+        """What reads the values from a file, where they are the stored tensor as it is, or some of
+        its rows; else None."""
         operations = self.tape.slice(self.place.cell)
-        if self.problem or len(operations) != 1 or not self.place.is_plain():
+        if self.problem or len(operations) != 1:
             return None
-        read = operations[0].function
-        return read if isinstance(read, StoredRead) and read.dtype is self.place.dtype else None
+        read, (made, *_) = operations[0].function, operations[0].results or [None]
+        if not isinstance(read, StoredRead) or read.dtype is not self.place.dtype or made is None:
+            return None
+        rows = self.place.rows_of(made)
+        return None if rows is None else replace(read, bounds=rows)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """The values of `parameter`, or of the part of it that this rank has; not to be written."""
-        values = self.tape.values(self.place)
-        return values if values.shape == local(parameter).shape else part_in(values, parameter)
+        read = self.read()
+        values = self.tape.values(self.place) if read is None else read()
+        return part_of_values(values, parameter)
+
+
+def part_of_values(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank has of `values`, which are those of all of `parameter`, or its own part."""
+    return values if values.shape == local(parameter).shape else part_in(values, parameter)
 
 
 class TapedParameter(nn.Parameter, ZeroNames):
@@ -241,6 +251,21 @@ def _origin_of(
     if known is not None and known.number == id(parameter):
         return known._replace(problem="was converted or replaced")
     return None
+
+
+def divide_origin(module: nn.Module, name: str, weight: Any, tiles: Sequence[nn.Module]) -> None:
+    """The values of the `weight`s of `tiles`, which are parts of parameter `name` of `module`, come
+    from where those of this `weight` do."""
+    origin = _origin_of(module, name, weight, _tapes(module)) if weight.is_meta else None
+    if origin is None:
+        return
+    for tile in tiles:
+        part: Any = tile.weight
+        tape, known = origin.tape, origin
+        if tape.cell(part) is not None:
+            known = Origin(tape, tape.place(part))
+            tape.versions[id(part)] = -1 if origin.problem else part._version
+        vars(tile)[_ATTRIBUTE] = {"weight": known._replace(number=id(part))}
 
 
 def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:

@@ -16,15 +16,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.init import Origin, check_values, forget, meta_buffers, seed_values
+from infinity.modules.init import (
+    Origin,
+    check_values,
+    forget,
+    meta_buffers,
+    part_of_values,
+    seed_values,
+)
 from infinity.modules.matching import Matches, is_adapter, match, plain_name, pretrained_in
+from infinity.modules.tape import Cell
 from infinity.modules.tensors import Source, open_tensors
+from infinity.modules.tiling import named_wholes, tile_places
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
@@ -100,7 +109,7 @@ def open_weights(source: Source, model: nn.Module) -> Weights:
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
+            *named_wholes(model),
             *persistent_buffers(model),
         )
     }
@@ -127,11 +136,12 @@ def open_weights(source: Source, model: nn.Module) -> Weights:
 def missing_in(weights: Weights, model: nn.Module) -> list[str]:
     """The parameters of `model` that `weights` lack, adapters of PEFT aside; tied ones count
     once."""
-    return [
-        names[0]
-        for names in aliases_of(model).values()
-        if not any(name in weights for name in names) and not is_adapter(model, names[0])
+    lacking = [
+        names[0].name
+        for names in sources_of(model).values()
+        if not any(each.name in weights for each in names)
     ]
+    return [name for name in dict.fromkeys(lacking) if not is_adapter(model, name)]
 
 
 def check_complete(weights: Weights, model: nn.Module) -> None:
@@ -150,7 +160,7 @@ def _some(names: Sequence[str], most: int) -> str:
 def _report(weights: Weights, matches: Matches, model: nn.Module) -> None:
     """Log how names differ. Raises `WeightsError` where no parameter has a tensor."""
     absent = missing_in(weights, model)
-    if not any(name in weights for name, _ in model.named_parameters()):
+    if not any(name in weights for name, _ in named_wholes(model)):
         check_complete(weights, model)
     unexpected = matches.unexpected
     adjust = getattr(matches.pretrained, "_adjust_missing_and_unexpected_keys", None)
@@ -210,11 +220,12 @@ def fill_units(
     if nobody else holds it. See [Note: low bits].
     """
     buffers = meta_buffers(model)
-    aliases = aliases_of(model)
+    sources = sources_of(model)
+    drawn = _DrawnValues()
     lacking = {
         key: origin
         for key, origin in empty.items()
-        if weights is None or not any(name in weights for name in aliases[key])
+        if weights is None or not any(each.name in weights for each in sources[key])
     }
     check_values(model, lacking)
     if seed is not None:
@@ -235,20 +246,21 @@ def fill_units(
             if stays_in_files or kept:
                 unit.data.guard()
                 continue
-            names = [
-                next((n for n in aliases[id(p)] if weights and n in weights), "")
+            found = [
+                next((each for each in sources[id(p)] if weights and each.name in weights), None)
                 for p in unit.parameters
             ]
+            names = ["" if each is None else each.name for each in found]
             kind, dtype = _kept_of(unit, names, empty, weights)
             flat = torch.zeros(unit.layout.numel, dtype=dtype)
-            for parameter, name, place in zip(
-                unit.parameters, names, unit.layout.places, strict=True
+            for parameter, source, place in zip(
+                unit.parameters, found, unit.layout.places, strict=True
             ):
                 view = flat[place.offset : place.end].view(place.shape)
-                if weights is not None and name:
-                    weights.read_into(name, view, bounds_of(parameter))
+                if weights is not None and source is not None:
+                    weights.read_into(source.name, view, source.bounds)
                 elif (origin := empty.get(id(parameter))) is not None:
-                    view.copy_(origin.values(parameter))
+                    view.copy_(drawn.of(origin, parameter))
                 else:
                     view.copy_(local(parameter.data))
             unit.states.write(kind, unit.shard_of(flat))
@@ -303,6 +315,46 @@ def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
         and source.itemsize > 1
         and torch.promote_types(source, stored) != stored
     )
+
+
+class _DrawnValues:
+    """The values that constructors gave parameters. Those of a weight in tiles are made once for
+    all tiles that follow each other."""
+
+    def __init__(self) -> None:
+        self._cell: Cell | None = None
+        self._memory: torch.UntypedStorage | None = None
+
+    def of(self, origin: Origin, parameter: nn.Parameter) -> torch.Tensor:
+        """The values of `parameter`; not to be written."""
+        cell = origin.place.cell
+        if origin.read() is not None or origin.place.is_whole():
+            self._cell = self._memory = None
+            return origin.values(parameter)
+        if self._memory is None or self._cell is not cell:
+            self._memory = None  # freed before the next one is made
+            self._cell, self._memory = cell, origin.tape.memory(cell)
+        return part_of_values(origin.place.over(self._memory), parameter)
+
+
+class SourceName(NamedTuple):
+    """A name under which there may be values, and the indices that take those of a parameter out of
+    them."""
+
+    name: str
+    bounds: tuple[slice, ...]
+
+
+def sources_of(model: nn.Module) -> dict[int, list[SourceName]]:
+    """Where values of each parameter may be found, by its id: first in what it is a tile of."""
+    found = {
+        number: [SourceName(place.name, place.bounds) for place in places]
+        for number, places in tile_places(model).items()
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = SourceName(name, bounds_of(parameter))
+        found.setdefault(id(parameter), []).append(source)
+    return found
 
 
 def aliases_of(model: nn.Module) -> dict[int, list[str]]:

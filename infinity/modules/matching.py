@@ -125,14 +125,16 @@ class Matches:
 
 @dataclass(frozen=True)
 class StoredRead:
-    """Reads parameter `name` of `matches` when it is called, in `dtype`."""
+    """Reads parameter `name` of `matches`, or what `bounds` take out of it, when it is called, in
+    `dtype`."""
 
     matches: Matches
     name: str
     dtype: torch.dtype
+    bounds: tuple[slice, ...] = ()
 
     def __call__(self) -> torch.Tensor:
-        return self.matches.read(self.name).to(self.dtype)
+        return self.matches.read(self.name, self.bounds).to(self.dtype)
 
 
 def match(

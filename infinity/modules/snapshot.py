@@ -16,8 +16,8 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 class Snapshot:
-    """Keeps what `model` is made of: attributes and tables of its modules, classes and data of its
-    parameters.
+    """Keeps what `model` is made of: classes, attributes and tables of its modules, classes and
+    data of its parameters.
 
     Data is kept by reference, so its memory is given back when the last step of `wrap` is done, and
     not before. That adds nothing to the peak of host memory: the arenas are there as a whole before
@@ -25,6 +25,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._kinds: list[tuple[Any, type[nn.Module]]] = [(m, type(m)) for m in model.modules()]
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in model.modules():
             tables = [vars(module).get(name) for name in _TABLES]
@@ -42,12 +43,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back: the same objects, with the same bits in the same memory."""
+        for module, kind in self._kinds:
+            if type(module) is not kind:  # it was put into tiles
+                module.__class__ = kind
         for table, entries in self._tables:
-            for name in [name for name in table if name not in entries]:
-                del table[name]
+            table.clear()  # what comes back to it keeps its place
             table.update(entries)
-        for parameter, kind, data in self._parameters:
-            parameter.__class__ = kind
+        for parameter, form, data in self._parameters:
+            parameter.__class__ = form
             if is_dtensor(parameter):
                 attach(parameter, data)
             else:

@@ -100,7 +100,19 @@ class Place:
             (size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)
         )
 
-    def is_plain(self) -> bool:
+    def rows_of(self, whole: Place) -> tuple[slice, ...] | None:
+        """The indices that take it out of `whole`, a plain tensor over the whole cell: () for all
+        of that; None where it is anything else than some rows."""
+        if not whole._is_plain() or self.dtype is not whole.dtype or self.stride != whole.stride:
+            return None
+        if self.size == whole.size:
+            return () if self.offset == 0 else None
+        if not self.size or self.size[1:] != whole.size[1:]:
+            return None
+        begin, left = divmod(self.offset, max(self.stride[0], 1))
+        return None if left else (slice(begin, begin + self.size[0]),)
+
+    def _is_plain(self) -> bool:
         """Whether it is the whole cell, row after row."""
         shape = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
         return self.is_whole() and self.offset == 0 and shape.is_contiguous()
@@ -315,23 +327,27 @@ class Tape:
         return [self.operations[number] for number in sorted(taken)]
 
     def values(self, place: Place) -> torch.Tensor:
-        """The content of `place`, not to be written.
+        """The content of `place`, not to be written. Raises `ConfigError` as `memory`."""
+        return place.over(self.memory(place.cell))
+
+    def memory(self, wanted: Cell) -> torch.UntypedStorage:
+        """The content of a cell, not to be written.
 
         Raises `ConfigError` where a tensor that it was made from was changed since.
         """
-        operations = self.slice(place.cell)
+        operations = self.slice(wanted)
         last = {}
         for number, each in enumerate(operations):
             for used in (*each.read(), *each.changed()):
                 last[id(used)] = number
-        last.pop(id(place.cell), None)
+        last.pop(id(wanted), None)
         memory = _ReplayMemory({id(place.cell) for each in operations for place in each.written})
         with _default_dtype():
             for number, each in enumerate(operations):
                 torch.set_default_dtype(each.default_dtype)
                 self._run(each, memory)
                 memory.drop(key for key, used in last.items() if used == number)
-        return place.over(memory.of(place.cell))
+        return memory.of(wanted)
 
     def _run(self, each: Operation, memory: _ReplayMemory) -> None:
         """Run one operation of a replay."""

@@ -37,6 +37,7 @@ from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import TRAINED, ShardedParameter
+from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
@@ -254,6 +255,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
+        param_group["params"] = _with_pieces(param_group["params"])
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -649,3 +651,19 @@ def are_decay_rates(betas: Any) -> bool:
     numbers."""
     first, second = betas
     return bool(0 <= first < 1 and 0 <= second < 1)
+
+
+def _with_pieces(given: Any) -> Any:
+    """What a group is given as parameters, with the tiles of each that is in tiles."""
+    if isinstance(given, (torch.Tensor, set)):
+        return pieces_of([given]) if isinstance(given, torch.Tensor) else given
+    found: list[Any] = []
+    for each in given:
+        name, parameter = each if isinstance(each, tuple) else ("", each)
+        if not isinstance(parameter, TiledWeight):
+            found.append(each)
+        elif name:
+            found += ((f"{name}_tiles.{i}.weight", p) for i, p in enumerate(parameter.pieces))
+        else:
+            found += parameter.pieces
+    return found

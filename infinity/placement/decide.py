@@ -340,7 +340,8 @@ class Placement:
             raise BudgetError(
                 f"gpu_memory={format_bytes(self.budgets.gpu)} is too small: states at home there "
                 f"take {format_bytes(home)}, the units in use at once and the next one "
-                f"{format_bytes(least)}; the smallest gpu_memory that works is {home + least} "
+                f"{format_bytes(least)} (infinity.tile(model, max_bytes=...) before wrap makes "
+                f"units smaller); the smallest gpu_memory that works is {home + least} "
                 f"({format_bytes(home + least)}){way_out}"
             )
         useful = sum(spec.span for spec in travelling) + reserve

@@ -20,7 +20,7 @@ from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
-_METADATA = {
+METADATA = {
     "shape",
     "dtype",
     "device",
@@ -71,6 +71,7 @@ _METADATA = {
     "is_sparse_csr",
     "is_xpu",
 }
+"""Functions and attributes that need no data."""
 
 _DTYPES = {
     "half": torch.float16,
@@ -184,7 +185,7 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             else ""
         )
         name = attribute or accessor
-        plain = name in _METADATA and accessor != "__set__"
+        plain = name in METADATA and accessor != "__set__"
         plain = plain or (attribute == "requires_grad" and accessor == "__set__")
         plain = plain or func in _BACKWARD
         if attribute == "grad":

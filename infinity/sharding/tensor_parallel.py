@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -118,8 +119,16 @@ def part_of(tensor: torch.Tensor) -> LocalPart:
         numel = math.prod(shape)
         return LocalPart(1, numel, 0, numel, numel)
     begin, end, _ = bounds_of(tensor)[-1].indices(shape[dimension])
+    return part_within(shape, dimension, begin, end, -(-shape[dimension] // form.mesh.size()))
+
+
+def part_within(
+    shape: Sequence[int], dimension: int, begin: int, end: int, longest: int
+) -> LocalPart:
+    """What lies from `begin` to `end` along `dimension` of a tensor of `shape`, of which no part is
+    longer than `longest`."""
     rows, below = math.prod(shape[:dimension]), math.prod(shape[dimension + 1 :])
-    room = rows * -(-shape[dimension] // form.mesh.size()) * below
+    room = rows * longest * below
     return LocalPart(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
+from infinity.sharding.tiles import TilePlace
 from infinity.tiers.block import Block
 from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 from infinity.tiers.store import Store
@@ -130,17 +131,28 @@ class Unit:
         dtype: torch.dtype,
         ranks: Ranks = ALONE,
         stored: Sequence[StoredBytes] = (),
+        tiles: Mapping[int, TilePlace] | None = None,
     ) -> None:
-        """It is trainable if the parameters take gradients now."""
+        """It is trainable if the parameters take gradients now. `tiles` says of parameters, by their
+        ids, of which others they are a part."""
         self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
+        self.tiles = [(tiles or {}).get(id(p)) for p in self.parameters]
+        """Where each parameter lies that is a tile of another one."""
+        self.keys = [
+            n if tile is None else tile.name for n, tile in zip(self.names, self.tiles, strict=True)
+        ]
+        """What state dicts and checkpoints call each parameter; a tile as that which it is of."""
         self.stored = stored
         """Where each parameter lies in files of the user, if these are the home of the unit."""
         self.trainable = self.parameters[0].requires_grad
-        self.parts = [part_of(p) for p in self.parameters]
+        self.parts = [
+            part_of(p) if tile is None else tile.part
+            for p, tile in zip(self.parameters, self.tiles, strict=True)
+        ]
         """Where what this rank lays out of each parameter lies in it."""
         shapes = [local(p).shape for p in self.parameters]
         rooms = [part.room for part in self.parts]
@@ -166,6 +178,11 @@ class Unit:
         """The last gather into the place on the compute device, or the one that is on its way."""
         # The lease that it went to; None when the content has changed since.
         self._gathered_lease: object = None
+
+    def whole_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of parameter `index`, or of what it is a tile of."""
+        tile = self.tiles[index]
+        return tuple(self.parameters[index].shape) if tile is None else tile.shape
 
     # Declaration
 

@@ -71,6 +71,11 @@ class StoredBytes(NamedTuple):
     offset: int
     nbytes: int
 
+    def rows(self, rows: slice, nbytes: int) -> StoredBytes:
+        """Where some rows of the tensor lie, which take `nbytes`."""
+        each = nbytes // (rows.stop - rows.start)
+        return StoredBytes(self.file, self.offset + rows.start * each, nbytes)
+
 
 class FileSlice(NamedTuple):
     """Bytes [begin, begin + nbytes) of a block, which lie in `file` from `offset` on."""

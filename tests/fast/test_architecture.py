@@ -69,6 +69,7 @@ PUBLIC = [
     "nvme",
     "set",
     "snapshot",
+    "tile",
     "wrap",
 ]
 

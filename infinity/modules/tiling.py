@@ -1,0 +1,459 @@
+"""Large weights become tiles, each of which the engine fetches, updates and sends home alone.
+
+[Note: what a module in tiles is]
+A module that is tiled keeps its place, its attributes and its bias. It becomes of a class below its
+own, whose forward goes from tile to tile. Its weight leaves `_parameters` for a `ModuleList` of
+`Tile`s beside it, `weight_tiles`; `module.weight` is a `TiledWeight`. Modules that had one weight
+(tied ones) have one list. State dicts know the weight alone: under its name, and whole.
+
+[Note: which modules]
+`nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers. A class below these is taken where its
+forward is theirs, or calls theirs and touches no weight itself, as the scaled embeddings of Gemma
+do. Others compute with the weight in their own way, and are left as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from infinity.errors import ConfigError, in_words
+from infinity.modules.init import divide_origin, outside
+from infinity.modules.load_target import LoadTarget
+from infinity.modules.packing import uncompiled
+from infinity.modules.tile_math import embedding, linear
+from infinity.quantities import format_bytes, parse_bytes
+from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.tiles import TiledWeight, TilePlace, pieces_of
+from infinity.sharding.use import GatheredParameter
+
+log = logging.getLogger("infinity")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+MAX_BYTES = "256MiB"
+_EVEN = 64
+"""Rows that a tile is a multiple of where it has more: kernels then take a row in the same way as
+in the whole weight."""
+_SHOWN = 5  # names in a log
+
+
+class Tile(nn.Module):
+    """Some rows, or columns, of a weight. It computes with them what it is given."""
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, run: Any, *given: Any) -> Any:
+        """`run(weight, *given)`."""
+        return run(self.weight, *given)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Nothing: the module that has the weight saves it whole."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Nothing: the module that has the weight loads it whole."""
+
+
+class InTiles(nn.Module):
+    """A module of which some weights lie in tiles, `tiled` by their names."""
+
+    @property
+    def tiled(self) -> dict[str, TiledWeight]:
+        """These weights."""
+        found: dict[str, TiledWeight] = vars(self)["_in_tiles"]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        weight = vars(self).get("_in_tiles", {}).get(name)
+        return super().__getattr__(name) if weight is None else weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = vars(self).get("_parameters", {})
+        if name not in vars(self).get("_in_tiles", {}) or name in held:  # a load puts it there
+            super().__setattr__(name, value)
+        elif isinstance(value, TiledWeight):  # ties it to another one
+            self.take(name, value)
+        else:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} is in tiles and cannot be replaced; write its "
+                f"values ({name}.data.copy_(...)), or replace it before infinity.tile"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_compute"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self)["_compute"] = uncompiled(type(self).compute)
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """What its forward gives. torch.compile does not look into it."""
+        raise NotImplementedError
+
+    def take(self, name: str, weight: TiledWeight) -> None:
+        """Have `weight` under `name`, and its tiles as a list of modules."""
+        vars(self)["_compute"] = uncompiled(type(self).compute)
+        self.tiled[name] = weight
+        self._modules[f"{name}_tiles"] = nn.ModuleList(weight.tiles)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name, weight in self.tiled.items():
+            with torch.no_grad():
+                destination[prefix + name] = weight if keep_vars else weight.joined()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """As of a module with these weights; the facade of a wrapped model has put stand-ins for
+        them among the parameters."""
+        held = self._parameters
+        if any(name in held for name in self.tiled):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        targets: dict[str, Any] = {name: LoadTarget.of(w) for name, w in self.tiled.items()}
+        vars(self)["_parameters"] = loaded = {**targets, **held}
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+        finally:
+            vars(self)["_parameters"] = held
+        for name, value in loaded.items():
+            if name not in targets:
+                held[name] = value
+            elif value is not targets[name]:  # assigned
+                _assign(self.tiled[name], value)
+            elif targets[name].given is not None:
+                with torch.no_grad():
+                    self.tiled[name].copy_(targets[name].given)
+
+
+class LinearInTiles(InTiles, nn.Linear):
+    """`nn.Linear` whose weight lies in tiles of its rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As `nn.Linear`."""
+        output: torch.Tensor = self._compute(self, input)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
+        return linear(given, self.tiled["weight"].tiles, self.bias, across=False)
+
+
+class EmbeddingInTiles(InTiles, nn.Embedding):
+    """`nn.Embedding` whose weight lies in tiles of its rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As `nn.Embedding`."""
+        output: torch.Tensor = self._compute(self, input)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
+        tiles = self.tiled["weight"].tiles
+        return embedding(given, tiles, self.padding_idx, self.scale_grad_by_freq)
+
+
+class ColumnsInTiles(InTiles):
+    """The `Conv1D` of transformers whose weight (inputs, outputs) lies in tiles of its columns."""
+
+    bias: nn.Parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Conv1D`."""
+        output: torch.Tensor = self._compute(self, x)
+        return output
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """See `InTiles`."""
+        return linear(given, self.tiled["weight"].tiles, self.bias, across=True)
+
+
+class _Tileable(NamedTuple):
+    """A class whose weight can be cut along `dimension`, and the class that computes with tiles."""
+
+    kind: type[nn.Module]
+    in_tiles: type[InTiles]
+    dimension: int
+
+
+class _WeightHolder(NamedTuple):
+    """A module that has a weight under `name`, where the model calls it `path`."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
+    """Cut every large weight of `model` into tiles of at most `max_bytes`, before `infinity.wrap`;
+    returns the same module.
+
+    A weight is cut where it has more bytes than that, in the dtype that it has now: along its
+    outputs in `nn.Linear` and in the `Conv1D` of transformers, along the vocabulary in
+    `nn.Embedding`. Each tile is a unit of the engine, fetched, reduced and updated one after the
+    other, so the compute device needs room for tiles instead of weights.
+
+    Modules keep their names and classes (`isinstance` holds), and `module.weight` its shape. State
+    dicts and checkpoints have the weight whole, under its name. `named_parameters` has the tiles:
+    `fc.weight_tiles.0.weight` and so on are rows of `fc.weight`.
+
+    Works inside and outside of `infinity.init()`, takes no memory, and may be called again for
+    smaller tiles. Modules that compute with their weight in another way than these classes stay
+    whole, and the log names them. Raises `ConfigError` for a wrapped model, for `max_bytes` that
+    are no number of bytes, and where one row of a weight has more.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"infinity.tile takes a module, not {in_words(model)}")
+    try:
+        most = parse_bytes(max_bytes)
+    except ValueError as error:
+        raise ConfigError(f"max_bytes: {error}") from None
+    if any(isinstance(p, (ShardedParameter, GatheredParameter)) for p in model.parameters()):
+        raise ConfigError(
+            "the model is wrapped already, and its units are fixed: call infinity.tile before "
+            "infinity.wrap"
+        )
+    found = tile_largest(model, most)
+    for name, reason in found.whole.items():
+        log.info("%s stays whole: %s", name, reason)
+    if found.names:
+        log.info("%s", found.describe(most))
+    return model
+
+
+class Tiled(NamedTuple):
+    """What `tile_largest` did."""
+
+    names: list[str]
+    """Weights that were cut."""
+
+    whole: dict[str, str]
+    """Weights that stay whole, and why."""
+
+    def describe(self, most: int) -> str:
+        """One line for a log."""
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        return (
+            f"{len(self.names)} weights lie in tiles of at most {format_bytes(most)} each: "
+            f"{', '.join(self.names[:_SHOWN])}{more}"
+        )
+
+
+def tile_largest(
+    model: nn.Module, most: int, itemsize_of: Callable[[torch.Tensor], int] | None = None
+) -> Tiled:
+    """Cut the weights of `model` with more than `most` bytes.
+
+    `itemsize_of` says what an element of each will take; then a row that has more stays in a weight
+    that is whole. Without it an element takes what it takes now, and such a row is refused with
+    `ConfigError`, before anything is changed.
+    """
+    cuts: list[tuple[torch.Tensor, list[_WeightHolder], int, list[int]]] = []
+    whole: dict[str, str] = {}
+    for weight, holders in _weights_of(model):
+        size = weight.element_size() if itemsize_of is None else itemsize_of(weight)
+        largest = max(map(torch.Tensor.numel, pieces_of([weight]))) * size
+        if largest <= most:
+            continue
+        name, known = holders[0].path, _tileable(holders[0].module)
+        reason = _obstacle(weight, holders)
+        if reason or known is None:
+            whole[name] = reason
+            continue
+        row = math.prod(weight.shape) // weight.shape[known.dimension] * size
+        if row <= most:
+            lengths = _lengths(weight.shape[known.dimension], row, most)
+            cuts.append((weight, holders, known.dimension, lengths))
+        elif itemsize_of is None:
+            raise ConfigError(
+                f"one row of {name} has {format_bytes(row)}, more than max_bytes "
+                f"({format_bytes(most)}); give at least that"
+            )
+        else:
+            whole[name] = f"one row of it has {format_bytes(row)}"
+    with outside():
+        for weight, holders, dimension, lengths in cuts:
+            _cut(weight, holders, dimension, lengths)
+    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole)
+
+
+def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of `model` under every name, as `named_parameters(remove_duplicate=False)`; a
+    weight in tiles under its own, instead of the tiles."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Tile):
+            continue
+        named: list[tuple[str, torch.Tensor]] = []
+        if isinstance(module, InTiles):
+            named += module.tiled.items()
+        named += module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in named:
+            yield f"{path}.{name}" if path else name, parameter
+
+
+def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:
+    """Where each tile of `model` lies, by the id of its parameter: in its weight under each name of
+    that."""
+    found: dict[int, list[TilePlace]] = {}
+    for name, weight in named_wholes(model):
+        if not isinstance(weight, TiledWeight):
+            continue
+        begin = 0
+        for piece in weight.pieces:
+            end = begin + piece.shape[weight.dimension]
+            place = TilePlace(name, tuple(weight.shape), weight.dimension, begin, end)
+            found.setdefault(id(piece), []).append(place)
+            begin = end
+    return found
+
+
+@cache
+def _kinds(columns: type[nn.Module] | None) -> tuple[_Tileable, ...]:
+    """What can be cut; `columns` is the `Conv1D` of transformers."""
+    found = [
+        _Tileable(nn.Linear, LinearInTiles, 0),
+        _Tileable(nn.Embedding, EmbeddingInTiles, 0),
+    ]
+    if columns is not None:
+        both = type("Conv1DInTiles", (ColumnsInTiles, columns), {"__module__": __name__})
+        found.append(_Tileable(columns, both, 1))
+    return tuple(found)
+
+
+def _tileable(module: nn.Module) -> _Tileable | None:
+    """How the weight of `module` can be cut; None for classes that use it in another way."""
+    utilities = sys.modules.get("transformers.pytorch_utils")
+    for each in _kinds(getattr(utilities, "Conv1D", None)):
+        if isinstance(module, each.kind):
+            return each if _computes_as(module, each) else None
+    return None
+
+
+def _computes_as(module: nn.Module, known: _Tileable) -> bool:
+    """Whether the forward of `module` is that of the class that is known, or calls it and touches
+    no weight itself. See [Note: which modules]."""
+    if "forward" in vars(module) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    forward: Any = type(module).forward
+    if forward in (known.kind.forward, known.in_tiles.forward):
+        return True
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "super" in names and "forward" in names and "weight" not in names
+
+
+def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHolder]]]:
+    """Every parameter, each weight in tiles as one, with all modules that have it."""
+    holders: dict[int, tuple[torch.Tensor, list[_WeightHolder]]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Tile):
+            continue
+        named: list[tuple[str, torch.Tensor]] = []
+        if isinstance(module, InTiles):
+            named += module.tiled.items()
+        named += module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, weight in named:
+            holder = _WeightHolder(f"{path}.{name}" if path else name, module, name)
+            holders.setdefault(id(weight), (weight, []))[1].append(holder)
+    yield from holders.values()
+
+
+def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
+    """Why `weight` cannot be cut; "" where it can."""
+    if is_dtensor(weight):
+        return "tensor parallel ranks divide it"
+    kinds = [_tileable(holder.module) for holder in holders]
+    if any(
+        kind is None or holder.name != "weight" for kind, holder in zip(kinds, holders, strict=True)
+    ):
+        return "its module computes with it in another way than nn.Linear and nn.Embedding"
+    if len({kind.dimension for kind in kinds if kind is not None}) > 1:
+        return "it is tied to a weight that is its transpose"
+    for holder in holders:
+        if getattr(holder.module, "sparse", False) or getattr(holder.module, "max_norm", None):
+            return "an embedding with sparse gradients or max_norm needs all of its rows"
+    if isinstance(weight, TiledWeight):
+        return "" if weight.is_one_memory() else "it lies in tiles that were converted"
+    if not isinstance(weight, nn.Parameter) or weight.layout is not torch.strided:
+        return f"it is a {type(weight).__name__}"
+    hooks = weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None)
+    return "its gradient has hooks" if any(hooks) else ""
+
+
+def _lengths(rows: int, row: int, most: int) -> list[int]:
+    """How many of `rows`, of `row` bytes each, the tiles have: as few tiles as possible, and about
+    alike.
+
+    Example: 1000 rows of 4 KiB and most 1 MiB, which are 256 rows: four tiles of 250 rows, rounded
+    up to 64, so 256, 256, 256 and 232 rows.
+    """
+    longest = most // row
+    each = -(-rows // -(-rows // longest))
+    if longest >= _EVEN:
+        each = min(-(-each // _EVEN) * _EVEN, longest // _EVEN * _EVEN)
+    return [min(each, rows - begin) for begin in range(0, rows, each)]
+
+
+def _cut(
+    weight: torch.Tensor, holders: Sequence[_WeightHolder], dimension: int, lengths: Sequence[int]
+) -> None:
+    """Put tiles of `lengths` in the place of `weight`, in all modules that have it."""
+    with torch.no_grad():
+        memory: torch.Tensor = weight.joined() if isinstance(weight, TiledWeight) else weight.data
+        gradient = weight.grad
+        parts = memory.split(list(lengths), dimension)
+    trained, marks = weight.requires_grad, dict(vars(pieces_of([weight])[0]))
+    tiles = []
+    for part in parts:
+        parameter = nn.Parameter(part, requires_grad=trained)
+        vars(parameter).update(marks)
+        tiles.append(Tile(parameter))
+    if gradient is not None:
+        for tile, part in zip(tiles, gradient.split(list(lengths), dimension), strict=True):
+            tile.weight.grad = part
+    if isinstance(weight, TiledWeight):
+        divide_origin(weight.tiles[0], "weight", weight.pieces[0], tiles)
+    else:
+        divide_origin(holders[0].module, holders[0].name, weight, tiles)
+    made = TiledWeight(tiles, dimension)
+    for holder in holders:
+        _take_over(holder.module, holder.name, made)
+
+
+def _take_over(module: nn.Module, name: str, weight: TiledWeight) -> None:
+    """`module` becomes one whose `name` is `weight`."""
+    if not isinstance(module, InTiles):
+        known: Any = _tileable(module)
+        kind: Any = type(module)
+        module.__class__ = _class_in_tiles(kind, known)
+        vars(module)["_in_tiles"] = {}
+    module._parameters.pop(name, None)
+    module.take(name, weight)  # type: ignore[operator]
+
+
+@cache
+def _class_in_tiles(kind: type[nn.Module], known: _Tileable) -> type[nn.Module]:
+    """The class of modules of class `kind` in tiles; its own methods come first, as before."""
+    if kind is known.kind:
+        return known.in_tiles
+    return type(f"{kind.__name__}InTiles", (kind, known.in_tiles), {"__module__": kind.__module__})
+
+
+def _assign(weight: TiledWeight, value: torch.Tensor) -> None:
+    """The tiles of `weight` are views of `value` from now on."""
+    with torch.no_grad():
+        for tile, part in zip(weight.tiles, weight.divided(value.detach()), strict=True):
+            tile.weight = nn.Parameter(part, requires_grad=tile.weight.requires_grad)
