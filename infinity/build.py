@@ -201,6 +201,7 @@ def _built(
         with build.together():  # no rank gives up what another one may still refuse
             build.fill(values, seed)
             build.move_buffers()
+            build.await_pinned()
             build.hook()
     return build
 
@@ -466,6 +467,10 @@ class Build:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device.torch)
+
+    def await_pinned(self) -> None:
+        """Let all host memory be pinned for a GPU, which began with its allocation."""
+        self.device.await_pinned()
 
     def hook(self) -> None:
         """Tie the model to its units: what runs it, what updates it, and who is told of what."""
