@@ -45,6 +45,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.matching import all_adapters
+from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
@@ -303,6 +304,9 @@ class Build:
         used = find_users(model, owners, numbers)
         self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
         self._nestings = find_nestings(model, used)
+        self._blocks = {
+            module: name for name, module in owners.items() if module is not self._model
+        }
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -496,8 +500,18 @@ class Build:
         if durability is not None:
             durability.connect(self._model, updater)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
+        blocks = self._blocks if config.recompute == "all" else {}
+        recomputation = Recomputation(blocks)
         hooks = Hooks(
-            self._model, self.users, units, runtime, executions, updater, self._recorder, offloader
+            self._model,
+            self.users,
+            units,
+            runtime,
+            executions,
+            updater,
+            self._recorder,
+            offloader,
+            recomputation,
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)
@@ -515,6 +529,7 @@ class Build:
             self.exchange,
             meter,
             self._recorder,
+            recomputation,
         )
         parts = Parts(
             self._recorder,

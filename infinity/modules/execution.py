@@ -346,6 +346,16 @@ def caller() -> FrameType | None:
     return frame
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile compiles the frames that call the hook that calls this."""
+    frame = sys._getframe(2)
+    # Of `uncompiled`: it notes what compiles, and stops it until the hook ends.
+    return (
+        frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        and frame.f_locals.get("prior") is not None
+    )
+
+
 def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
     """Whether `frame` is `caller`, or one of those that led there."""
     while caller is not None and caller is not frame:

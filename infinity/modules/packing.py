@@ -146,6 +146,13 @@ class Packer:
             return None
         return _OnTop(_Pack(self, top, recomputing))
 
+    def feeds_a_checkpoint(self) -> bool:
+        """Whether what is saved now goes to the hooks of a checkpoint."""
+        hooks = _top()
+        while hooks is not None and isinstance(hooks[0], _Pack):
+            hooks = hooks[0].under
+        return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
+
     def pack(
         self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool
     ) -> Any:
@@ -221,7 +228,7 @@ class _OnTop(saved_tensors_hooks):
 
     def __init__(self, hook: _Pack) -> None:
         super().__init__(hook, hook.packer.unpack_hook)
-        self._packer = hook.packer
+        self._hook, self._packer = hook, hook.packer
 
     def __enter__(self) -> None:
         self._push = _Push.begin(self._packer)
@@ -232,7 +239,10 @@ class _OnTop(saved_tensors_hooks):
             raise
 
     def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
+        top = _top()
+        # After a recomputation that Ctrl-C has cut off: autograd took its hooks off.
+        if not self._hook.recomputing or (top is not None and top[0] is self._hook):
+            super().__exit__(*args)
         self._push.end()
 
 

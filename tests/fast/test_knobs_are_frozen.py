@@ -28,6 +28,7 @@ CONFIG = {
     "gradients": (TIERS, "cpu"),
     "optimizer": (TIERS, "nvme"),
     "activations": (TIERS, "gpu"),
+    "recompute": ("'off' | 'all'", "off"),
     "stage": ("0 | 1 | 2 | 3", 3),
     "precision": ("'auto' | 'bf16' | 'fp16' | 'fp32'", "auto"),
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
@@ -71,6 +72,7 @@ FINETUNE = {
     "gradients": "cpu",
     "optimizer": "nvme",
     "activations": "gpu",
+    "recompute": "off",
     "precision": "bf16",
     "moment_precision": "fp32",
     "nvme_memory": None,
@@ -124,6 +126,7 @@ STEP = {
     "gradients": "cpu",
     "optimizer": "nvme",
     "activations": "gpu",
+    "recompute": "off",
     "precision": "bf16",
     "moment_precision": "fp32",
     "nvme_memory": None,
@@ -169,8 +172,8 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_13_fields() -> None:
-    assert len(Config.model_fields) <= 13
+def test_config_has_at_most_14_fields() -> None:
+    assert len(Config.model_fields) <= 14
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 
