@@ -49,6 +49,8 @@ class Call:
     frame: FrameType | None  # what runs it
     thread: int
     saving: AbstractContextManager[object] | None  # entered for this call
+    checkpoints: bool = False
+    """Whether it has entered a checkpoint of its own."""
     uses: list[Showing] = field(default_factory=list)
     """Of the module's units, and what came on top until the call ends."""
 

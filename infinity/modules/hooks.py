@@ -107,7 +107,7 @@ class Hooks(Border):
         self._updater = updater
         self._recorder = recorder
         self._recomputation = recomputation
-        self._packer = Packer(runtime.locate, offloader, self._bring)
+        self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -235,6 +235,12 @@ class Hooks(Border):
                 entered.enter_context(self._packer.context() or nullcontext())
             return entered.pop_all()
 
+    def _checkpointed(self) -> None:
+        """A checkpoint is entered: by the innermost call, or by us for one that is about to
+        begin."""
+        if self._now.calls:
+            self._now.calls[-1].checkpoints = True
+
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
         self._now.begin_forward()
@@ -270,6 +276,8 @@ class Hooks(Border):
         self._recorder.hide(call.shown)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
+        if not call.recomputing:
+            self._recomputation.ended(module, call.checkpoints)
         # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
         changed = [name for use in call.uses for name in use.unit.changed()]

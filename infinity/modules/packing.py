@@ -110,15 +110,18 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 class Packer:
     """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
-    gives the tensor of a view."""
+    gives the tensor of a view; `checkpointed` is told of checkpoints."""
 
     def __init__(
         self,
         locate: Callable[[int], tuple[Unit, int] | None],
         offloader: SavedTensorOffloader,
         bring: Callable[[PackedView], torch.Tensor],
+        checkpointed: Callable[[], None],
     ) -> None:
         self._locate, self._offloader, self._bring = locate, offloader, bring
+        self.checkpointed = checkpointed
+        """Called when a checkpoint was entered below this packer."""
         self.pack_hook = uncompiled(self.pack)
         """`pack`, for torch to call, through a `_Pack`."""
         self.unpack_hook = uncompiled(self.unpack)
@@ -290,6 +293,8 @@ def _push(
     if not isinstance(pack_hook, _Pack):
         passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
         for front in _in_front():
+            if passes:
+                front.packer.checkpointed()
             hooks = (
                 _Pack(front.packer, hooks, front.recomputing, passes),
                 front.packer.unpack_hook,

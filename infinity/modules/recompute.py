@@ -15,6 +15,12 @@ first forward of a block copies all of its buffers. Later ones copy those that c
 among the inputs are made anew. Another object among the inputs, such as a cache of keys and values,
 may be changed by the block, and cannot be put back. With such an input a block is not recomputed.
 
+[Note: checkpoints of the model]
+Around the call of a block, a checkpoint shows in the hooks on saved tensors: nothing is added.
+Inside of the call it shows when it is entered, which is too late. So the first forward has both,
+one inside of the other, and the next ones are left to the model's. That goes on until a forward
+enters none. (A reentrant checkpoint inside of a block is not seen, so both stay.)
+
 [Note: compiled code]
 A block that is compiled on its own is compiled in its recomputation, too. Where the code around it
 is compiled, its forward is a part of that, and a recomputation would save other tensors. So it is
@@ -91,6 +97,7 @@ class Recomputation:
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[Place]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._by_themselves = weakref.WeakSet[nn.Module]()
         self._recomputed: dict[str, None] = {}
         self._warned: set[tuple[str, str]] = set()
 
@@ -106,7 +113,8 @@ class Recomputation:
         """The context for a forward of `module` that is to run again in its backward; None for one
         that is not. `compiling` says whether torch.compile compiles what calls it."""
         name = self._names.get(module)
-        if name is None:
+        if name is None or module in self._by_themselves:
+            self.leave(module)
             return None
         inputs, structure = trees.tree_flatten((args, kwargs))
         odd = next((each for each in inputs if not isinstance(each, _UNCHANGEABLE)), None)
@@ -123,6 +131,14 @@ class Recomputation:
     def leave(self, module: nn.Module) -> None:
         """A forward of `module` is not recomputed by us, because the model does it itself."""
         self._recomputed.pop(self._names.get(module, ""), None)
+
+    def ended(self, module: nn.Module, checkpoints: bool) -> None:
+        """A forward of `module` has ended; `checkpoints` says whether there was a checkpoint in it,
+        as transformers enters one. Then the next one is left to that."""
+        if checkpoints:
+            self._by_themselves.add(module)
+        else:
+            self._by_themselves.discard(module)
 
     def _warn(self, kind: str, why: str) -> None:
         if (kind, why) not in self._warned:

@@ -54,6 +54,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "states in host memory, twice": HOST | {"update": "speculative"},
     "states offloaded": HOST | {"parameters": "gpu"},
     "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+    "recomputed": HOST | {"recompute": "all"},
+    "recomputed, from host memory": HOST
+    | {"recompute": "all", "activations": "cpu", "cpu_memory": "32MiB"},
 }
 LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "gpu_direct": "off"}
 SLOW_COPIES = {"copy_us": 3000}

@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import tempfile
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -265,7 +266,8 @@ def test_without_gradients_nothing_is_recomputed() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("outside", [True, False])
 def test_what_the_model_checkpoints_by_itself(outside: bool, reentrant: bool) -> None:
-    """Around the call of a block nothing is added; inside of it there are two checkpoints."""
+    """Nothing is added to a checkpoint around the call of a block. One inside of it is seen in the
+    first forward, and what is left to it calls the block no more."""
 
     class Within(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -287,8 +289,15 @@ def test_what_the_model_checkpoints_by_itself(outside: bool, reentrant: bool) ->
     with wrapped(model, recompute="all") as engine:
         calls = counted(model)
         assert_same(train(engine), without())
-        assert calls == dict.fromkeys(names(model), 2 * 4)
-        assert engine.report().recomputed == (() if outside else names(model))
+        both = not outside and reentrant
+        assert calls == dict.fromkeys(names(model), 2 * 4 if outside or both else 1 + 4)
+        assert engine.report().recomputed == (names(model) if both else ())
+        for block in model.blocks:
+            block.__class__ = Block
+        vars(model).pop("run_block", None)
+        for _ in range(2):
+            engine.model(**text_batch(0)).loss.backward()
+        assert engine.report().recomputed == names(model), "the model does it no more"
 
 
 def test_a_block_that_is_called_twice_is_recomputed_twice() -> None:
@@ -304,6 +313,52 @@ def test_a_block_that_is_called_twice_is_recomputed_twice() -> None:
         calls = counted(model)
         assert_same(train(engine), expected)
         assert calls == {name: 2 * 4 * (5 if name == "blocks.0" else 1) for name in names(model)}
+
+
+def test_hooks_of_the_user_run_again() -> None:
+    """They change what goes into a block, what comes out of it, and what a module below it gets."""
+
+    def run(**config: Any) -> list[torch.Tensor]:
+        model = transformer(dropout=0.1)
+
+        def hook(block: Block) -> None:
+            block.register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+            block.register_forward_hook(lambda module, args, output: output * args[0].cos())
+            block.up.register_forward_hook(lambda module, args, output: output.sin())
+
+        for block in model.blocks[:2]:
+            hook(block)
+        with wrapped(model, **config) as engine:
+            for block in model.blocks[2:]:
+                hook(block)
+            return train(engine)
+
+    assert_same(run(recompute="all"), run())
+
+
+def test_an_input_that_is_changed_after_its_block_is_refused() -> None:
+    class Plus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.bias
+
+    blocks = nn.Sequential(*(Plus() for _ in range(3)))
+    with wrapped(blocks, recompute="all") as engine:
+        x = torch.ones(2, 8) * 2
+        y = blocks[0](x)
+        x.add_(1)
+        y.sum().backward()  # the block has saved nothing: there is nothing to recompute
+        assert torch.equal(engine.gradient(blocks[0].bias), torch.full((8,), 2.0))  # type: ignore[arg-type]
+    model = transformer()
+    with wrapped(model, recompute="all"):
+        x = torch.ones(2, 8, 32) * 2
+        y = model.blocks[0](x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -574,7 +629,8 @@ def test_a_model_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
             loss = model(**text_batch(0), use_cache=use_cache).loss
             loss.backward()
             if options:
-                assert len(engine.report().recomputed) == 3 * (not use_cache)
+                recomputed = ("model.layers.0", "model.layers.1", "model.layers.2")
+                assert engine.report().recomputed == (() if use_cache else recomputed)
             return [loss.detach(), *(engine.gradient(p) for p in model.parameters())]
 
     expected = run(True)
@@ -583,3 +639,14 @@ def test_a_model_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
     assert_same(run(True, recompute="all"), expected)
     (said,) = caplog.messages
     assert "it is given a DynamicCache" in said and "use_cache=False" in said
+    with wrapped(transformers.LlamaForCausalLM(config), recompute="all") as engine:
+        with warnings.catch_warnings():  # some versions have another name for it
+            warnings.simplefilter("ignore")
+            engine.model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls: Counter[str] = Counter()
+        engine.model.model.layers[1].register_forward_pre_hook(lambda *_: calls.update(["1"]))
+        for _ in range(3):
+            engine.model(**text_batch(0), use_cache=False).loss.backward()
+        # A checkpoint around the call of a layer calls it again, one inside of it does not.
+        assert calls["1"] in (2 * 3, 1 + 3)
+        assert engine.report().recomputed == ()

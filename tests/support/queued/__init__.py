@@ -100,6 +100,9 @@ class _Runtime(ModuleType):
     def synchronize(self, device: object = None) -> None:
         self.native.synchronize()
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return 8 << 30, 8 << 30
 
