@@ -54,6 +54,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.matching import all_adapters
+from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
@@ -217,6 +218,7 @@ def _built(
         with build.together():  # no rank gives up what another one may still refuse
             build.fill(values, seed)
             build.move_buffers()
+            build.await_pinned()
             build.hook()
     return build
 
@@ -341,6 +343,9 @@ class Build:
         used = find_users(model, owners, numbers)
         self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
         self._nestings = find_nestings(model, used)
+        self._blocks = {
+            module: name for name, module in owners.items() if module is not self._model
+        }
 
     def _refine(
         self, owners: dict[str, nn.Module], values: FirstValues | None, room: float
@@ -564,6 +569,10 @@ class Build:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device.torch)
 
+    def await_pinned(self) -> None:
+        """Let all host memory be pinned for a GPU, which began with its allocation."""
+        self.device.await_pinned()
+
     def hook(self) -> None:
         """Tie the model to its units: what runs it, what updates it, and who is told of what."""
         config, store, units = self._config, self.store, self.units
@@ -590,6 +599,8 @@ class Build:
         if durability is not None:
             durability.connect(self._model, updater)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
+        blocks = self._blocks if config.recompute == "all" else {}
+        recomputation = Recomputation(blocks)
         hooks = Hooks(
             self._model,
             self.users,
@@ -599,6 +610,7 @@ class Build:
             updater,
             self._recorder,
             offloader,
+            recomputation,
             config.inference,
         )
         self.undo.callback(hooks.close)
@@ -617,6 +629,7 @@ class Build:
             self.exchange,
             meter,
             self._recorder,
+            recomputation,
         )
         parts = Parts(
             self._recorder,

@@ -346,6 +346,14 @@ class Config(_Knobs):
     there stays on the device. Where the device is the CPU nothing moves. "nvme": in host memory,
     and on from there to the drives.
     """
+    recompute: Literal["off", "all"] = "off"
+    """Whether each repeated block keeps only its inputs for the backward, which then runs its
+    forward again.
+
+    Memory for activations becomes one hidden state per block, for about a third more compute. The
+    inputs go where `activations` says. The numbers are the same, dropout included. A block that the
+    model checkpoints by itself is left alone.
+    """
 
     stage: Literal[0, 1, 2, 3] = 3
     """What several ranks share among them (ZeRO, section 5); each rank holds 1/N of it.

@@ -23,8 +23,7 @@ import mmap
 import os
 import platform
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -36,14 +35,10 @@ from infinity import native
 from infinity.errors import ConfigError
 from infinity.free_memory import Memory
 from infinity.observe import Meter, Ranges
-from infinity.quantities import format_bytes
+from infinity.pinning import Pinning
 
 log = logging.getLogger("infinity")
-pinning_log = logging.getLogger("infinity.pinning")  # the command line shows all that it says
 
-SLOW_TO_PIN = 4 << 30
-"""From so many bytes on it is said that memory is pinned: CUDA takes a second for some GiB, in
-which the process seems to hang. One call pins all, because no copy may cross two registrations."""
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
@@ -54,13 +49,6 @@ ALONE_ELEMENTS = 32768
 def cudart() -> Any:
     """CUDA's runtime, to pin memory for all of its devices."""
     return torch.cuda.cudart()
-
-
-def _forget_error() -> None:
-    """CUDA keeps an error until somebody asks for it, as torch does after its next kernel, which is
-    then blamed."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.Tensor:
@@ -210,36 +198,36 @@ class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no
     page fault comes later.
 
-    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `cudart`,
-    CUDA's runtime, pins it. Then no forked child has it, for Linux would copy pinned pages to each
-    at once: all of cpu_memory for every worker of a DataLoader.
+    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. With
+    `cudart`, CUDA's runtime, `pin` pins it. Then no forked child has it, for Linux would copy
+    pinned pages to each at once: all of cpu_memory for every worker of a DataLoader.
     """
 
     def __init__(self, nbytes: int, cudart: Any = None) -> None:
-        is_slow, start = cudart is not None and nbytes >= SLOW_TO_PIN, time.perf_counter()
-        if is_slow:
-            pinning_log.info("pinning %s of host memory for the GPU ...", format_bytes(nbytes))
-        # Torch fills it on all of its threads: pinning would else touch all pages on this one.
+        self._pinning = None if cudart is None or nbytes == 0 else Pinning(nbytes, cudart)
+        # Torch fills it on all of its threads: pinning would else touch all pages on one.
         self.tensor = huge_pages(nbytes, inherited=cudart is None).zero_()
-        self._cudart = cudart if nbytes > 0 else None
-        if self._cudart is not None:
-            code = self._cudart.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
-            if int(code) != 0:
-                self._cudart = None
-                _forget_error()
-                raise ConfigError(
-                    f"CUDA could not pin {nbytes} bytes of host memory (error "
-                    f"{int(code)}); lower cpu_memory"
-                )
-        if is_slow:
-            seconds = time.perf_counter() - start
-            pinning_log.info("pinned %s in %.1f s", format_bytes(nbytes), seconds)
+
+    def pin(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
+        """Pin it, on a thread inside of `beside()` where that takes long; see `Pinning.begin`.
+        Called once."""
+        if self._pinning is not None:
+            self._pinning.begin(self.tensor, beside)
+
+    def await_pinned(self) -> None:
+        """Block until all of it is pinned; raises what `Pinning.wait` does."""
+        if self._pinning is not None:
+            self._pinning.wait()
+
+    def cut(self, tensor: torch.Tensor) -> list[int] | None:
+        """The bytes of each copy that `tensor` takes, as `Pinning.cut` says it."""
+        return None if self._pinning is None else self._pinning.cut(tensor)
 
     def close(self) -> None:
         """Unpin; the pages go back to the system when the last tensor on them is gone."""
-        if self._cudart is not None:
-            self._cudart.cudaHostUnregister(self.tensor.data_ptr())
-            self._cudart = None
+        if self._pinning is not None:
+            self._pinning.close()
+            self._pinning = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
@@ -363,11 +351,24 @@ class ComputeDevice:
         return peak
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by
-        `close`."""
+        """A uint8 tensor of host memory; freed by `close`. Where the device is not the CPU it is
+        pinned, perhaps later: copies wait for it, and `await_pinned` says whether it went well."""
         memory = HostMemory(nbytes, None if self.unified_memory else self._runtime.cudart())
         self._host.append(memory)
+        memory.pin(self._on_a_thread)
         return memory.tensor
+
+    def await_pinned(self) -> None:
+        """Block until all host memory is pinned. Raises `ConfigError` where CUDA refuses."""
+        for memory in self._host:
+            memory.await_pinned()
+
+    @contextmanager
+    def _on_a_thread(self) -> Iterator[None]:
+        """What a new thread is in that works for this device."""
+        self.begin_thread()
+        with self._runtime.device(self.torch):
+            yield
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for
@@ -518,9 +519,26 @@ class ComputeDevice:
         if self.unified_memory:
             copy_alone(target, source)
             return Copy()
+        pairs = self._cut(target, source)
         with self._queued_on(stream, after) as end:
-            target.copy_(source, non_blocking=True)
+            for part, values in pairs:
+                part.copy_(values, non_blocking=True)
             return Copy(end)
+
+    def _cut(
+        self, target: torch.Tensor, source: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies that one takes of contiguous tensors (n,), when the host's is pinned; see
+        [Note: one registration for each slice] in `infinity.pinning`."""
+        host = target if target.device.type == "cpu" else source
+        for memory in self._host:
+            sizes = memory.cut(host)
+            if sizes is not None and len(sizes) > 1:
+                parts = (tensor.view(torch.uint8).split(sizes) for tensor in (target, source))
+                return zip(*parts, strict=True)
+            if sizes is not None:
+                break
+        return [(target, source)]
 
     @contextmanager
     def _queued_on(self, stream: Any, after: Mark | Copy | None) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.free_memory import Choice
+from infinity.modules.recompute import Recomputation
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater
@@ -86,6 +87,9 @@ class Report:
     """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
+    recomputed: tuple[str, ...] = ()
+    """Names of the blocks that `Config.recompute` runs again in the backward: those whose last
+    forward with gradients was to be."""
     in_files: int = 0
     """Bytes of frozen parameters that stay in the user's files and are only read; they are among
     `on_nvme`, and take no space of the directories."""
@@ -153,6 +157,7 @@ class Reporter:
         exchange: Exchange | None,
         meter: StepMeter,
         recorder: Recorder,
+        recomputation: Recomputation,
     ) -> None:
         self._config = config
         self._choice = choice
@@ -164,6 +169,7 @@ class Reporter:
         self.meter = meter
         """What the last step moved."""
         self._recorder = recorder
+        self._recomputation = recomputation
 
     def plan(self) -> Traffic:
         """The NVMe traffic of this rank in one optimizer step, or in one forward for inference, in
@@ -226,6 +232,7 @@ class Reporter:
             activations_written=moved.written,
             activations_read=moved.read,
             activations_peak=0 if activations is None else activations.peak,
+            recomputed=self._recomputation.recomputed,
             waits=self._recorder.seconds("wait nvme"),
             cached=cached,
             written_through=self._store.written_through(),

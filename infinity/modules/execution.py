@@ -49,6 +49,8 @@ class Call:
     frame: FrameType | None  # what runs it
     thread: int
     saving: AbstractContextManager[object] | None  # entered for this call
+    checkpoints: bool = False
+    """Whether it has entered a checkpoint of its own."""
     uses: list[Showing] = field(default_factory=list)
     """Of the module's units, and what came on top until the call ends."""
 
@@ -344,6 +346,16 @@ def caller() -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
         frame = frame.f_back
     return frame
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile compiles the frames that call the hook that calls this."""
+    frame = sys._getframe(2)
+    # Of `uncompiled`: it notes what compiles, and stops it until the hook ends.
+    return (
+        frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        and frame.f_locals.get("prior") is not None
+    )
 
 
 def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:

@@ -46,7 +46,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -55,8 +55,16 @@ from torch import nn
 
 from infinity.backward import in_backward
 from infinity.errors import BudgetError, ConfigError, ShardedParameterError
-from infinity.modules.execution import Call, Execution, Executions, Interleaving, caller
+from infinity.modules.execution import (
+    Call,
+    Execution,
+    Executions,
+    Interleaving,
+    caller,
+    is_compiling,
+)
 from infinity.modules.packing import PackedView, Packer, uncompiled
+from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.observe import Recorder
 from infinity.optim.updater import Updater
@@ -91,6 +99,7 @@ class Hooks(Border):
         updater: Updater,
         recorder: Recorder,
         offloader: SavedTensorOffloader,
+        recomputation: Recomputation,
         only_runs: bool = False,
     ) -> None:
         """Where the model `only_runs`, no forward trains, and a backward is refused."""
@@ -102,7 +111,8 @@ class Hooks(Border):
         self._updater = updater
         self._recorder = recorder
         self._only_runs = only_runs
-        self._packer = Packer(runtime.locate, offloader, self._bring)
+        self._recomputation = recomputation
+        self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -180,7 +190,7 @@ class Hooks(Border):
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._check(module)
-        recomputing = in_backward()
+        recomputing, compiling = in_backward(), is_compiling()
         if not recomputing:
             with self._claiming:
                 self._now.claim(f"{type(module).__name__} was called")
@@ -195,10 +205,7 @@ class Hooks(Border):
                 self._begin_forward(module)
             for unit in self._units_of[module]:
                 call.uses.append(self._enter(unit))
-            saving = self._packer.context(recomputing)
-            if saving is not None:
-                saving.__enter__()
-                call.saving = saving
+            call.saving = self._enter_saving(module, args, kwargs, recomputing, compiling)
         except BaseException:
             for use in call.uses:
                 use.end()
@@ -217,6 +224,30 @@ class Hooks(Border):
                 # The gradient of a leaf may come before the module's last node has run.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _, units=units: self._now.release_touched(units))
+
+    def _enter_saving(
+        self, module: nn.Module, args: Any, kwargs: Any, recomputing: bool, compiling: bool
+    ) -> ExitStack:
+        """Enter the hooks on saved tensors that a call of `module` has: ours, and around those of a
+        checkpoint where it is recomputed, ours below them, too, for the inputs."""
+        with ExitStack() as entered:
+            entered.enter_context(self._packer.context(recomputing) or nullcontext())
+            if recomputing or not torch.is_grad_enabled():
+                return entered.pop_all()
+            if self._packer.feeds_a_checkpoint():
+                self._recomputation.leave(module)
+                return entered.pop_all()
+            checkpoint = self._recomputation.around(module, args, kwargs, compiling)
+            if checkpoint is not None:
+                entered.enter_context(checkpoint)
+                entered.enter_context(self._packer.context() or nullcontext())
+            return entered.pop_all()
+
+    def _checkpointed(self) -> None:
+        """A checkpoint is entered: by the innermost call, or by us for one that is about to
+        begin."""
+        if self._now.calls:
+            self._now.calls[-1].checkpoints = True
 
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
@@ -253,6 +284,8 @@ class Hooks(Border):
         self._recorder.hide(call.shown)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
+        if not call.recomputing:
+            self._recomputation.ended(module, call.checkpoints)
         # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
         changed = [name for use in call.uses for name in use.unit.changed()]

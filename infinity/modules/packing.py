@@ -110,15 +110,18 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 class Packer:
     """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
-    gives the tensor of a view."""
+    gives the tensor of a view; `checkpointed` is told of checkpoints."""
 
     def __init__(
         self,
         locate: Callable[[int], tuple[Unit, int] | None],
         offloader: SavedTensorOffloader,
         bring: Callable[[PackedView], torch.Tensor],
+        checkpointed: Callable[[], None],
     ) -> None:
         self._locate, self._offloader, self._bring = locate, offloader, bring
+        self.checkpointed = checkpointed
+        """Called when a checkpoint was entered below this packer."""
         self.pack_hook = uncompiled(self.pack)
         """`pack`, for torch to call, through a `_Pack`."""
         self.unpack_hook = uncompiled(self.unpack)
@@ -145,6 +148,13 @@ class Packer:
         ):
             return None
         return _OnTop(_Pack(self, top, recomputing))
+
+    def feeds_a_checkpoint(self) -> bool:
+        """Whether what is saved now goes to the hooks of a checkpoint."""
+        hooks = _top()
+        while hooks is not None and isinstance(hooks[0], _Pack):
+            hooks = hooks[0].under
+        return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
 
     def pack(
         self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool
@@ -221,7 +231,7 @@ class _OnTop(saved_tensors_hooks):
 
     def __init__(self, hook: _Pack) -> None:
         super().__init__(hook, hook.packer.unpack_hook)
-        self._packer = hook.packer
+        self._hook, self._packer = hook, hook.packer
 
     def __enter__(self) -> None:
         self._push = _Push.begin(self._packer)
@@ -232,7 +242,10 @@ class _OnTop(saved_tensors_hooks):
             raise
 
     def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
+        top = _top()
+        # After a recomputation that Ctrl-C has cut off: autograd took its hooks off.
+        if not self._hook.recomputing or (top is not None and top[0] is self._hook):
+            super().__exit__(*args)
         self._push.end()
 
 
@@ -280,6 +293,8 @@ def _push(
     if not isinstance(pack_hook, _Pack):
         passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
         for front in _in_front():
+            if passes:
+                front.packer.checkpointed()
             hooks = (
                 _Pack(front.packer, hooks, front.recomputing, passes),
                 front.packer.unpack_hook,

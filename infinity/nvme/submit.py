@@ -262,5 +262,7 @@ class Submitter:
     def _slots(self, pinned: bool) -> torch.Tensor:
         """The staging memory, for the one who holds the lock."""
         if pinned not in self._memory:
-            self._memory[pinned] = HostMemory(SLOTS * SLOT_BYTES, cudart() if pinned else None)
+            memory = HostMemory(SLOTS * SLOT_BYTES, cudart() if pinned else None)
+            memory.pin()
+            self._memory[pinned] = memory
         return self._memory[pinned].tensor

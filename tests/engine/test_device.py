@@ -1,18 +1,24 @@
-"""Host memory: where its pages lie on machines with several memory nodes, as the kernel tells."""
+"""Host memory: where its pages lie on machines with several memory nodes, as the kernel tells, and
+how it is pinned for a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from infinity import device
+from infinity import device, pinning
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineClosedError
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes"
@@ -86,18 +92,30 @@ def test_where_nothing_says_so_there_are_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Cudart:
-    """What torch gives of CUDA's runtime; refuses to pin when told."""
+    """What torch gives of CUDA's runtime. It refuses to pin from call `refuses` on, and each call
+    from `stops` on waits for `go`."""
 
-    def __init__(self, code: int) -> None:
-        self.code = code
+    def __init__(self, refuses: int = 1000, stops: int = 1000) -> None:
+        self.refuses, self.stops = refuses, stops
+        self.go, self.waits = threading.Event(), threading.Event()
         self.pinned: list[tuple[int, int]] = []
+        self.calls = 0
+        self.threads: set[str] = set()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls += 1
+        self.threads.add(threading.current_thread().name)
+        if self.calls >= self.stops:
+            self.waits.set()
+            assert self.go.wait(30)
+        if self.calls >= self.refuses:
+            return 2
         self.pinned.append((address, nbytes))
-        return self.code
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.pinned = [each for each in self.pinned if each[0] != address]
+        (self.last,) = (each for each in self.pinned if each[0] == address)
+        self.pinned.remove(self.last)
         return 0
 
 
@@ -115,8 +133,9 @@ def inherited(memory: torch.Tensor) -> bool:
 
 
 def test_pinned_memory_is_not_copied_to_children() -> None:
-    cudart = Cudart(0)
+    cudart = Cudart()
     plain, pinned = HostMemory(HUGE_PAGE + 5), HostMemory(HUGE_PAGE + 5, cudart)
+    pinned.pin()
     assert cudart.pinned == [(pinned.tensor.data_ptr(), HUGE_PAGE + 5)]
     assert (inherited(plain.tensor), inherited(pinned.tensor)) == (True, False)
     pinned.close()
@@ -128,8 +147,10 @@ def test_pinned_memory_is_not_copied_to_children() -> None:
 def test_much_memory_is_said_to_be_pinned(
     least: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before it is, and when it was."""
-    monkeypatch.setattr(device, "SLOW_TO_PIN", least)
+    """Before it is, now and then meanwhile, and when it was."""
+    monkeypatch.setattr(pinning, "SLOW_TO_PIN", least)
+    monkeypatch.setattr(pinning, "SLICE_BYTES", HUGE_PAGE // 4)
+    monkeypatch.setattr(pinning, "SAY_SECONDS", 0)
     caplog.set_level("INFO", "infinity")
     said: list[list[str]] = []
 
@@ -138,20 +159,213 @@ def test_much_memory_is_said_to_be_pinned(
             said.append(list(caplog.messages))
             return super().cudaHostRegister(*values)
 
-    HostMemory(HUGE_PAGE, Noting(0)).close()
+    memory = HostMemory(HUGE_PAGE, Noting())
+    memory.pin()
+    memory.close()
     if least > HUGE_PAGE:
-        assert (said, caplog.messages) == ([[]], [])
+        assert (said, caplog.messages) == ([[]] * 4, [])
+        return
+    first = "pinning 2 MiB of host memory for the GPU ..."
+    assert said[0] == [first]
+    assert said[3] == [first, *(f"pinned {part} of 2 MiB ..." for part in SAID)]
+    assert caplog.messages[:4] == said[3]
+    assert re.fullmatch(r"pinned 2 MiB in \d+\.\d s", caplog.messages[4])
+    monkeypatch.setattr(pinning, "SAY_SECONDS", 3600)
+    memory = HostMemory(HUGE_PAGE, Cudart())
+    memory.pin()
+    memory.close()
+    assert caplog.messages[5:] == [first, caplog.messages[-1]]
+
+
+SAID = ("512 KiB", "1 MiB", "1.5 MiB")
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of five slices is `4 * SLICE + 5` bytes."""
+    monkeypatch.setattr(pinning, "SLICE_BYTES", SLICE)
+
+
+SLICE = 4096
+FIVE = 4 * SLICE + 5
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of threads that forgot an error, which CUDA would tell their next kernel."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        pinning, "_forget_error", lambda: names.append(threading.current_thread().name)
+    )
+    return names
+
+
+@contextmanager
+def pinning_beside(cudart: Cudart, nbytes: int = FIVE) -> Iterator[HostMemory]:
+    memory = HostMemory(nbytes, cudart)
+    try:
+        memory.pin(nullcontext)
+        yield memory
+    finally:
+        cudart.go.set()
+        memory.close()
+    assert not cudart.pinned
+    assert not [each for each in threading.enumerate() if each.name == "infinity-pinning"]
+
+
+def test_memory_is_pinned_in_slices_on_a_thread(slices: None) -> None:
+    cudart = Cudart(stops=3)
+    with pinning_beside(cudart) as memory:
+        begin = memory.tensor.data_ptr()
+        assert cudart.waits.wait(30)
+        assert memory.cut(memory.tensor[100 : 2 * SLICE]) == [SLICE - 100, SLICE], "both are pinned"
+        cudart.go.set()
+        memory.await_pinned()
+        sizes = [SLICE, SLICE, SLICE, SLICE, 5]
+        assert cudart.pinned == [(begin + SLICE * i, size) for i, size in enumerate(sizes)]
+        assert memory.cut(memory.tensor) == sizes
+        assert cudart.threads == {"infinity-pinning"}
+
+
+def test_the_thread_is_in_what_it_is_told_to_be_in(slices: None) -> None:
+    inside: list[str] = []
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        inside.append(threading.current_thread().name)
+        yield
+        inside.append(f"{cudart.calls} calls")
+
+    cudart = Cudart()
+    memory = HostMemory(FIVE, cudart)
+    memory.pin(beside)
+    memory.await_pinned()
+    memory.close()
+    assert inside == ["infinity-pinning", "5 calls"]
+
+
+def test_one_slice_takes_no_thread(slices: None) -> None:
+    cudart = Cudart()
+    with pinning_beside(cudart, SLICE) as memory:
+        assert cudart.pinned == [(memory.tensor.data_ptr(), SLICE)]
+        assert cudart.threads == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "sizes"),
+    [
+        (0, SLICE, [SLICE]),
+        (1, SLICE, [SLICE - 1]),
+        (SLICE - 1, SLICE + 1, [1, 1]),
+        (SLICE, 2 * SLICE, [SLICE]),
+        (3 * SLICE - 8, FIVE, [8, SLICE, 5]),
+        (7, 7, None),
+    ],
+)
+def test_a_copy_is_cut_where_a_slice_ends(
+    begin: int, end: int, sizes: list[int] | None, slices: None
+) -> None:
+    with pinning_beside(Cudart()) as memory:
+        assert memory.cut(memory.tensor[begin:end]) == sizes
+        assert memory.cut(torch.ones(3)) is None
+
+
+def test_a_copy_waits_for_its_slices(slices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third slice is not pinned before somebody waits for it."""
+    cudart = Cudart(stops=3)
+
+    class Condition(threading.Condition):
+        def wait_for(self, *values: Any) -> Any:
+            cudart.go.set()
+            return super().wait_for(*values)
+
+    ours = SimpleNamespace(Condition=Condition, Thread=threading.Thread)
+    monkeypatch.setattr(pinning, "threading", ours)
+    with pinning_beside(cudart) as memory:
+        assert memory.cut(memory.tensor[SLICE : 2 * SLICE + 1]) == [SLICE, 1]
+        assert len(cudart.pinned) >= 3
+
+
+@pytest.mark.parametrize("beside", [None, nullcontext])
+@pytest.mark.parametrize("refused", [1, 3])
+def test_memory_that_cannot_be_pinned_is_refused(
+    refused: int, beside: type[nullcontext[None]] | None, slices: None, forgotten: list[str]
+) -> None:
+    """Nothing after the slice that was refused is tried, and `close` unpins what was before it."""
+    cudart = Cudart(refuses=refused)
+    memory = HostMemory(FIVE, cudart)
+    refusal = rf"CUDA could not pin {FIVE} bytes of host memory \(error 2\); lower cpu_memory"
+    if beside is None:
+        with pytest.raises(ConfigError, match=refusal):
+            memory.pin()
     else:
-        assert said == [["pinning 2 MiB of host memory for the GPU ..."]]
-        assert re.fullmatch(r"pinned 2 MiB in \d+\.\d s", caplog.messages[1])
+        memory.pin(beside)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=refusal):
+            memory.await_pinned()
+        with pytest.raises(ConfigError, match=refusal):
+            memory.cut(memory.tensor[3 * SLICE :])
+    assert (cudart.calls, len(cudart.pinned)) == (refused, refused - 1)
+    name = "MainThread" if beside is None else "infinity-pinning"
+    assert forgotten == [name], "the next kernel of this thread would be blamed"
+    memory.close()
+    assert not cudart.pinned
 
 
-def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten: list[bool] = []
-    monkeypatch.setattr(device, "_forget_error", lambda: forgotten.append(True))
-    with pytest.raises(
-        ConfigError,
-        match=r"CUDA could not pin 4096 bytes of host memory \(error 2\); lower cpu_memory",
-    ):
-        HostMemory(4096, Cudart(2))
-    assert forgotten == [True], "the next kernel would be blamed"
+def test_whatever_fails_on_the_thread_is_told(slices: None) -> None:
+    @contextmanager
+    def broken() -> Iterator[None]:
+        raise ZeroDivisionError("on purpose")
+        yield
+
+    memory = HostMemory(FIVE, Cudart())
+    memory.pin(broken)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        memory.await_pinned()
+    memory.close()
+
+
+def test_close_ends_it_after_the_slice_that_is_under_way(
+    slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits is told, and the slices that were pinned are not any more."""
+    cudart = Cudart(stops=3)
+    memory = HostMemory(FIVE, cudart)
+    memory.pin(nullcontext)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            memory.await_pinned()
+        except EngineClosedError as error:
+            told.append(error)
+        cudart.go.set()  # the slice is under way until the one who waits is told
+
+    assert cudart.waits.wait(30)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    memory.close()
+    waiter.join()
+    assert len(told) == 1 and (cudart.calls, cudart.pinned) == (3, [])
+    assert not [each for each in threading.enumerate() if each.name == "infinity-pinning"]
+
+
+def test_an_interrupt_while_it_closes_leaves_nothing_pinned(
+    slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = Cudart(stops=3)
+    memory = HostMemory(FIVE, cudart)
+    memory.pin(nullcontext)
+    assert cudart.waits.wait(30)
+    (thread,) = (each for each in threading.enumerate() if each.name == "infinity-pinning")
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.close()
+    cudart.go.set()
+    thread.join()
+    assert (cudart.calls, cudart.pinned) == (3, [])

@@ -7,6 +7,7 @@ They need a process of their own, because autograd counts the devices once: INFI
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -21,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity import build, closing
-from infinity.device import ComputeDevice, Copy, read_values
+from infinity import build, closing, pinning
+from infinity.device import ComputeDevice, Copy, huge_pages, read_values
 from infinity.sharding import gradient_block
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
@@ -54,6 +55,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "states in host memory, twice": HOST | {"update": "speculative"},
     "states offloaded": HOST | {"parameters": "gpu"},
     "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+    "recomputed": HOST | {"recompute": "all"},
+    "recomputed, from host memory": HOST
+    | {"recompute": "all", "activations": "cpu", "cpu_memory": "32MiB"},
 }
 LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "gpu_direct": "off"}
 SLOW_COPIES = {"copy_us": 3000}
@@ -230,6 +234,129 @@ def test_a_few_values_are_read_by_one_copy_that_the_host_sleeps_for(machine: Any
     assert len(machine.native.counts()["download_depths"]) == 1
     assert sum(machine.host_waits().values()) == 1
     assert read_values(torch.tensor([1, 2])) == [1, 2]
+
+
+# Host memory that is pinned in slices, while `wrap` goes on
+
+SLICE = 8192
+"""Smaller than the copies of a unit, which cross its ends."""
+
+
+class Registering:
+    """CUDA's runtime, whose every call after the first waits for `go`, and which refuses call
+    number `refuses`."""
+
+    def __init__(self, machine: Any, refuses: int = 0) -> None:
+        self._real, self._refuses = machine.cudart(), refuses
+        self._calls = itertools.count(1)
+        self.go = threading.Event()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        number = next(self._calls)
+        if threading.current_thread().name == "infinity-pinning":
+            assert self.go.wait(60), "nothing happens beside it"
+        return 2 if number == self._refuses else self._real.cudaHostRegister(address, nbytes, flags)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        code: int = self._real.cudaHostUnregister(address)
+        assert code == 0, "it was not pinned"
+        return code
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(pinning, "_forget_error", lambda: None)
+
+
+def at_fill(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """`act` is called when `wrap` begins to fill the units."""
+    fill = build.Build.fill
+
+    def acting(*values: Any) -> None:
+        act()
+        fill(*values)
+
+    monkeypatch.setattr(build.Build, "fill", acting)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_slices_change_no_number(
+    placement: str, wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(wrap(precision="bf16", **HOST))
+    before = len(machine.native.registrations())
+    monkeypatch.setattr(pinning, "SLICE_BYTES", SLICE)
+    machine.set_pace(1, random=True, compute_us=30, copy_us=300)
+    engine = wrap(precision="bf16", **PLACEMENTS[placement])
+    assert len(machine.native.registrations()) - before > 50
+    assert differences(train(engine), expected) == []
+
+
+def test_the_model_still_queues_a_whole_step(wrap: Wrap, machine: Any, small_slices: None) -> None:
+    """A copy of two parts is one copy to wait for, and no part of it makes the host wait."""
+    engine = wrap(**HOST)
+    train(engine)
+    engine.model.zero_grad()
+    engine.drain()
+    inputs = batch(7)
+    machine.synchronize()
+    machine.native.reset_counts()
+    with machine.held():
+        engine.model(**inputs).loss.backward()
+        waits = machine.host_waits()
+    assert not waits.keys() & {"MainThread", "a thread of autograd"}
+
+
+def test_a_copy_that_is_not_cut_is_refused(
+    wrap: Wrap, small_slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ComputeDevice, "_cut", lambda device, *pair: [pair])
+    with pytest.raises((RuntimeError, infinity.InfinityError), match="crosses the end") as caught:
+        train(wrap(**HOST))
+    assert caught.value is not None
+
+
+def test_memory_is_pinned_while_units_are_filled(
+    wrap: Wrap, machine: Any, small_slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that need a slice wait for it, and `wrap` ends when all of it is pinned."""
+    expected = train(wrap(**HOST | {"parameters": "gpu"}))
+    cudart = Registering(machine)
+    monkeypatch.setattr(machine, "cudart", lambda: cudart)
+    before = len(machine.native.registrations())
+    at_fill(monkeypatch, cudart.go.set)
+    engine = wrap(**HOST | {"parameters": "gpu"})
+    pinned = sum(list(machine.native.registrations().values())[before:])
+    assert pinned > Probe(engine).store.layout.rooms.homes
+    assert differences(train(engine), expected) == []
+
+
+@pytest.mark.parametrize("ending", ["refusal", "interrupt"])
+def test_what_fails_meanwhile_leaves_nothing_pinned(
+    ending: str, machine: Any, small_slices: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = queued.move(transformer(tied=False))
+    values = [parameter.clone() for parameter in model.parameters()]
+    before = machine.native.registrations()
+    cudart = Registering(machine, refuses=20 if ending == "refusal" else 0)
+    monkeypatch.setattr(machine, "cudart", lambda: cudart)
+
+    def act() -> None:
+        cudart.go.set()
+        if ending == "interrupt":
+            raise KeyboardInterrupt
+
+    at_fill(monkeypatch, act)
+    config = config_of(nvme=tmp_path, **HOST | {"gpu_memory": "1MiB"})
+    with pytest.raises((infinity.ConfigError, KeyboardInterrupt)) as caught:
+        infinity.wrap(model, config)
+    if ending == "refusal":
+        assert re.match(r"CUDA could not pin \d+ bytes .* lower cpu_memory", str(caught.value))
+    assert machine.native.registrations() == before
+    assert not [each for each in threading.enumerate() if each.name == "infinity-pinning"]
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(parameter, value)
 
 
 # What it must not do
@@ -496,3 +623,29 @@ def test_memory_is_gone_for_streams_that_nobody_named(told: bool, machine: Any) 
             here.synchronize()
     machine.synchronize()
     assert bool((late == 2).all()) is told
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_a_copy_that_crosses_two_registrations_is_refused(up: bool, machine: Any) -> None:
+    """So is one that is pinned in part; one within a registration, or in none, is not."""
+    page, host = 4096, huge_pages(5 * 4096)
+    there, cudart = torch.ones(5 * page, dtype=torch.uint8, device=queued.NAME), machine.cudart()
+
+    def copy(begin: int, end: int) -> None:
+        pair = there[begin:end], host[begin:end]
+        (pair[0] if up else pair[1]).copy_(pair[1] if up else pair[0], non_blocking=True)
+
+    for begin in (page, 2 * page):
+        assert cudart.cudaHostRegister(host.data_ptr() + begin, page, 0) == 0
+    assert cudart.cudaHostRegister(host.data_ptr() + page, 2 * page, 0) == 712
+    for begin, end in ((0, page), (page, 2 * page), (2 * page + 5, 3 * page), (3 * page, 5 * page)):
+        copy(begin, end)
+    for begin, end in ((0, 5 * page), (2 * page - 1, 2 * page + 1), (page - 1, page + 1)):
+        with pytest.raises(RuntimeError, match="a copy crosses the end of a registration"):
+            copy(begin, end)
+    machine.synchronize()
+    for begin in (page, 2 * page):
+        assert cudart.cudaHostUnregister(host.data_ptr() + begin) == 0
+    assert cudart.cudaHostUnregister(host.data_ptr() + page) == 713
+    copy(0, 5 * page)
+    machine.synchronize()

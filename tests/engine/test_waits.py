@@ -103,6 +103,10 @@ CLOSING = (
     "what the thread waits for ends, see its own entries",
     "test_waits.py::test_close_ends_every_thread_whatever_fails_on_it",
 )
+PINNING = (
+    "the thread notifies after each slice and when it has ended, and `close` does",
+    "test_device.py::test_close_ends_it_after_the_slice_that_is_under_way",
+)
 COMMIT = (
     "the committer notifies when it has ended, after a failure, too",
     "test_durability.py::test_a_commit_that_fails_ends_all_who_wait",
@@ -128,6 +132,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
     "device.py ComputeDevice.await_copies": DEVICE,
+    "device.py HostMemory.await_pinned": PINNING,
     "device.py ComputeDevice.follow_copy": NEVER,  # queues the wait on a stream
     "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
     "directories/lock.py _Held.__init__": NEVER,
@@ -153,6 +158,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "nvme/tensor_file.py _fetch": DRIVE_OF_ALL,
     "nvme/ticket.py Ticket.finish": DRIVE_OF_ALL,
     "nvme/ticket.py Ticket.wait": DRIVE_OF_ALL,
+    "pinning.py Pinning.begin": PINNING,
+    "pinning.py Pinning.cut": PINNING,
+    "pinning.py Pinning.wait": PINNING,
+    "pinning.py Pinning.close": ("each slice ends, and no other one is begun", PINNING[1]),
     "optim/chunk.py Chunk.wait": DRIVE,
     "optim/chunk.py Chunk.await_device": DEVICE,
     "optim/job.py JobQueue._wait_for": PIPELINE,
@@ -245,6 +254,7 @@ LOCKS: dict[str, str] = {
     "nvme/submit.py Submitter._staging": "held while what is in flight of one call ends: DRIVE",
     "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
+    "pinning.py Pinning._changed": "for a few lines; who waits on it lets go of it",
     "observe.py Recorder._lock": "for a few lines",
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
     "optim/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",

@@ -17,8 +17,8 @@ from infinity.quantities import format_bytes, parse_bytes, round_up
 from support.configs import config_of
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, stage, "
-    "precision, moment_precision, algorithm, durability, inference, tuning; and in tuning: "
+    "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, recompute, "
+    "stage, precision, moment_precision, algorithm, durability, inference, tuning; and in tuning: "
     "nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, gradient_precision, "
     "split_master, copy_on_write, update, delayed_after, collective_timeout, verify, poison, "
     "device, io_engine, gpu_direct, read_in_place, instruction_set, threads"

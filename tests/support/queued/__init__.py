@@ -2,7 +2,8 @@
 
 Streams are threads, operators and copies wait in their queues, the memory faults when the host
 touches it, and what is freed is overwritten as early as a real allocator may reuse it. So what
-comes too early, or is let go of too early, gives a wrong number or ends the process.
+comes too early, or is let go of too early, gives a wrong number or ends the process. A copy that
+crosses the end of pinned memory is refused.
 
 `torch.queued` has what `infinity.device` uses of `torch.cuda`. The C++ side is built once for each
 version of torch and of the sources.
@@ -43,8 +44,8 @@ class _Runtime(ModuleType):
         super().__init__(f"torch.{NAME}")
         self.native = native
         pin = SimpleNamespace(
-            cudaHostRegister=lambda address, nbytes, flags: native.pin(address, nbytes) or 0,
-            cudaHostUnregister=lambda address: native.unpin(address) or 0,
+            cudaHostRegister=lambda address, nbytes, flags: native.pin(address, nbytes),
+            cudaHostUnregister=lambda address: native.unpin(address),
         )
         self.cudart = lambda: pin
         self.manual_seed = self.manual_seed_all = torch.default_generator.manual_seed
@@ -98,6 +99,9 @@ class _Runtime(ModuleType):
 
     def synchronize(self, device: object = None) -> None:
         self.native.synchronize()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return 8 << 30, 8 << 30

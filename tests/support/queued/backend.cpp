@@ -402,6 +402,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   const bool in = is_queued(target);
   const at::Tensor& host = in ? source : target;
+  machine().check_copy(host.const_data_ptr(), host.nbytes());
   const bool asynchronous = non_blocking && host.numel() > 0 && machine().is_pinned(host.const_data_ptr());
   at::Tensor raw = at::from_blob(const_cast<void*>(host.const_data_ptr()), host.sizes(), host.strides(), host.options().requires_grad(false));
   if (in) {
@@ -485,13 +486,15 @@ PYBIND11_MODULE(_queued, m) {
   m.def("ignore_captures", [] { ignores_captures = true; });
   m.def("pin", [](std::uintptr_t address, std::size_t nbytes) {
     machine().note_call();
-    const std::lock_guard lock(machine().mutex);
-    machine().pinned[address] = nbytes;
+    return machine().pin(address, nbytes) ? 0 : 712;  // cudaErrorHostMemoryAlreadyRegistered
   });
   m.def("unpin", [](std::uintptr_t address) {
     machine().note_call();
+    return machine().unpin(address) ? 0 : 713;  // cudaErrorHostMemoryNotRegistered
+  });
+  m.def("registrations", [] {
     const std::lock_guard lock(machine().mutex);
-    machine().pinned.erase(address);
+    return machine().pinned;
   });
   m.def("hold", [] { here().wait_for(machine().gate = std::make_shared<Recording>()); });
   m.def("let_go", [] { machine().gate->end(); });

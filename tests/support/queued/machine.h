@@ -157,6 +157,27 @@ struct Machine {
     return after != pinned.begin() && (--after, at < after->first + after->second);
   }
 
+  // As CUDA does, says whether it was done: no byte is registered twice.
+  bool pin(std::uintptr_t address, std::size_t nbytes) {
+    const std::lock_guard lock(mutex);
+    if (!registrations_in(address, nbytes).empty()) return false;
+    pinned[address] = nbytes;
+    return true;
+  }
+
+  bool unpin(std::uintptr_t address) {
+    const std::lock_guard lock(mutex);
+    return pinned.erase(address) == 1;
+  }
+
+  // The driver refuses a copy that leaves the registration that it begins in, or ends in.
+  void check_copy(const void* address, std::size_t nbytes) {
+    const std::lock_guard lock(mutex);
+    const auto begin = reinterpret_cast<std::uintptr_t>(address);
+    for (const auto& [start, length] : registrations_in(begin, nbytes))
+      if (begin < start || begin + nbytes > start + length) throw std::runtime_error("invalid argument: a copy crosses the end of a registration");
+  }
+
   // Every call of the host on the device begins with this.
   void note_call() {
     if (ignores_captures) return;
@@ -179,6 +200,18 @@ struct Machine {
       recording.wait();
     }
     check();
+  }
+
+ private:
+  // Those that share a byte with [address, address + nbytes).
+  std::map<std::uintptr_t, std::size_t> registrations_in(std::uintptr_t address, std::size_t nbytes) {
+    std::map<std::uintptr_t, std::size_t> found;
+    for (auto at = pinned.lower_bound(address + nbytes); at != pinned.begin();) {
+      --at;
+      if (at->first + at->second <= address) break;
+      found.insert(*at);
+    }
+    return found;
   }
 };
 

@@ -1,0 +1,201 @@
+"""Activation checkpointing that the engine adds to a model: which blocks run their forward again in
+the backward, and what that forward finds.
+
+[Note: a checkpoint around hooks]
+`torch.utils.checkpoint` runs a function. A hook cannot, so it enters the same context before the
+forward of a block, and leaves it after that. What the block saves is dropped meanwhile. In the
+backward, torch calls the block once more, with the inputs, the random states and the autocast state
+that it had. Our hooks bring the parameters then, as for any checkpoint of the user. The inputs are
+saved before the context is entered, so they go where `Config.activations` says.
+
+[Note: what must not happen twice]
+A recomputation must change nothing that outlives it. A block may change buffers, as batch norm
+does: the recomputation gets what they held before, and they keep what they hold. To know which, the
+first forward of a block copies all of its buffers. Later ones copy those that change. Containers
+among the inputs are made anew. Another object among the inputs, such as a cache of keys and values,
+may be changed by the block, and cannot be put back. With such an input a block is not recomputed.
+
+[Note: checkpoints of the model]
+Around the call of a block, a checkpoint shows in the hooks on saved tensors: nothing is added.
+Inside of the call it shows when it is entered, which is too late. So the first forward has both,
+one inside of the other, and the next ones are left to the model's. That goes on until a forward
+enters none. (A reentrant checkpoint inside of a block is not seen, so both stay.)
+
+[Note: compiled code]
+A block that is compiled on its own is compiled in its recomputation, too. Where the code around it
+is compiled, its forward is a part of that, and a recomputation would save other tensors. So it is
+not recomputed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as trees
+from torch.utils import checkpoint as of_torch
+
+log = logging.getLogger("infinity")
+
+_UNCHANGEABLE = (
+    *(torch.Tensor, type(None), bool, int, float, complex, str, bytes, range, enum.Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, nn.Module),
+    *(FunctionType, BuiltinFunctionType),
+)
+"""What an input may be. A block that changes a tensor in place is refused by autograd."""
+
+_CHANGEABLE = (
+    "it is given a {}, which its forward may change; leave that out (use_cache=False for a cache "
+    "of transformers)"
+)
+_COMPILED = (
+    "torch.compile compiles the code around it, which the backward does not run again; compile "
+    "block after block (block.compile())"
+)
+
+Place = tuple[nn.Module, str]
+"""Where a buffer is registered."""
+
+
+def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
+    """The context of a checkpoint of torch, around a forward that the caller runs; `run(*inputs)`
+    is what runs again."""
+    make: Any = of_torch._checkpoint_without_reentrant_generator
+    options: tuple[Any, ...] = True, of_torch.noop_context_fn, "default", False
+    if "early_stop" in inspect.signature(make).parameters:  # since torch 2.9
+        options = *options, True
+    found: AbstractContextManager[None] = contextmanager(make)(run, *options, *inputs)
+    return found
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a forward; `content` is a copy of it, where one is needed."""
+
+    tensor: torch.Tensor
+    version: int
+    content: torch.Tensor | None
+
+
+class Recomputation:
+    """The blocks of one model that are recomputed, `names` by module.
+
+    A block that is called with inputs that it may change is left out for that call.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        self._names = weakref.WeakKeyDictionary(names)  # the model may die before the engine
+        self._changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[Place]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._by_themselves = weakref.WeakSet[nn.Module]()
+        self._recomputed: dict[str, None] = {}
+        self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The names of the blocks whose last forward with gradients is recomputed, in the order of
+        the model."""
+        return tuple(name for name in self._names.values() if name in self._recomputed)
+
+    def around(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool
+    ) -> AbstractContextManager[object] | None:
+        """The context for a forward of `module` that is to run again in its backward; None for one
+        that is not. `compiling` says whether torch.compile compiles what calls it."""
+        name = self._names.get(module)
+        if name is None or module in self._by_themselves:
+            self.leave(module)
+            return None
+        inputs, structure = trees.tree_flatten((args, kwargs))
+        odd = next((each for each in inputs if not isinstance(each, _UNCHANGEABLE)), None)
+        why = "" if odd is None else _CHANGEABLE.format(type(odd).__name__)
+        if compiling and module._compiled_call_impl is None:
+            why = _COMPILED
+        if why:
+            self._recomputed.pop(name, None)
+            self._warn(type(module).__name__, why)
+            return None
+        self._recomputed[name] = None
+        return self._entered(module, name, inputs, structure)
+
+    def leave(self, module: nn.Module) -> None:
+        """A forward of `module` is not recomputed by us, because the model does it itself."""
+        self._recomputed.pop(self._names.get(module, ""), None)
+
+    def ended(self, module: nn.Module, checkpoints: bool) -> None:
+        """A forward of `module` has ended; `checkpoints` says whether there was a checkpoint in it,
+        as transformers enters one. Then the next one is left to that."""
+        if checkpoints:
+            self._by_themselves.add(module)
+        else:
+            self._by_themselves.discard(module)
+
+    def _warn(self, kind: str, why: str) -> None:
+        if (kind, why) not in self._warned:
+            self._warned.add((kind, why))
+            log.warning("recompute='all' leaves each %s as it is: %s", kind, why)
+
+    @contextmanager
+    def _entered(
+        self, module: nn.Module, name: str, inputs: list[Any], structure: trees.TreeSpec
+    ) -> Iterator[None]:
+        changing = self._changing.setdefault(module, {})
+        known = changing.get(module.training)
+        before = {
+            (part, key): _Buffer(
+                buffer,
+                buffer._version,
+                buffer.detach().clone() if known is None or (part, key) in known else None,
+            )
+            for part in module.modules()
+            for key, buffer in part._buffers.items()
+            if buffer is not None
+        }
+        changed: dict[Place, torch.Tensor | None] = {}
+
+        def again(*values: Any) -> None:
+            arguments, named = trees.tree_unflatten(list(values), structure)
+            with _as_before(name, changed):
+                module(*arguments, **named)
+
+        try:
+            with _checkpoint(again, inputs):
+                yield
+        finally:
+            changed |= {place: before[place].content for place in _changed(before)}
+            changing[module.training] = (known or set()) | changed.keys()
+
+
+def _changed(before: Mapping[Place, _Buffer]) -> Iterator[Place]:
+    """The buffers that a forward has changed."""
+    for (part, key), buffer in before.items():
+        now = part._buffers.get(key)
+        counts = isinstance(part, _NormBase) and part.training  # its kernels count no versions
+        if counts or now is not buffer.tensor or now._version != buffer.version:
+            yield part, key
+
+
+@contextmanager
+def _as_before(name: str, changed: Mapping[Place, torch.Tensor | None]) -> Iterator[None]:
+    """Inside, these buffers hold what they held before the forward, in other memory."""
+    for (_, key), content in changed.items():
+        if content is None:
+            raise RuntimeError(
+                f"the forward of {name} changed its buffer {key!r}, which earlier ones did not, so "
+                "it cannot be recomputed; set Config(recompute='off')"
+            )
+    with contextlib.ExitStack() as stack:
+        for (part, key), content in changed.items():
+            stack.callback(part._buffers.__setitem__, key, part._buffers[key])
+            part._buffers[key] = None if content is None else content.clone()
+        yield
