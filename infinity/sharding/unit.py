@@ -133,8 +133,10 @@ class Unit:
         stored: Sequence[StoredBytes] = (),
         tiles: Mapping[int, TilePlace] | None = None,
     ) -> None:
-        """It is trainable if the parameters take gradients now. `tiles` says of parameters, by their
-        ids, of which others they are a part."""
+        """It is trainable if the parameters take gradients now.
+
+        `tiles` says of parameters, by their ids, of which others they are a part.
+        """
         self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
