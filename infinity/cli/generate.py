@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from infinity.models.source import ModelSource
 
 LEFT_OUT = (
-    *("gradients", "optimizer", "activations", "moment_precision", "algorithm"),  # of training
+    *("gradients", "optimizer", "moment_precision", "algorithm"),  # of training
+    *("activations", "recompute"),
     *("activation_memory", "gradient_precision", "split_master", "copy_on_write", "update"),
     *("delayed_after", "durability", "verify", "threads", "instruction_set"),
     "inference",  # it does nothing else
