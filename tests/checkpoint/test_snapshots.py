@@ -35,6 +35,7 @@ from support.configs import config_of
 from support.durable import LEAST, Model, ranks_in_processes
 from support.models import text_batch
 from support.probe import Probe
+from support.threads import one_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,6 +166,13 @@ def _nothing_pinned_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Reference = tuple[Path, list[float], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_one_thread() -> Iterator[None]:
+    """Sums of several threads may round otherwise from run to run."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

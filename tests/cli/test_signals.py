@@ -61,7 +61,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "data is read": (job, "load_windows"),
     "the model is built": (ModelSource, "build"),
     "the model is wrapped": (infinity, "wrap"),
-    "weights are made": (load, "aliases_of"),
+    "weights are made": (load, "sources_of"),
     "the optimizer is made": (infinity, "AdamW"),
     "the loop begins": (training.Trainer, "train"),
     "the model is saved": (output, "write_weights"),

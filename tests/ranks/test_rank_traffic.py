@@ -399,9 +399,9 @@ def test_units_that_stay_are_gathered_once(results: list[dict[str, Any]]) -> Non
 
 def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) -> None:
     """Only which gradients there are, and the norm, as fp64; no broadcast, no barrier."""
-    # Of each unit also its loss scale, and two flags; and whether a backward added anything since
+    # Of each unit also its loss scale, and three flags; and whether a backward added anything since
     # the last step.
-    flags = 8 * (len(list(Model().parameters())) + 3 * len(SIZES) + 1)
+    flags = 8 * (len(list(Model().parameters())) + 4 * len(SIZES) + 1)
     for result in results:
         for name, found in result.items():
             if name == "data parallel":  # every rank has all gradients, and so their norm

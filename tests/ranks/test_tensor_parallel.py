@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": (2, 1, 2)} | CPU,
     "four tensor parallel ranks": {"mesh": (1, 1, 4)} | CPU,
     "no data parallel ranks": {"mesh": (2, 1, 2), "grouped": False} | NVME,
-    "checkpointed": {"recompute": True} | CPU,
+    "checkpointed": {"checkpoints": True} | CPU,
     "accumulated": {"parts": 2} | CPU,
     "accumulated vertically": {"parts": 2, "vertical": True} | NVME,
     "sequence parallel": {"plan": "sequence"} | CPU,
@@ -241,7 +241,7 @@ class Rank:
     def train(self, case: dict[str, Any], steps: int) -> dict[str, Any]:
         mesh = self.meshes[case.get("mesh", (1, 2, 2))]
         model = parallelize(
-            build(recompute=case.get("recompute", False)), mesh["tp"], case.get("plan", "plain")
+            build(recompute=case.get("checkpoints", False)), mesh["tp"], case.get("plan", "plain")
         )
         before = {
             name: (id(p), type(p), p.placements if isinstance(p, DTensor) else None)

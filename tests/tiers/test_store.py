@@ -710,7 +710,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
         for which in (block, param):
             put(store, which, filled(which, 1))
             put(store, which, filled(which, 2))
-            old, new = which.home.version, which.home.target
+            old, new = which.home.version, which.home.target()
             assert old != new
             if which is param:
                 store.resident.begin_update(param)
@@ -724,7 +724,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
                 assert torch.equal(on_drive(which, old), filled(which, 2)), (
                     "a kill now loses nothing (invariant I9)"
                 )
-            assert (which.home.version, which.home.target) == (old, new)
+            assert (which.home.version, which.home.target()) == (old, new)
             store.resident.end_update([which])
             assert which.home.version == new
             assert torch.equal(on_drive(which, new), filled(which, 3))
