@@ -155,7 +155,7 @@ def _uncounted_writes() -> AbstractContextManager[object]:
 
 BUGS = (
     Bug("the record is written before the states are flushed", _record_before_the_flush, 0),
-    Bug("an extent is used again before a commit frees it", _always_free, 95),
+    Bug("an extent is used again before a commit frees it", _always_free, 268),
     Bug("a record that is half written is taken", _half_written, 153),
     Bug("a record that is read is not flushed", _record_in_memory, 69),
     Bug("a checksum is not compared", _checksums_are_skipped, 3),
