@@ -58,7 +58,7 @@ from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
-from infinity.modules.tiling import tile_largest, tile_places
+from infinity.modules.tiling import Tile, tile_largest, tile_places
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
@@ -318,13 +318,31 @@ class Build:
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
-        with all_frozen(model) if self._config.inference else nullcontext():
-            self._form(owners, values, given is None)
-            if given is None and self._least() > room:
-                self._refine(owners, values, room)
+        self._blocks = {
+            module: name
+            for name, module in owners.items()
+            if module is not model and not isinstance(module, Tile)
+        }
+        self._form(owners, values, given is None)
+        if given is None and self._least() > room:
+            self._refine(owners, values, room)
 
     def _form(self, owners: dict[str, nn.Module], values: FirstValues | None, joins: bool) -> None:
         """Make units of the parameters of `owners`, and of all other parameters."""
+        model = self._model
+        with all_frozen(model) if self._config.inference else nullcontext():
+            self._make_units(owners, values, joins)
+        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
+        used = find_users(model, owners, numbers)
+        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
+        self._nestings = find_nestings(model, used)
+        if self._config.recompute == "all":
+            for block in self._blocks:  # hooked, also where its modules have the units
+                self.users.setdefault(block, [])
+
+    def _make_units(
+        self, owners: dict[str, nn.Module], values: FirstValues | None, joins: bool
+    ) -> None:
         model = self._model
         dtype, stored = DTYPES.get(self._config.precision), {}
         if self._config.parameters == "nvme" and self._config.tuning.read_in_place:
@@ -339,13 +357,6 @@ class Build:
             Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
             for index, g in enumerate(groups)
         ]
-        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
-        used = find_users(model, owners, numbers)
-        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
-        self._nestings = find_nestings(model, used)
-        self._blocks = {
-            module: name for name, module in owners.items() if module is not self._model
-        }
 
     def _refine(
         self, owners: dict[str, nn.Module], values: FirstValues | None, room: float
@@ -360,7 +371,7 @@ class Build:
         split: set[str] = set()
         for size in sorted({n for n in sizes.values() if n > LEAST_SPLIT}, reverse=True):
             split = {name for name, n in sizes.items() if n >= size}
-            self._form({n: owners[n] for n in owners.keys() - split}, values, True)
+            self._form({n: o for n, o in owners.items() if n not in split}, values, True)
             if self._least() <= room:
                 break
         if split:
@@ -378,7 +389,7 @@ class Build:
             found = tile_largest(model, most, lambda weight: stored_as(weight, dtype).itemsize)
             self._empty = replace_meta(model)
             owners = find_owners(model)
-            self._form({n: owners[n] for n in owners.keys() - split}, values, True)
+            self._form({n: o for n, o in owners.items() if n not in split}, values, True)
             if found.names and (self._least() <= room or most == LEAST_SPLIT):
                 log.info("%s; gradients of their inputs round otherwise", found.describe(most))
 

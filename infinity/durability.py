@@ -321,17 +321,24 @@ class Durability:
         stays at the step that was committed last, and so does a model that is gone with its
         buffers. A snapshot that is under way is finished. May be called twice."""
         try:
-            wanted = not self._store.latch.failed and not self._is_discarded
-            if wanted and (self._model() is not None or not self._buffers):
-                # Between two steps buffers and rates may have changed; a forward that led to no
-                # step has not.
-                self._is_sealed &= self._random is not None
-                self.seal()
+            with self._finishing():
+                self._seal_last()
+                self._committer.close()
+        finally:
+            self._committer.close()
+
+    def _seal_last(self) -> None:
+        """Have the last step committed, where there is one to go on from."""
+        wanted = not self._store.latch.failed and not self._is_discarded
+        if not wanted or (self._model() is None and self._buffers):
+            return
+        try:
+            # Between two steps buffers and rates may have changed; a forward that led to no step
+            # has not.
+            self._is_sealed &= self._random is not None
+            self.seal()
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
-        finally:
-            with self._finishing():
-                self._committer.close()
 
     # Snapshots
 

@@ -304,11 +304,11 @@ class Engine:
         `directory`, on a thread of its own, while training goes on. Returns a handle at once: its
         `step` says which step that is, and `wait` waits until it is written.
 
-        Needs `durability="step"`. It reads the states of that step where they lie on NVMe, checked
+        Needs `durability`. It reads the states of that step where they lie on NVMe, checked
         by their checksums. An update that would overwrite some of them waits until these have been
-        read, unit by unit. It takes about 45 MB of memory. `extra` is copied; it belongs to
-        `committed_step`, which is the step before the last one between `optimizer.step()` and the
-        next forward. `progress(done, total)` is called on the thread.
+        read, unit by unit. `extra` is copied; it belongs to `committed_step`, which with
+        `durability="step"` is the step before the last one between `optimizer.step()` and the next
+        forward. `progress(done, total)` is called on the thread.
 
         All ranks call it at the same place in the program, and meet there. One snapshot is under
         way at a time. What fails later raises in `wait` of the handle, on all ranks, and is logged:

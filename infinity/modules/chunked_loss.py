@@ -25,6 +25,7 @@ from torch import nn
 from infinity.errors import ConfigError, in_words
 from infinity.modules.cross_entropy import AutocastState, EntropyPlan, LossReduction
 from infinity.modules.lazy_logits import LazyLogits, Projection
+from infinity.modules.tiling import InTiles
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.recognize import is_dtensor
 
@@ -113,9 +114,10 @@ def chunked_loss(model: Model, max_bytes: str | int | None = "256MiB") -> Model:
     logits of the plain model, all at once. Use them before `optimizer.step()`. A
     `cross_entropy` of them by code of your own is computed in chunks, too.
 
-    Before or after `infinity.wrap`, and for models that are never wrapped. A second call changes
-    `max_bytes`; None takes it off again. After `resize_token_embeddings` call it again. A second
-    derivative of the loss cannot be taken.
+    Before or after `infinity.wrap`, and for models that are never wrapped; before `infinity.tile`,
+    and before a `wrap` that would cut the projection into tiles: then it stays whole. A second call
+    changes `max_bytes`; None takes it off again. After `resize_token_embeddings` call it again. A
+    second derivative of the loss cannot be taken.
 
     Raises `ConfigError` before anything is changed: for `max_bytes` that is no number of bytes or
     has no room for one token, for what is no model of transformers with labels and an output
@@ -200,6 +202,12 @@ def _parsed(max_bytes: object) -> int:
 def _check_projection(model: Any, head: Any) -> None:
     """Raise `ConfigError` for an output projection whose product we do not know."""
     name = type(head).__name__
+    if isinstance(head, InTiles):
+        raise ConfigError(
+            f"the output projection of {type(model).__name__} lies in tiles, and "
+            "infinity.chunked_loss needs it whole: call chunked_loss before infinity.tile and "
+            "infinity.wrap, which then leave it whole"
+        )
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ConfigError(
             f"the output projection of {type(model).__name__} is a {name}, and "

@@ -220,7 +220,7 @@ class Facade:
             kept |= module.tiled
         kept |= {name: p for name, p in held.items() if isinstance(p, ShardedParameter)}
         targets: dict[str, Any] = {name: LoadTarget.of(p) for name, p in kept.items()}
-        vars(module)["_parameters"] = loaded = targets | {n: held[n] for n in held.keys() - kept}
+        vars(module)["_parameters"] = loaded = {**targets, **held, **targets}
         with self._loads.under_way():
             try:
                 type(module)._load_from_state_dict(module, *args, **kwargs)

@@ -166,8 +166,8 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     If it is more, a MiB is allowed, or a sixteenth of the model, whichever is less. An element of a
     `Sequential` or `ModuleList` that is a 64th of the one before it, such as a norm between blocks,
     joins that one. Modules with parameters of other units below them stay as they are: their units
-    are in use for longer. Nor do tiles join anything, which are small
-    on purpose. Joining has no effect on numbers.
+    are in use for longer. Nor do tiles join anything, which are small on purpose. Joining has no
+    effect on numbers.
     """
     sizes = [group.dtype.itemsize * sum(p.numel() for _, p in group.parameters) for group in groups]
     most = max(max(sizes) // 8, min(sum(sizes) // 16, 1 << 20))
@@ -214,9 +214,8 @@ def find_users(
     of each parameter's id.
 
     Three kinds of modules are hooked: the model itself; the owners, with all parameters below them
-    but those of tiles;
-    and every module with parameters of its own that can be reached without passing through an
-    owner. (A part of an owner that another module shares can be reached so.)
+    but those of tiles; and every module with parameters of its own that can be reached without
+    passing through an owner. (A part of an owner that another module shares can be reached so.)
     """
     users: dict[nn.Module, list[int]] = {model: []}
     tiles = {id(owner) for owner in owners.values() if isinstance(owner, Tile)}

@@ -188,7 +188,11 @@ class Hooks(Border):
 
     # Forward
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(
+        self, module: nn.Module, args: Any, kwargs: Any, is_forward: bool = True
+    ) -> None:
+        """A call begins: of `module` itself if it `is_forward`, else of another function that uses
+        its parameters, which is not recomputed."""
         self._check(module)
         recomputing, compiling = in_backward(), is_compiling()
         if not recomputing:
@@ -205,7 +209,11 @@ class Hooks(Border):
                 self._begin_forward(module)
             for unit in self._units_of[module]:
                 call.uses.append(self._enter(unit))
-            call.saving = self._enter_saving(module, args, kwargs, recomputing, compiling)
+            with ExitStack() as entered:
+                entered.enter_context(self._packer.context(recomputing) or nullcontext())
+                if is_forward and not recomputing and torch.is_grad_enabled():
+                    self._enter_checkpoint(entered, module, args, kwargs, compiling)
+                call.saving = entered.pop_all()
         except BaseException:
             for use in call.uses:
                 use.end()
@@ -225,23 +233,18 @@ class Hooks(Border):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _, units=units: self._now.release_touched(units))
 
-    def _enter_saving(
-        self, module: nn.Module, args: Any, kwargs: Any, recomputing: bool, compiling: bool
-    ) -> ExitStack:
-        """Enter the hooks on saved tensors that a call of `module` has: ours, and around those of a
-        checkpoint where it is recomputed, ours below them, too, for the inputs."""
-        with ExitStack() as entered:
-            entered.enter_context(self._packer.context(recomputing) or nullcontext())
-            if recomputing or not torch.is_grad_enabled():
-                return entered.pop_all()
-            if self._packer.feeds_a_checkpoint():
-                self._recomputation.leave(module)
-                return entered.pop_all()
-            checkpoint = self._recomputation.around(module, args, kwargs, compiling)
-            if checkpoint is not None:
-                entered.enter_context(checkpoint)
-                entered.enter_context(self._packer.context() or nullcontext())
-            return entered.pop_all()
+    def _enter_checkpoint(
+        self, entered: ExitStack, module: nn.Module, args: Any, kwargs: Any, compiling: bool
+    ) -> None:
+        """Where a call of `module` is recomputed, enter the hooks of a checkpoint on top of ours,
+        which are for its inputs, and ours once more."""
+        if self._packer.feeds_a_checkpoint():
+            self._recomputation.leave(module)
+            return
+        checkpoint = self._recomputation.around(module, args, kwargs, compiling)
+        if checkpoint is not None:
+            entered.enter_context(checkpoint)
+            entered.enter_context(self._packer.context() or nullcontext())
 
     def _checkpointed(self) -> None:
         """A checkpoint is entered: by the innermost call, or by us for one that is about to
@@ -352,7 +355,7 @@ class Hooks(Border):
         that is not hooked has what those around it have."""
         if module not in self._units_of:
             return function(*inputs)
-        self._before_forward(module, inputs, {})
+        self._before_forward(module, inputs, {}, is_forward=False)
         output = None
         try:
             output = function(*inputs)

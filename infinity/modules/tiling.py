@@ -297,12 +297,15 @@ def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Tile):
             continue
-        named: list[tuple[str, torch.Tensor]] = []
-        if isinstance(module, InTiles):
-            named += module.tiled.items()
-        named += module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, parameter in named:
+        for name, parameter in _own(module):
             yield f"{path}.{name}" if path else name, parameter
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `module` itself, each weight in tiles as one."""
+    if isinstance(module, InTiles):
+        yield from module.tiled.items()
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
 
 
 def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:
@@ -361,11 +364,7 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
     for path, module in model.named_modules():
         if isinstance(module, Tile):
             continue
-        named: list[tuple[str, torch.Tensor]] = []
-        if isinstance(module, InTiles):
-            named += module.tiled.items()
-        named += module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, weight in named:
+        for name, weight in _own(module):
             holder = _WeightHolder(f"{path}.{name}" if path else name, module, name)
             holders.setdefault(id(weight), (weight, []))[1].append(holder)
     yield from holders.values()

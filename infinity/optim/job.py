@@ -293,8 +293,9 @@ class JobQueue:
     def first(self, units: Sequence[Unit]) -> Unit:
         """Which of `units`, which are pinned, an update waits for and is needed first; the first
         one where none waits yet."""
+        among = set(units)
         with self.changed:
-            waiting = (j for j in self.jobs if j.unit in units and j.is_pinned)
+            waiting = (j for j in self.jobs if j.unit in among and j.is_pinned)
             first = min(waiting, key=lambda job: job.place, default=None)
             return units[0] if first is None else first.unit
 

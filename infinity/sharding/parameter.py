@@ -212,7 +212,7 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             )
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
-        if name in _SAME and args[0] is args[1] and not unit.ranks.groups():
+        if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():
             return same(args[0], unit, unit.position(args[0]))
         way = _way_out()
         if not way and _reads(name, accessor, args, kwargs):

@@ -82,28 +82,32 @@ class BlockIo:
         ticket = self._drives.read(
             extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
         )
-        if self._verifies and isinstance(extent, Extent):
-            sums = self.sums(block, extent)
-            ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
+        if self._verifies:
+            self._check(ticket, block, extent, at, nbytes, address)
         return ticket
 
     def read_version(
+        self, block: Block, extent: Extent | FileExtent, at: int, nbytes: int, address: int
+    ) -> Ticket:
+        """Like `read`, of what lies in `extent`, which has all of `block`, in the background. An
+        extent of ours is always checked."""
+        ticket = self._drives.read(extent, at, nbytes, address, block.name, background=True)
+        self._check(ticket, block, extent, at, nbytes, address)
+        return ticket
+
+    def _check(
         self,
+        ticket: Ticket,
         block: Block,
         extent: Extent | FileExtent,
         at: int,
         nbytes: int,
         address: int,
-        meter: Meter,
-    ) -> Ticket:
-        """Like `read`, of what lies in `extent`, which has all of `block`, in the background. An
-        extent of ours is always checked."""
-        where = (extent, at, nbytes, address, block.name, meter)
-        ticket = self._drives.read(*where, background=True)
+    ) -> None:
+        """Have `ticket` compare what it reads; files of the user have no checksums."""
         if isinstance(extent, Extent):
             sums = self.sums(block, extent)
             ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
-        return ticket
 
     def write(
         self,

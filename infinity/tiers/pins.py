@@ -1,7 +1,7 @@
 """The states of a commit, which stay as they are until who reads them gives them back.
 
 [Note: what waits]
-An update of step N+2 writes the extents of step N. Where those are pinned it waits
+An update overwrites what the commit before the last one speaks of. Where that is pinned it waits
 (`JobQueue`), block after block, as a write outside of steps does (`Store.await_unpinned`). Who
 reads waits for nobody.
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from infinity.nvme.ticket import Ticket
-from infinity.observe import Meter
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.originals import FileExtent
@@ -37,8 +36,6 @@ class PinnedStates:
     ) -> None:
         """`originals`: where blocks lie that are in files of the user, which nobody writes."""
         self.step, self.content = step, content
-        self.meter = Meter()
-        """Counts what is read."""
         self._versions = dict(pinned)
         self._left = set(pinned)
         self._originals = dict(originals)
@@ -58,7 +55,7 @@ class PinnedStates:
         if original is None and block not in self._left:
             raise RuntimeError(f"{block.name} may have been overwritten")
         extent = original or block.home.extents[self._versions[block].extent]
-        return self._io.read_version(block, extent, at, nbytes, address, self.meter)
+        return self._io.read_version(block, extent, at, nbytes, address)
 
     def release(self, blocks: Iterable[Block] | None = None) -> None:
         """`blocks` may be overwritten; None for all. May be called often."""

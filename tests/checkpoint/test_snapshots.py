@@ -28,11 +28,12 @@ import infinity
 from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.files import sibling
 from infinity.checkpoint.snapshots import SnapshotTask
+from infinity.durability import Durability
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
 from support.configs import config_of
-from support.durable import LEAST, Model, ranks_in_processes
+from support.durable import LEAST, PLACES, Model, ranks_in_processes
 from support.models import text_batch
 from support.probe import Probe
 from support.threads import one_thread
@@ -189,9 +190,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return found
 
 
-PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
-
-
 @pytest.mark.parametrize("durability", ["step", 2])
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_it_has_the_bits_of_a_save_and_training_those_of_an_undisturbed_run(
@@ -254,6 +252,7 @@ def test_what_an_update_waits_for_is_read_next(tmp_path: Path, held: Held) -> No
         if number == 1:
             probe.committer.rest()
             task = engine.snapshot(tmp_path / "snap")
+            assert held.came.wait(60)  # at the first unit, before any update waits
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -562,15 +561,24 @@ def test_close_finishes_it(
     run.engine.close()
 
 
+@pytest.mark.parametrize("where", ["last step", "snapshot"])
 def test_ctrl_c_in_close_cancels_it(
+    where: str,
     stopped: tuple[Run, SnapshotTask],
     held: Held,
     undisturbed: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """While it waits for the snapshot, or for what the last step waits for, which may be that."""
     run, task = stopped
     finish, interrupts = SnapshotTask.finish, [KeyboardInterrupt()]
+
+    def sealing(durability: Durability) -> None:
+        raise interrupts.pop()
+
+    if where == "last step":
+        monkeypatch.setattr(Durability, "seal", sealing)
 
     def interrupted(task: SnapshotTask, timeout: float | None = None) -> bool:
         if interrupts:

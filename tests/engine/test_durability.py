@@ -28,32 +28,28 @@ from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import DURABLE_NAMES, HEAD_BYTES, MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
-from support.durable import LEAST, STEPS, Model, in_a_process, logged, train
+from support.durable import (
+    LEAST,
+    PLACES,
+    STEPS,
+    Model,
+    folders_in,
+    in_a_process,
+    logged,
+    run_undisturbed,
+    same,
+    train,
+)
 from support.models import text_batch
 from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def folders_in(place: Path, count: int = 1) -> list[Path]:
-    folders = [place / f"nvme{number}" for number in range(count)]
-    for folder in folders:
-        folder.mkdir(parents=True)
-    return folders
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], value) for name, value in expected.items()
-    )
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """The log and the result of a run that nobody killed, without durability."""
-    place = tmp_path_factory.mktemp("uninterrupted")
-    assert in_a_process(place, folders_in(place), durability="off", resume=False) == 0
-    return place, torch.load(place / "result")
+    return run_undisturbed(tmp_path_factory.mktemp("uninterrupted"))
 
 
 def test_it_changes_no_number(
@@ -62,10 +58,6 @@ def test_it_changes_no_number(
     place, expected = uninterrupted
     found = train(folders_in(tmp_path), tmp_path / "log", resume=False)
     assert same(found, expected) and logged(tmp_path) == logged(place)
-
-
-PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
-"""How updates run, and how much of the states may be cached: none, all, a part."""
 
 
 @pytest.mark.parametrize("every", [3, 40, 101])

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import infinity
 from infinity import build
 from infinity.modules.tiling import Tile
+from infinity.placement.spec import Kind
 from infinity.sharding.tiles import TiledWeight
 from support.configs import config_of
 
@@ -160,3 +164,47 @@ def test_frozen_tiles_stay_in_files(config: Any, tmp_path: Path) -> None:
         assert all(unit.stored for unit in tiles)
         for name, value in built().state_dict().items():
             assert torch.equal(engine.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_inference_in_tiles_trains_nothing(meta: bool, config: Any, tmp_path: Path) -> None:
+    """Nor does it take `requires_grad` from the parameters, also not from the tiles."""
+    where = tmp_path / "model.safetensors"
+    save_file(built().state_dict(), where)
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = built()(x)
+    with torch.device("meta") if meta else nullcontext():
+        model = built()
+    infinity.wrap(model, config(LARGEST + LARGEST // 2, inference=True), weights=where)
+    with infinity.engine(model) as engine, torch.no_grad():
+        assert any(isinstance(module, Tile) for module in model.modules())
+        assert not any(unit.trainable for unit in engine.units)
+        assert all(set(unit.blocks) == {Kind.PARAM} for unit in engine.units)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        torch.testing.assert_close(model(x), expected)
+        assert engine.memory()["nvme"] <= 4096, "they are read from their file"
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gpu_memory", [3 * LARGEST, LARGEST + LARGEST // 2])
+def test_blocks_in_smaller_units_are_recomputed(gpu_memory: int, config: Any) -> None:
+    """The blocks, and neither their modules nor tiles."""
+    expected = trained(built(), config(gpu_memory))
+    model, calls = built(), Counter[str]()
+    for name, block in model.named_children():
+        forward = block.forward
+
+        def counted(x: torch.Tensor, name: str = name, forward: Any = forward) -> torch.Tensor:
+            calls[name] += 1
+            return forward(x)
+
+        block.forward = counted
+    infinity.wrap(model, config(gpu_memory, recompute="all"))
+    with infinity.engine(model) as engine:
+        loss = model(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))).pow(2)
+        loss = loss.mean()
+        loss.backward()
+        assert torch.equal(loss.detach(), expected["losses"][0])
+        assert engine.report().recomputed == ("0", "1", "2")
+    assert calls == {"0": 2, "1": 2, "2": 2}

@@ -35,6 +35,7 @@ cut takes all machines, or those alone that were struck.
 
 All ranks must go on with the same step, and each with the bits of the same rank undisturbed.
 
-What is not simulated: checkpoints of several ranks, ranks that share a drive, gloo itself, and the
-native engines, which have tests of their own for transfers that are continued.
+What is not simulated: snapshots, checkpoints of several ranks, commits of every N-th step on them,
+ranks that share a drive, gloo itself, and the native engines, which have tests of their own
+for transfers that are continued.
 """

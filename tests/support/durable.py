@@ -38,6 +38,9 @@ LEAST: dict[str, Any] = {
     "threads": 1,
 }
 
+PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
+"""How updates run, and how much of the states may be cached: none, all, a part."""
+
 
 class Counter(nn.Module):
     """A buffer that training changes, as batch norms have."""
@@ -264,3 +267,24 @@ def logged(place: Path, name: str = "log") -> list[tuple[int, float, float]]:
     return (
         [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
     )
+
+
+def folders_in(place: Path, count: int = 1) -> list[Path]:
+    """New directories below `place`, one for each drive."""
+    folders = [place / f"nvme{number}" for number in range(count)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether these have the same names, and the same bits."""
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+def run_undisturbed(place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The log and the result of a run that nobody killed, without durability."""
+    assert in_a_process(place, folders_in(place), durability="off", resume=False) == 0
+    return place, torch.load(place / "result")
