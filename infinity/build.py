@@ -22,6 +22,7 @@ Several ranks meet after the steps that may fail on one of them alone, so that a
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ from infinity.free_memory import Available, Budgets, choose, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
 from infinity.modules.frozen import all_frozen, find_stored
+from infinity.modules.gauge import Gauge
 from infinity.modules.grouping import (
     find_nestings,
     find_owners,
@@ -59,15 +61,18 @@ from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
 from infinity.modules.tiling import Tile, tile_largest, tile_places
+from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy
+from infinity.optim.step import StepRun
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, Placement, describe_choice
 from infinity.placement.demand import Demand, buffer_bytes
+from infinity.placement.treatment import ActivationRoom
 from infinity.quantities import format_bytes
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
@@ -336,7 +341,7 @@ class Build:
         used = find_users(model, owners, numbers)
         self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
         self._nestings = find_nestings(model, used)
-        if self._config.recompute == "all":
+        if self._config.recompute != "off":
             for block in self._blocks:  # hooked, also where its modules have the units
                 self.users.setdefault(block, [])
 
@@ -480,18 +485,14 @@ class Build:
         """
         config, elements = self._config, Counter[torch.dtype]()
         if not self.demand.needs_rates():
-            return ()
+            return self._links() if self._moves_what_blocks_save else ()
         for unit in self.units:
             if unit.trainable:
                 elements[unit.dtype] += unit.layout.shard_numel
         if not elements:
             return ()
         dtype, count = elements.most_common(1)[0]
-        links = copies(
-            ComputeDevice(config.tuning.device),
-            min(PROBE_BYTES, self.store.budgets.gpu),
-            PROBE_ROUNDS,
-        )
+        links = self._links()
         few = min(PROBE_PARAMETERS, count)
         update = updates(
             formats_of(config, dtype),
@@ -501,8 +502,22 @@ class Build:
             algorithm=config.algorithm,
             isa=self.kernels.isa,
         )
+        return links._replace(updates=median(update))
+
+    def _links(self) -> Rates:
+        """`Rates` without updates."""
+        links = copies(
+            ComputeDevice(self._config.tuning.device),
+            min(PROBE_BYTES, self.store.budgets.gpu),
+            PROBE_ROUNDS,
+        )
         both_ways = median(links["host_to_device"]), median(links["device_to_host"])
-        return Rates(*both_ways, self.store.measure_drives(), median(update))
+        return Rates(*both_ways, self.store.measure_drives(), math.inf)
+
+    @property
+    def _moves_what_blocks_save(self) -> bool:
+        """Whether what a block saves may be offloaded or recomputed."""
+        return self._config.recompute == "auto" and self.store.placement.moves_activations()
 
     def place(self, numbers: Sequence[float]) -> None:
         """Decide where every block is at home, by the rates that the slowest rank measured.
@@ -510,8 +525,9 @@ class Build:
         Raises `BudgetError` where a budget cannot work (I10).
         """
         demand, rates = self.demand, Rates(*numbers) if numbers else None
-        placement = demand.resident(rates)
-        if rates is not None:
+        self._rates = rates
+        placement = demand.resident(rates if demand.needs_rates() else None)
+        if rates is not None and demand.needs_rates():
             log.info(describe_choice(placement, rates))
         self._layout, self._buffers = demand.layout(placement)
         self._check_directories()
@@ -588,19 +604,26 @@ class Build:
         """Tie the model to its units: what runs it, what updates it, and who is told of what."""
         config, store, units = self._config, self.store, self.units
         durability = self.durability
-        runtime = Runtime(
-            store,
-            units,
-            self.trace,
-            self._recorder,
-            durability.before_forward if durability is not None else lambda: None,
-        )
+        treatments: Treatments | None = None
+
+        def before_forward() -> None:
+            if durability is not None:
+                durability.before_forward()
+            if treatments is not None:
+                treatments.before_forward()
+
+        def stepped(before: StepRun) -> None:
+            meter.stepped(before)
+            if treatments is not None:
+                treatments.step_ended()
+
+        runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
         executions = Executions(runtime, self._recorder, self.buffer)
         meter = StepMeter(store, self.device)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
-        told = StepListeners(executions.end_interrupted, meter.stepped)
+        told = StepListeners(executions.end_interrupted, stepped)
         if durability is not None:
             told = durability.listeners(told)
         updater = Updater(
@@ -610,8 +633,13 @@ class Build:
         if durability is not None:
             durability.connect(self._model, updater)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
-        blocks = self._blocks if config.recompute == "all" else {}
-        recomputation = Recomputation(blocks)
+        blocks = self._blocks if config.recompute != "off" else {}
+        if config.recompute == "auto" and not config.inference:
+            gauge = Gauge(
+                self.device, offloader, lambda: executions.backwards, lambda: runtime.waited
+            )
+            treatments = Treatments([*blocks.values()], gauge, self._activation_room, self.exchange)
+        recomputation = Recomputation(blocks, treatments)
         hooks = Hooks(
             self._model,
             self.users,
@@ -658,6 +686,19 @@ class Build:
             finalizer,
         )
         Engine(self._model, config, parts).attach(self._model)
+
+    @property
+    def _activation_room(self) -> ActivationRoom:
+        """Where what blocks save may be: what `gpu_memory` leaves, and what "auto" leaves beside
+        it; and the tier of activations, as fast as the slowest of what its bytes pass."""
+        device = self._layout.left_bytes + self._choice.for_activations
+        if self._rates is None or self.store.activations is None:
+            return ActivationRoom(device)
+        drives = self._config.activations == "nvme"
+        slowest = self._rates.nvme if drives else math.inf
+        up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
+        away = math.inf if drives else float(self._layout.rooms.saved)
+        return ActivationRoom(device, away, down, up)
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and

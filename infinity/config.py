@@ -346,13 +346,16 @@ class Config(_Knobs):
     there stays on the device. Where the device is the CPU nothing moves. "nvme": in host memory,
     and on from there to the drives.
     """
-    recompute: Literal["off", "all"] = "off"
+    recompute: Literal["off", "all", "auto"] = "off"
     """Whether each repeated block keeps only its inputs for the backward, which then runs its
     forward again.
 
-    Memory for activations becomes one hidden state per block, for about a third more compute. The
-    inputs go where `activations` says. The numbers are the same, dropout included. A block that the
-    model checkpoints by itself is left alone.
+    With "all" memory for activations becomes one hidden state per block, for about a third more
+    compute. With "auto" the first two steps measure the bytes and the seconds of each block. Then
+    it keeps, offloads (where `activations` says) or recomputes what it saves, so that a step takes
+    least time within the memory for activations: what `gpu_memory` leaves. The inputs go where
+    `activations` says. The numbers are the same, dropout included. A block that the model
+    checkpoints by itself is left alone.
     """
 
     stage: Literal[0, 1, 2, 3] = 3

@@ -23,6 +23,7 @@ import mmap
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -436,6 +437,22 @@ class ComputeDevice:
             return None
         event = self._runtime.Event(blocking=True)  # `reach` sleeps
         return Mark(next(self._marks), self._runtime.current_stream(self.torch).record_event(event))
+
+    def instant(self) -> Any:
+        """Now, on the caller's stream, for `between`."""
+        if self.torch.type == "cpu":
+            return time.perf_counter()
+        return self._runtime.current_stream(self.torch).record_event(
+            self._runtime.Event(enable_timing=True, blocking=True)
+        )
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds from one `instant` to a later one of the same stream; blocks until that is
+        reached."""
+        if self.torch.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def reach(self, mark: Mark | None) -> None:
         """Block until what was queued before `mark` has ended, for who writes to memory of the

@@ -74,6 +74,13 @@ class Choice:
 
     gpu: Budget
     cpu: Budget
+    spare: int = 0
+    """Bytes of the compute device that "auto" leaves free beside `gpu`, for the computation."""
+
+    @property
+    def for_activations(self) -> int:
+        """Of `spare`, what saved activations may take; the rest is for what is computed."""
+        return self.spare * 3 // 4
 
     @property
     def budgets(self) -> Budgets:
@@ -93,7 +100,7 @@ class Choice:
             else own
             for own, number in zip((self.gpu, self.cpu), least, strict=False)
         ]
-        return Choice(*lowered) if lowered else self
+        return Choice(*lowered, self.spare) if lowered else self
 
     def describe(self) -> str:
         """One line for a log."""
@@ -199,9 +206,11 @@ def choose(
     if stated_gpu and stated_cpu:
         return Choice(stated_gpu, stated_cpu)
     if found.gpu is not None:
-        stated_gpu = stated_gpu or _of_gpu(found.gpu, least.gpu)
+        chosen = stated_gpu or _of_gpu(found.gpu, least.gpu)
         return Choice(
-            stated_gpu, stated_cpu or _of_host(_known("cpu_memory", found.host), found.ranks)
+            chosen,
+            stated_cpu or _of_host(_known("cpu_memory", found.host), found.ranks),
+            0 if stated_gpu else found.gpu.free - chosen.nbytes,
         )
     key = "cpu_memory" if stated_gpu else "gpu_memory"
     return _of_both(stated_gpu, stated_cpu, _known(key, found.host), found.ranks, least, keeps)
@@ -263,6 +272,7 @@ def _of_both(
     need_cpu = cpu.nbytes if cpu else least.cpu
     states = max(spare - spare // 4, min(need_gpu + need_cpu, spare))
     left = max(states - need_gpu - need_cpu, 0)
+    beside = 0 if gpu else spare - states
     source = (
         f"{_free(host)} and {format_bytes((spare - states) * ranks)} for the computation"
         f"{_among(ranks)}"
@@ -273,7 +283,7 @@ def _of_both(
         cpu = cpu or Budget(states - gpu.nbytes, source)
     elif cpu is None:  # what is given for the compute device may be more than it will take
         cpu = Budget(max(states - gpu.nbytes, min(least.cpu, spare)), source)
-    return Choice(gpu, cpu)
+    return Choice(gpu, cpu, beside)
 
 
 def _free(host: Memory) -> str:

@@ -9,6 +9,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.free_memory import Choice
 from infinity.modules.recompute import Recomputation
+from infinity.modules.treatments import TreatedBlock
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater
@@ -90,6 +91,10 @@ class Report:
     recomputed: tuple[str, ...] = ()
     """Names of the blocks that `Config.recompute` runs again in the backward: those whose last
     forward with gradients was to be."""
+    blocks: dict[str, TreatedBlock] = field(default_factory=dict)
+    """With `recompute="auto"`: what becomes of what each block saves, and its bytes."""
+    activation_room: int = 0
+    """With `recompute="auto"`: the most bytes that blocks may keep on the compute device."""
     in_files: int = 0
     """Bytes of frozen parameters that stay in the user's files and are only read; they are among
     `on_nvme`, and take no space of the directories."""
@@ -206,6 +211,7 @@ class Reporter:
         planned_written = planned.update_written + planned.commit_written * self.meter.for_commit
         config, counters = self._config, self._recorder.counters()
         cached, on_nvme = self._store.cached()
+        treatments = self._recomputation.treatments
         activations = self._store.activations
         moved = ActivationTraffic() if activations is None else activations.last_step
         traffic, copied = self.meter.traffic, self.meter.copied
@@ -233,6 +239,8 @@ class Reporter:
             activations_read=moved.read,
             activations_peak=0 if activations is None else activations.peak,
             recomputed=self._recomputation.recomputed,
+            blocks={} if treatments is None else treatments.by_block(),
+            activation_room=0 if treatments is None else int(treatments.room.device),
             waits=self._recorder.seconds("wait nvme"),
             cached=cached,
             written_through=self._store.written_through(),

@@ -283,6 +283,8 @@ class Executions:
         self._runtime = runtime
         self._recorder = recorder
         self._buffer = buffer
+        self.backwards = 0
+        """How many backwards have ended, one inside of another one not counted."""
         self.interleaver: Interleaving | None = None
         """Who interleaves several; None while there is one."""
         self.now = self.new()
@@ -335,6 +337,7 @@ class Executions:
             self._buffer.flush()
 
     def _backward_ended(self) -> None:
+        self.backwards += 1
         if self.interleaver is None:
             self.flush()
 

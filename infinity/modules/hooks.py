@@ -112,7 +112,9 @@ class Hooks(Border):
         self._recorder = recorder
         self._only_runs = only_runs
         self._recomputation = recomputation
-        self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed)
+        treatments = recomputation.treatments
+        told = () if treatments is None else (treatments.gauge.saves,)
+        self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed, *told)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -237,14 +239,18 @@ class Hooks(Border):
         self, entered: ExitStack, module: nn.Module, args: Any, kwargs: Any, compiling: bool
     ) -> None:
         """Where a call of `module` is recomputed, enter the hooks of a checkpoint on top of ours,
-        which are for its inputs, and ours once more."""
+        which are for its inputs, and ours once more. Where it keeps what it saves, or is counted,
+        enter what does that."""
         if self._packer.feeds_a_checkpoint():
-            self._recomputation.leave(module)
+            entered.enter_context(self._recomputation.leave(module) or nullcontext())
             return
-        checkpoint = self._recomputation.around(module, args, kwargs, compiling)
-        if checkpoint is not None:
-            entered.enter_context(checkpoint)
+        around = self._recomputation.around(module, args, kwargs, compiling)
+        if around.checkpoint is not None:
+            entered.enter_context(around.checkpoint)
             entered.enter_context(self._packer.context() or nullcontext())
+        elif around.keeps:
+            entered.enter_context(self._packer.context(keeps=True) or nullcontext())
+        entered.enter_context(around.counting or nullcontext())
 
     def _checkpointed(self) -> None:
         """A checkpoint is entered: by the innermost call, or by us for one that is about to

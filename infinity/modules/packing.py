@@ -110,7 +110,8 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 class Packer:
     """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
-    gives the tensor of a view; `checkpointed` is told of checkpoints."""
+    gives the tensor of a view; `checkpointed` is told of checkpoints, and `saves` of all else that
+    forwards save."""
 
     def __init__(
         self,
@@ -118,8 +119,10 @@ class Packer:
         offloader: SavedTensorOffloader,
         bring: Callable[[PackedView], torch.Tensor],
         checkpointed: Callable[[], None],
+        saves: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self._locate, self._offloader, self._bring = locate, offloader, bring
+        self._saves = saves
         self.checkpointed = checkpointed
         """Called when a checkpoint was entered below this packer."""
         self.pack_hook = uncompiled(self.pack)
@@ -129,11 +132,14 @@ class Packer:
         self.push = uncompiled(_push)
         """What torch calls through a `_Push` while this packer is on top."""
 
-    def context(self, recomputing: bool = False) -> saved_tensors_hooks | None:
+    def context(
+        self, recomputing: bool = False, keeps: bool = False
+    ) -> saved_tensors_hooks | None:
         """Hooks to enter now, on top of those that are there; None where the packer is on top
         already.
 
-        What is saved while `recomputing` stays where it is, for its backward comes next. Raises
+        What is saved while `recomputing` stays where it is, for its backward comes next. With
+        `keeps` it stays, too, in a forward; what is entered inside does the same. Raises
         `RuntimeError` where hooks on saved tensors are disabled.
         """
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -146,8 +152,10 @@ class Packer:
             and top[0].packer is self
             and not top[0].passes
         ):
-            return None
-        return _OnTop(_Pack(self, top, recomputing))
+            if not keeps or top[0].keeps:
+                return None
+            top = top[0].under
+        return _OnTop(_Pack(self, top, recomputing, keeps=keeps))
 
     def feeds_a_checkpoint(self) -> bool:
         """Whether what is saved now goes to the hooks of a checkpoint."""
@@ -157,17 +165,23 @@ class Packer:
         return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
 
     def pack(
-        self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool
+        self,
+        tensor: torch.Tensor,
+        under: _Pair | None,
+        recomputing: bool,
+        passes: bool,
+        keeps: bool,
     ) -> Any:
         """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, which
         get all that `passes`."""
         found = None if passes else self.locate(tensor)
         if found is None:
+            if not passes and not recomputing:
+                self._saves(tensor)
             if under is not None:
                 return HandedDown(under[0](tensor), under[1])
-            return (
-                self._offloader.pack_here(tensor) if recomputing else self._offloader.pack(tensor)
-            )
+            stays = recomputing or keeps
+            return self._offloader.pack_here(tensor) if stays else self._offloader.pack(tensor)
         unit, offset = found
         form, tensor = form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -214,14 +228,21 @@ class _Pack(functools.partial[Any]):
     under: _Pair | None
     recomputing: bool
     passes: bool
+    keeps: bool
 
     def __new__(
-        cls, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False
+        cls,
+        packer: Packer,
+        under: _Pair | None,
+        recomputing: bool,
+        passes: bool = False,
+        keeps: bool = False,
     ) -> _Pack:
         self = super().__new__(
-            cls, packer.pack_hook, under=under, recomputing=recomputing, passes=passes
+            cls, packer.pack_hook, under=under, recomputing=recomputing, passes=passes, keeps=keeps
         )
         self.packer, self.under, self.recomputing, self.passes = packer, under, recomputing, passes
+        self.keeps = keeps
         return self
 
 
@@ -296,7 +317,7 @@ def _push(
             if passes:
                 front.packer.checkpointed()
             hooks = (
-                _Pack(front.packer, hooks, front.recomputing, passes),
+                _Pack(front.packer, hooks, front.recomputing, passes, front.keeps),
                 front.packer.unpack_hook,
             )
     plain(*hooks)

@@ -25,6 +25,11 @@ enters none. (A reentrant checkpoint inside of a block is not seen, so both stay
 A block that is compiled on its own is compiled in its recomputation, too. Where the code around it
 is compiled, its forward is a part of that, and a recomputation would save other tensors. So it is
 not recomputed then.
+
+[Note: blocks that are recomputed at times]
+With `recompute="auto"` a block may be recomputed in one step and not in the next
+(`modules/treatments`). A forward that is not recomputed copies no buffers. So what its block
+changes is looked for anew by the next one that is.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as trees
 from torch.utils import checkpoint as of_torch
+
+from infinity.modules.treatments import Treatments
 
 log = logging.getLogger("infinity")
 
@@ -86,13 +93,27 @@ class _Buffer(NamedTuple):
     content: torch.Tensor | None
 
 
+class Around(NamedTuple):
+    """What is entered around a forward of a block: the hooks of a checkpoint; whether what is saved
+    stays where it is; and what counts it."""
+
+    checkpoint: AbstractContextManager[object] | None = None
+    keeps: bool = False
+    counting: AbstractContextManager[object] | None = None
+
+
 class Recomputation:
-    """The blocks of one model that are recomputed, `names` by module.
+    """The blocks of one model that are recomputed, `names` by module; with `treatments` those for
+    which these say so.
 
     A block that is called with inputs that it may change is left out for that call.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, names: Mapping[nn.Module, str], treatments: Treatments | None = None
+    ) -> None:
+        self.treatments = treatments
+        """What decides with `recompute="auto"`; None where nothing does."""
         self._names = weakref.WeakKeyDictionary(names)  # the model may die before the engine
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[Place]]] = (
             weakref.WeakKeyDictionary()
@@ -109,41 +130,60 @@ class Recomputation:
 
     def around(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool
-    ) -> AbstractContextManager[object] | None:
-        """The context for a forward of `module` that is to run again in its backward; None for one
-        that is not. `compiling` says whether torch.compile compiles what calls it."""
-        name = self._names.get(module)
-        if name is None or module in self._by_themselves:
-            self.leave(module)
-            return None
+    ) -> Around:
+        """What a forward of `module` is run in. `compiling` says whether torch.compile compiles
+        what calls it."""
+        name, treatments = self._names.get(module), self.treatments
+        if name is None or (treatments is not None and treatments.gauge.is_inside):
+            return Around()  # inside of a block that is counted, what is below it is its own
+        if module in self._by_themselves:
+            return Around(counting=self.leave(module, (args, kwargs)))
         inputs, structure = trees.tree_flatten((args, kwargs))
         odd = next((each for each in inputs if not isinstance(each, _UNCHANGEABLE)), None)
         why = "" if odd is None else _CHANGEABLE.format(type(odd).__name__)
         if compiling and module._compiled_call_impl is None:
             why = _COMPILED
         if why:
-            self._recomputed.pop(name, None)
             self._warn(type(module).__name__, why)
-            return None
+        recomputes, keeps, counting = not why, False, None
+        if treatments is not None:
+            block = treatments.gauge.begin(name, inputs, recomputable=not why)
+            treatment = treatments.of(name, block)
+            recomputes, keeps = recomputes and treatment == "recompute", treatment == "keep"
+            counting = treatments.gauge.counting(block)
+            if not recomputes:
+                self._changing.pop(module, None)
+        if not recomputes:
+            self._recomputed.pop(name, None)
+            return Around(None, keeps, counting)
         self._recomputed[name] = None
-        return self._entered(module, name, inputs, structure)
+        return Around(self._entered(module, name, inputs, structure), False, counting)
 
-    def leave(self, module: nn.Module) -> None:
-        """A forward of `module` is not recomputed by us, because the model does it itself."""
+    def leave(
+        self, module: nn.Module, inputs: Any = ()
+    ) -> AbstractContextManager[object] | None:
+        """A forward of `module` is not recomputed by us, because the model does it itself; what it
+        is run in. Of `inputs` nobody else knows that they are kept."""
         self._recomputed.pop(self._names.get(module, ""), None)
+        if self.treatments is None:
+            return None
+        return self.treatments.gauge.ignoring(trees.tree_leaves(inputs))
 
     def ended(self, module: nn.Module, checkpoints: bool) -> None:
         """A forward of `module` has ended; `checkpoints` says whether there was a checkpoint in it,
         as transformers enters one. Then the next one is left to that."""
         if checkpoints:
             self._by_themselves.add(module)
+            if self.treatments is not None and module in self._names:
+                self.treatments.gauge.forget(self._names[module])
         else:
             self._by_themselves.discard(module)
 
     def _warn(self, kind: str, why: str) -> None:
         if (kind, why) not in self._warned:
             self._warned.add((kind, why))
-            log.warning("recompute='all' leaves each %s as it is: %s", kind, why)
+            said = "all" if self.treatments is None else "auto"
+            log.warning("recompute=%r leaves each %s as it is: %s", said, kind, why)
 
     @contextmanager
     def _entered(

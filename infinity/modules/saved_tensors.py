@@ -125,6 +125,12 @@ class SavedTensorOffloader:
         self._buffers = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         self._lasting = {reference.cdata for reference in self._buffers}
 
+    def held_by(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The storage that `tensor` keeps where autograd saves it; None where it keeps none that is
+        counted, as of a buffer, which lives on anyway."""
+        storage = _storage_of(tensor)
+        return None if storage is None or storage._cdata in self._lasting else storage
+
     def pack_here(self, tensor: torch.Tensor) -> torch.Tensor | SavedInPlace:
         """Like `pack`, of what stays where it is."""
         return tensor if _storage_of(tensor) is None else SavedInPlace(tensor)

@@ -98,6 +98,11 @@ class Layout:
         return self.rooms.device - homes - round_up(self.reserve, PAGE)
 
     @property
+    def left_bytes(self) -> int:
+        """Bytes of `gpu_memory` that the engine does not allocate."""
+        return max(self.placement.budgets.gpu - self.rooms.device, 0)
+
+    @property
     def nvme_bytes(self) -> int:
         """Bytes that blocks take on the drives, with the old content beside the new, and with spare
         extents."""
@@ -329,7 +334,9 @@ class Placement:
 
         `concurrent` bytes of gathered units must fit on the compute device at once, and `reserve`
         bytes for gradient buffers, beside what is at home there. With a larger budget these might
-        be `most_reserve` bytes.
+        be `most_reserve` bytes. With `recompute="auto"` and a stated `gpu_memory`, parameters take
+        no more than half of what is left beside the units in use and the next ones: the rest is for
+        activations.
         """
         home, travelling = self.home_bytes("gpu"), self.travelling()
         tuning = self.config.tuning
@@ -346,6 +353,10 @@ class Placement:
             )
         useful = sum(spec.span for spec in travelling) + reserve
         device = min(self.budgets.gpu // PAGE * PAGE, home + max(useful, least))
+        if self._chooses_treatments:
+            needed = home + max(least, reserve + min(useful - reserve, 2 * concurrent))
+            left = max(self.budgets.gpu - needed, 0)
+            device = min(device, (needed + left // 2) // PAGE * PAGE)
         homes = self.home_bytes("cpu")
         plan, saved = self._divide_host(self.budgets.cpu - homes, homes)
         free = (
@@ -438,6 +449,13 @@ class Placement:
         """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
         where = "gpu" if self.config.inference else self.config.activations
         return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
+
+    @property
+    def _chooses_treatments(self) -> bool:
+        """Whether saved activations have a part of `gpu_memory`."""
+        config = self.config
+        stated = config.gpu_memory != "auto"
+        return config.recompute == "auto" and stated and not config.inference
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:
         """Whether a part of a block may stay in host memory although it is at home on NVMe."""

@@ -22,6 +22,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -269,9 +270,20 @@ def sum_by_rank(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) ->
 def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
     """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double
     precision."""
+    return _all_reduce(values, groups, dist.ReduceOp.SUM)
+
+
+def all_reduce_most(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
+    """Like `all_reduce_sum`, the largest; the same bits on all ranks."""
+    return _all_reduce(values, groups, dist.ReduceOp.MAX)
+
+
+def _all_reduce(
+    values: Sequence[float], groups: Iterable[dist.ProcessGroup], operation: Any
+) -> list[float]:
     result = list(values)
     for group in groups:
         total = torch.tensor(result, dtype=torch.float64, device=_kind_for(group))
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, operation, group=group)
         result = read_values(total)
     return result

@@ -238,6 +238,13 @@ class Exchange:
         found: list[float] = self.post("sum", what, join, everywhere=everywhere, tensor=True).wait()
         return found
 
+    def most(self, values: Sequence[float], what: str) -> Collective:
+        """Begin to find the largest of each of `values` over all ranks; for `what` says a
+        report."""
+        groups = self._groups(everywhere=True, tensor=True)
+        join = functools.partial(collectives.all_reduce_most, values, groups)
+        return self.post("most", what, join, tensor=True)
+
     def sum_by_rank(self, values: Sequence[float], what: str) -> list[float]:
         """As `sum` without replicas, with the bits of `add_by_rank`."""
         join = functools.partial(self.add_by_rank, values)

@@ -166,7 +166,7 @@ class Store:
         infinite where nothing is there."""
         return (
             self._nvme.measure()
-            if any(block.tier == "nvme" for block in self._blocks)
+            if self._config.activations == "nvme" or any(b.tier == "nvme" for b in self._blocks)
             else math.inf
         )
 

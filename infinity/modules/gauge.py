@@ -1,0 +1,212 @@
+"""What the forwards of each block save for the backward, in bytes, and how long they take: counted
+where autograd saves it, whatever becomes of it then.
+
+[Note: what is counted]
+The bytes of storages, each once: those of tensors that a block is given, its inputs, and those that
+autograd saves in its forward, its inside. An input that an earlier block was given, such as a mask,
+counts there. What is saved outside of blocks is counted together. A forward counts until a backward
+has ended. So the forwards of several micro-batches add up where they come before one backward, and
+the most of any time is what has to fit.
+
+A storage may be freed while a forward goes on, where its block is recomputed. A weak reference
+keeps its number from another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.device import ComputeDevice
+from infinity.modules.saved_tensors import SavedTensorOffloader
+from infinity.placement.treatment import BlockCost
+from infinity.sharding.tensor_parallel import local
+
+
+class _Seen:
+    """Storages, each once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def add(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is new."""
+        if storage._cdata in self._storages:
+            return False
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        return True
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._storages
+
+
+class BlockGauge:
+    """The figures of one block: of the forwards whose backward has yet to come, and the most of
+    them so far."""
+
+    def __init__(self) -> None:
+        self.open_inputs = self.open_inside = self.open_calls = 0
+        self.inputs = self.inside = self.largest = self.calls = 0
+        self.seconds = 0.0
+        """Of one forward, in the step that had the shortest on average."""
+        self.recomputable = True
+        self.timings: list[tuple[Any, Any, float]] = []
+        """Of the forwards of this step: begin, end, and seconds between that do not count."""
+
+    def close(self) -> None:
+        """No backward is to come."""
+        self.open_inputs = self.open_inside = self.open_calls = 0
+
+    def count(self, inside: int) -> None:
+        """A forward has ended that saved so much beside its inputs."""
+        self.open_calls += 1
+        self.open_inside += inside
+        self.inputs = max(self.inputs, self.open_inputs)
+        self.inside = max(self.inside, self.open_inside)
+        self.largest = max(self.largest, inside)
+        self.calls = max(self.calls, self.open_calls)
+
+    @property
+    def cost(self) -> BlockCost:
+        """What a decision has to know of it."""
+        return BlockCost(
+            self.inputs, self.inside, self.largest, self.calls * self.seconds, self.recomputable
+        )
+
+
+class _Call:
+    """A forward that is counted; `block` is None where nothing inside of it is."""
+
+    def __init__(self, block: BlockGauge | None) -> None:
+        self.block = block
+        self.seen = _Seen()
+        self.inside = 0
+
+
+class Gauge:
+    """Counts for one engine. `backwards` and `waited` give how many backwards have ended, and the
+    seconds that the model has waited for parameters; any thread that runs the model may call it."""
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        offloader: SavedTensorOffloader,
+        backwards: Callable[[], int],
+        waited: Callable[[], float],
+    ) -> None:
+        self._device, self._offloader = device, offloader
+        self._backwards, self._waited = backwards, waited
+        self._ended = 0
+        self._given = _Seen()
+        self._outside = _Seen()
+        self._calls: dict[int, _Call] = {}  # by thread
+        self._open_others = 0
+        self.blocks: dict[str, BlockGauge] = {}
+        """By name, in the order of their first forwards."""
+        self.others = 0
+        """The most bytes that were saved outside of blocks."""
+        self.times = True
+        """Whether forwards are timed."""
+        self._has_counted = False  # since the last step
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside of a forward that is counted."""
+        return threading.get_ident() in self._calls
+
+    def begin(self, name: str, inputs: Iterable[Any], recomputable: bool) -> BlockGauge:
+        """A forward of the block `name` is about to begin; its `inputs` count from now on."""
+        self._close_what_ended()
+        block = self.blocks.setdefault(name, BlockGauge())
+        block.recomputable = recomputable
+        self._has_counted = True
+        for storage in self._storages(inputs):
+            if self._given.add(storage):
+                block.open_inputs += storage.nbytes()
+        return block
+
+    def forget(self, name: str) -> None:
+        """The model itself has what the block `name` saves computed again."""
+        self.blocks.pop(name, None)
+
+    @contextmanager
+    def counting(self, block: BlockGauge) -> Iterator[None]:
+        """The forward of `block`, after `begin`."""
+        call = _Call(block)
+        begin, waited = (self._device.instant(), self._waited()) if self.times else (None, 0.0)
+        with self._within(call):
+            yield
+        if self.times and begin is not None:
+            waits = self._waited() - waited if self._device.torch.type == "cpu" else 0.0
+            block.timings.append((begin, self._device.instant(), waits))
+        block.count(call.inside)
+
+    @contextmanager
+    def ignoring(self, inputs: Iterable[Any]) -> Iterator[None]:
+        """Inside, nothing is counted but `inputs`: a checkpoint of the model drops it."""
+        if self.is_inside:
+            yield
+            return
+        for each in inputs:
+            if isinstance(each, torch.Tensor):
+                self.saves(each)
+        with self._within(_Call(None)):
+            yield
+
+    @contextmanager
+    def _within(self, call: _Call) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._calls[thread] = call
+        try:
+            yield
+        finally:
+            if self._calls.get(thread) is call:
+                del self._calls[thread]
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor`, which is no view of a parameter."""
+        storage = self._offloader.held_by(local(tensor))
+        if storage is None or self._given.has(storage):
+            return
+        call = self._calls.get(threading.get_ident())
+        if call is None:
+            self._close_what_ended()
+            if self._outside.add(storage):
+                self._open_others += storage.nbytes()
+                self.others = max(self.others, self._open_others)
+        elif call.block is not None and call.seen.add(storage):
+            call.inside += storage.nbytes()
+
+    def _storages(self, inputs: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+        for each in inputs:
+            if isinstance(each, torch.Tensor):
+                storage = self._offloader.held_by(local(each))
+                if storage is not None:
+                    yield storage
+
+    def _close_what_ended(self) -> None:
+        if self._backwards() != self._ended:
+            self._ended = self._backwards()
+            self._close()
+
+    def _close(self) -> None:
+        self._given, self._outside, self._open_others = _Seen(), _Seen(), 0
+        for block in self.blocks.values():
+            block.close()
+
+    def end_step(self) -> bool:
+        """A step has ended, and with it all backwards; whether anything was counted in it."""
+        self._close()
+        found, self._has_counted = self._has_counted, False
+        for block in self.blocks.values():
+            timings, block.timings = block.timings, []
+            if timings:
+                total = sum(self._device.between(b, e) - waits for b, e, waits in timings)
+                mean = max(total / len(timings), 1e-9)
+                block.seconds = min(block.seconds or mean, mean)
+        return found

@@ -1,0 +1,185 @@
+"""Which blocks keep what they save, which offload it, and which are recomputed
+(`Config.recompute="auto"`): decided between two steps from what the forwards before have shown.
+
+[Note: when it is decided]
+Until the first step nothing is known, and the budget must hold: all blocks have the treatment that
+needs least memory. The first forward after that step decides. The first step is often slow, for
+libraries and memory are new, so the forward after the second step decides once more, by the shorter
+times. From then on figures only grow: the most bytes of any step count. Where they have grown so
+that the choice fits no more, the next step has another one.
+
+[Note: longer batches]
+A forward of a block that is given more than any before it, such as a longer batch, is treated like
+the first one: what it saves is not known yet. So the budget holds in this step, too. With several
+ranks it does not: batches of one rank alone may be longer, and ranks whose backwards differ would
+join different collectives. Then the step in which a batch grows has the choice of before.
+
+[Note: ranks]
+Bytes and seconds differ from rank to rank. All ranks take the most of each, of all ranks, and so
+come to the same choice. That is an exchange of a few numbers per block, once or twice. In other
+steps they exchange one number: whether the choice of any rank fits no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infinity.modules.gauge import BlockGauge, Gauge
+from infinity.placement.treatment import (
+    ActivationRoom,
+    BlockCost,
+    Treatment,
+    choose,
+    leanest,
+    peak,
+)
+from infinity.quantities import format_bytes
+from infinity.sharding.exchange import Collective, Exchange
+
+log = logging.getLogger("infinity")
+
+DECISIONS = 2
+"""After so many of the first steps it is decided by new seconds."""
+_FIGURES = 5  # of each block, in what ranks exchange
+
+
+class TreatedBlock(NamedTuple):
+    """What becomes of what a block saves, with the bytes of its inputs and of all else that its
+    forwards save before their backward, and the seconds of one of them (0.0: not timed yet)."""
+
+    treatment: Treatment
+    input_bytes: int
+    inside_bytes: int
+    forward_seconds: float
+
+
+class Treatments:
+    """The treatment of each block of one model, `names` in its order. Used by the thread that runs
+    the model."""
+
+    def __init__(
+        self, names: Sequence[str], gauge: Gauge, room: ActivationRoom, exchange: Exchange | None
+    ) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self.gauge = gauge
+        """What counts."""
+        self.room = room
+        """Where saved bytes may be."""
+        self._exchange = exchange
+        self._chosen: dict[str, Treatment] = {}
+        self._allowed: dict[str, int] = {}  # input bytes that were decided about
+        self._steps = 0
+        self._due = False
+        self._asked: Collective | None = None
+
+    def of(self, name: str, block: BlockGauge) -> Treatment:
+        """What becomes of what the forward of a block saves that begins now, whose inputs are
+        counted."""
+        chosen = self._chosen.get(name)
+        grows = self._exchange is None and block.open_inputs > self._allowed.get(name, 0)
+        if chosen is None or grows:
+            return leanest([block.cost], self.room)[0]
+        return chosen
+
+    def by_block(self) -> dict[str, TreatedBlock]:
+        """By name, of the blocks that have had a forward, in the order of the model."""
+        found = {}
+        for name in self._names:
+            block = self.gauge.blocks.get(name)
+            if block is not None:
+                chosen = self._chosen.get(name) or leanest([block.cost], self.room)[0]
+                found[name] = TreatedBlock(chosen, block.inputs, block.inside, block.seconds)
+        return found
+
+    def step_ended(self) -> None:
+        """A step has been fixed: see whether the next one needs another choice."""
+        if not self.gauge.end_step():
+            return  # of another optimizer
+        self._steps += 1
+        self.gauge.times = self._steps < DECISIONS
+        if self._steps <= DECISIONS:
+            self._due = True
+            return
+        grown = not self._due and self._fits_no_more()
+        if self._exchange is None:
+            self._due |= grown
+        else:
+            self._asked = self._exchange.most([float(grown)], "of saved bytes that grew")
+
+    def _fits_no_more(self) -> bool:
+        costs = [self._cost(name) for name in self._names]
+        chosen = [self._chosen[name] for name in self._names]
+        return peak(costs, self.gauge.others, chosen, self.room) > self.room.device and any(
+            each != least
+            for each, least in zip(chosen, leanest(costs, self.room), strict=True)
+        )
+
+    def before_forward(self) -> None:
+        """A training forward is about to begin: decide, where it is time to."""
+        asked, self._asked = self._asked, None
+        if asked is not None and asked.wait()[0]:
+            self._due = True
+        if self._due:
+            self._due = False
+            self._decide()
+
+    def _cost(self, name: str) -> BlockCost:
+        block = self.gauge.blocks.get(name)
+        return BlockCost(0, 0, 0, 0.0) if block is None else block.cost
+
+    def _decide(self) -> None:
+        costs, others, room = self._agreed([self._cost(name) for name in self._names])
+        chosen = choose(costs, others, room)
+        least = leanest(costs, room)
+        self._chosen = {
+            # What had no forward is not known.
+            name: treatment if cost.inputs + cost.inside else lean
+            for name, cost, treatment, lean in zip(
+                self._names, costs, chosen, least, strict=True
+            )
+        }
+        self._allowed = {
+            name: cost.inputs for name, cost in zip(self._names, costs, strict=True)
+        }
+        self._log(costs, others, room, [self._chosen[name] for name in self._names])
+
+    def _agreed(
+        self, costs: Sequence[BlockCost]
+    ) -> tuple[Sequence[BlockCost], int, ActivationRoom]:
+        """The most of all ranks, and the least room."""
+        if self._exchange is None:
+            return costs, self.gauge.others, self.room
+        numbers = [
+            float(number)
+            for cost in costs
+            for number in (*cost[: _FIGURES - 1], not cost.recomputable)
+        ]
+        ends = [float(self.gauge.others), -self.room.device, -self.room.away]
+        found = self._exchange.most([*numbers, *ends], "of what blocks save").wait()
+        others, device, away = found[-len(ends) :]
+        agreed = []
+        for at in range(0, len(numbers), _FIGURES):
+            inputs, inside, largest, seconds, fixed = found[at : at + _FIGURES]
+            agreed.append(BlockCost(int(inputs), int(inside), int(largest), seconds, not fixed))
+        return agreed, int(others), self.room._replace(device=-device, away=-away)
+
+    def _log(
+        self,
+        costs: Sequence[BlockCost],
+        others: int,
+        room: ActivationRoom,
+        chosen: Sequence[Treatment],
+    ) -> None:
+        most = peak(costs, others, chosen, room)
+        counts = {each: chosen.count(each) for each in ("keep", "offload", "recompute")}
+        log.info(
+            "recompute='auto': of %d blocks %d keep what they save, %d offload it and %d are "
+            "recomputed; at most %s of %s on the compute device",
+            len(chosen),
+            *counts.values(),
+            format_bytes(int(most)),
+            format_bytes(int(room.device)),
+        )
+
