@@ -29,7 +29,7 @@ CONFIG = {
     "gradients": (TIERS, "cpu"),
     "optimizer": (TIERS, "nvme"),
     "activations": (TIERS, "gpu"),
-    "recompute": ("'off' | 'all'", "off"),
+    "recompute": ("'off' | 'all' | 'auto'", "off"),
     "stage": ("0 | 1 | 2 | 3", 3),
     "precision": ("'auto' | 'bf16' | 'fp16' | 'fp32'", "auto"),
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
