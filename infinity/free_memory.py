@@ -21,7 +21,7 @@ is free on a GPU, and in host memory all but the reserve.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class Choice:
             else own
             for own, number in zip((self.gpu, self.cpu), least, strict=False)
         ]
-        return Choice(*lowered, self.spare) if lowered else self
+        return replace(self, gpu=lowered[0], cpu=lowered[1]) if lowered else self
 
     def describe(self) -> str:
         """One line for a log."""

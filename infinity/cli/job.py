@@ -312,7 +312,8 @@ def assemble(
     from infinity.modules.load import check_complete, open_weights
 
     with infinity.init(exact=False):
-        model = source.build(job.checkpoint_activations)
+        # A block with checkpoints of its own leaves nothing to choose.
+        model = source.build(job.checkpoint_activations and config.recompute != "auto")
     if job.chunked_loss is not None:
         infinity.chunked_loss(model, job.chunked_loss)
     weights = None

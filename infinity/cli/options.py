@@ -50,7 +50,9 @@ Model = Annotated[
 CheckpointActivations = Annotated[
     bool,
     typer.Option(
-        help="Recompute activations in backward instead of keeping them.", rich_help_panel=_MODEL
+        help="Recompute activations in backward instead of keeping them; --recompute auto chooses "
+        "by itself.",
+        rich_help_panel=_MODEL,
     ),
 ]
 Data = Annotated[

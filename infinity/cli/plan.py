@@ -131,7 +131,7 @@ def plan(
         if model is not None and idle:
             raise ValueError(f"--model says its own --{idle[0]}; that goes with --layers, --hidden")
         delivery = Delivery(as_json, None, timeline=timeline, chart=chart)
-        recomputes = checkpoint_activations or knobs.get("recompute") == "all"
+        recomputes = checkpoint_activations or knobs.get("recompute") != "off"
         training = Training(sequence_length, batch_size, accumulate, recomputes)
         dimensions = (layers, hidden, heads, vocabulary)
         changes = {"nodes": nodes, "gpus": gpus}

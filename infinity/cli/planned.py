@@ -107,6 +107,14 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
     table.add_row("together", *(format_bytes(sum(parts[tier].values())) for tier in _TIERS))
     table.add_row("of", *(format_bytes(have[tier]) for tier in _TIERS))
     console.print(table)
+    if memory.auto is not None:
+        least, most, room = map(format_bytes, memory.auto)
+        console.print(
+            f'recompute="auto": blocks save between {least} (all recomputed, as above) and {most} '
+            f"(none), in a room of {room}; a run decides by what it measures",
+            markup=False,
+            soft_wrap=True,
+        )
     for tier, name in _TIERS.items():
         console.print(_bar(name, parts[tier], have[tier]))
 

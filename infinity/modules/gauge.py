@@ -79,7 +79,7 @@ class BlockGauge:
         )
 
 
-class _Call:
+class _CountedForward:
     """A forward that is counted; `block` is None where nothing inside of it is."""
 
     def __init__(self, block: BlockGauge | None) -> None:
@@ -104,7 +104,7 @@ class Gauge:
         self._ended = 0
         self._given = _Seen()
         self._outside = _Seen()
-        self._calls: dict[int, _Call] = {}  # by thread
+        self._calls: dict[int, _CountedForward] = {}  # by thread
         self._open_others = 0
         self.blocks: dict[str, BlockGauge] = {}
         """By name, in the order of their first forwards."""
@@ -137,7 +137,7 @@ class Gauge:
     @contextmanager
     def counting(self, block: BlockGauge) -> Iterator[None]:
         """The forward of `block`, after `begin`."""
-        call = _Call(block)
+        call = _CountedForward(block)
         begin, waited = (self._device.instant(), self._waited()) if self.times else (None, 0.0)
         with self._within(call):
             yield
@@ -155,11 +155,11 @@ class Gauge:
         for each in inputs:
             if isinstance(each, torch.Tensor):
                 self.saves(each)
-        with self._within(_Call(None)):
+        with self._within(_CountedForward(None)):
             yield
 
     @contextmanager
-    def _within(self, call: _Call) -> Iterator[None]:
+    def _within(self, call: _CountedForward) -> Iterator[None]:
         thread = threading.get_ident()
         self._calls[thread] = call
         try:

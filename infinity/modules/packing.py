@@ -132,9 +132,7 @@ class Packer:
         self.push = uncompiled(_push)
         """What torch calls through a `_Push` while this packer is on top."""
 
-    def context(
-        self, recomputing: bool = False, keeps: bool = False
-    ) -> saved_tensors_hooks | None:
+    def context(self, recomputing: bool = False, keeps: bool = False) -> saved_tensors_hooks | None:
         """Hooks to enter now, on top of those that are there; None where the packer is on top
         already.
 

@@ -159,9 +159,7 @@ class Recomputation:
         self._recomputed[name] = None
         return Around(self._entered(module, name, inputs, structure), False, counting)
 
-    def leave(
-        self, module: nn.Module, inputs: Any = ()
-    ) -> AbstractContextManager[object] | None:
+    def leave(self, module: nn.Module, inputs: Any = ()) -> AbstractContextManager[object] | None:
         """A forward of `module` is not recomputed by us, because the model does it itself; what it
         is run in. Of `inputs` nobody else knows that they are kept."""
         self._recomputed.pop(self._names.get(module, ""), None)

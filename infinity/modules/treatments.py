@@ -112,8 +112,7 @@ class Treatments:
         costs = [self._cost(name) for name in self._names]
         chosen = [self._chosen[name] for name in self._names]
         return peak(costs, self.gauge.others, chosen, self.room) > self.room.device and any(
-            each != least
-            for each, least in zip(chosen, leanest(costs, self.room), strict=True)
+            each != least for each, least in zip(chosen, leanest(costs, self.room), strict=True)
         )
 
     def before_forward(self) -> None:
@@ -136,13 +135,9 @@ class Treatments:
         self._chosen = {
             # What had no forward is not known.
             name: treatment if cost.inputs + cost.inside else lean
-            for name, cost, treatment, lean in zip(
-                self._names, costs, chosen, least, strict=True
-            )
+            for name, cost, treatment, lean in zip(self._names, costs, chosen, least, strict=True)
         }
-        self._allowed = {
-            name: cost.inputs for name, cost in zip(self._names, costs, strict=True)
-        }
+        self._allowed = {name: cost.inputs for name, cost in zip(self._names, costs, strict=True)}
         self._log(costs, others, room, [self._chosen[name] for name in self._names])
 
     def _agreed(
@@ -182,4 +177,3 @@ class Treatments:
             format_bytes(int(most)),
             format_bytes(int(room.device)),
         )
-

@@ -70,9 +70,7 @@ class _State(NamedTuple):
     before: _State | None = None
 
 
-def choose(
-    blocks: Sequence[BlockCost], others: int, room: ActivationRoom
-) -> tuple[Treatment, ...]:
+def choose(blocks: Sequence[BlockCost], others: int, room: ActivationRoom) -> tuple[Treatment, ...]:
     """The treatment of each of `blocks`, in the order of the forward, that fits into `room` and
     takes least time; where none fits, `leanest`. Outside of blocks `others` bytes are saved.
 

@@ -150,6 +150,9 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
                 "on_nvme_bytes": memory.offloaded[1],
             },
         }
+        if memory.auto is not None:
+            names = ("all_recomputed_bytes", "none_recomputed_bytes", "room_bytes")
+            found["memory"]["auto"] = dict(zip(names, memory.auto, strict=True))
     if step is not None:
         wear = forecast.wear
         found["step"] = {

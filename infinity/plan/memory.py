@@ -7,7 +7,7 @@ estimated here: activations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.free_memory import Budgets, Choice, choose
@@ -67,6 +67,19 @@ class MemoryPlan:
     buffers: int
     """Gradient buffers on the compute device."""
     activations: ActivationBytes
+    without: ActivationBytes
+    """What they would be if nothing were recomputed."""
+
+    @property
+    def auto(self) -> tuple[int, int, int] | None:
+        """With `recompute="auto"`, which decides by seconds that no plan knows: the bytes that
+        blocks save if all are recomputed, and if none is, and the room for them on the compute
+        device. What is kept lies between the first two, and below the third where that can be."""
+        if self.layout.placement.config.recompute != "auto":
+            return None
+        least = self.activations.saved + self.activations.working
+        room = self.layout.left_bytes + self.choice.for_activations
+        return least, self.without.saved, room
 
     @property
     def allocated(self) -> dict[str, int]:
@@ -141,7 +154,10 @@ def memory_plan(
     demand = demand.within(choice.budgets)
     placement = demand.resident(rates if demand.needs_rates() else None)
     layout, buffers = demand.layout(placement)
-    return MemoryPlan(layout, choice, buffers, activation_bytes(model, training))
+    saved = [
+        activation_bytes(model, each) for each in (training, replace(training, recomputes=False))
+    ]
+    return MemoryPlan(layout, choice, buffers, *saved)
 
 
 def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:

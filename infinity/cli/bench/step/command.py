@@ -109,7 +109,7 @@ def step(
             batch_size,
             accumulate,
             accumulation_order == "vertical",
-            checkpoint_activations,
+            checkpoint_activations and config.recompute != "auto",
             steps,
             discard,
             most_seconds,
