@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""What offloaded activations cost and free: a step of a checkpointed or plain stack of blocks,
-beside torch's `save_on_cpu`.
+"""What offloaded and recomputed activations cost and free: a step of a checkpointed or plain stack
+of blocks, beside torch's `save_on_cpu`.
+
+The plain stack is also recomputed by the engine: "all", and "auto" with room for half of the
+blocks. Their ratio is to "gpu", which is `recompute="off"`.
 
 Each round trains a step in every way, one after the other in one process; figures are medians over
 rounds, with the least and the largest, and ratios are taken within a round. "Held" is what is saved
@@ -117,13 +120,16 @@ def measure(options: argparse.Namespace, kind: str) -> list[Row]:
         "cpu": {"activations": "cpu"},
         "nvme": {"activations": "nvme", "tuning": {"activation_memory": options.room * largest}},
     }
+    if not checkpointed:
+        ways |= {"all": {"recompute": "all"}, "auto": {"recompute": "auto"}}
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         steps = {
             name: make(options, checkpointed, Path(folder), name, config)
             for name, config in ways.items()
         }
-        for step in steps.values():
-            step()
+        for _ in range(3):  # "auto" decides after the first two
+            for step in steps.values():
+                step()
         order = list(steps)  # in turns: what the machine does besides changes within a round, too
         rounds = [
             {n: steps[n]() for n in order[i % len(order) :] + order[: i % len(order)]}
@@ -153,7 +159,7 @@ def make(
     forward. `config`: None for plain PyTorch, which `save_on_cpu` needs, for of two hooks torch
     asks the inner one alone."""
     torch.manual_seed(0)
-    memory = {
+    memory: dict[str, Any] = {
         "parameters": "gpu",
         "gradients": "gpu",
         "optimizer": "gpu",
@@ -161,6 +167,8 @@ def make(
         "cpu_memory": "2GiB",
     }
     (folder / name).mkdir()
+    if name == "auto":
+        memory["gpu_memory"] = room_for_half(options, memory)
     model = Stack(options.width, options.depth, checkpointed)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     optimizer: torch.optim.Optimizer
@@ -186,6 +194,18 @@ def make(
         return time.perf_counter() - start, held
 
     return step
+
+
+def room_for_half(options: argparse.Namespace, memory: dict[str, Any]) -> int:
+    """A `gpu_memory` with room for half of what the blocks save."""
+    model = Stack(options.width, options.depth, checkpointed=False)
+    infinity.wrap(model, infinity.Config(**memory, recompute="auto"))
+    with infinity.engine(model) as engine:
+        x = torch.randn(options.tokens, options.width, device=engine.device)
+        model(x).backward()
+        report = engine.report()
+    saved = sum(each.input_bytes + each.inside_bytes for each in report.blocks.values())
+    return report.budgets["gpu"] - report.activation_room + saved // 2
 
 
 if __name__ == "__main__":

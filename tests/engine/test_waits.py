@@ -128,6 +128,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py read_values": DEVICE,
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,
+    "device.py ComputeDevice.between": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
@@ -148,6 +149,8 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/interleave.py Interleaver._live": TURN,
     "modules/interleave.py Interleaver.switch_at": TURN,
     "modules/interleave.py _closed": NEVER,  # the lock is new
+    "modules/treatments.py Treatments.before_forward": COLLECTIVE,
+    "modules/treatments.py Treatments._agreed": COLLECTIVE,
     "nvme/io.py Io.write": DRIVE_OF_ALL,
     "nvme/io.py Io.read": DRIVE_OF_ALL,
     "nvme/io.py Io.write_many": DRIVE_OF_ALL,

@@ -243,6 +243,19 @@ def test_worked_numbers() -> None:
     )
 
 
+def test_what_auto_leaves_is_for_the_computation() -> None:
+    """And three quarters of that for saved activations; nothing where `gpu_memory` is said."""
+    host, device = Memory(64 * GIB, 50 * GIB, "this machine"), Memory(24 * GIB, 22 * GIB, "the GPU")
+    found = choose("auto", "auto", Available(host, device), NOTHING)
+    assert (found.spare, found.for_activations) == (11 * GIB, 33 * GIB // 4)
+    assert found.at_most([GIB, GIB]).spare == found.spare
+    assert choose(GIB, "auto", Available(host, device), NOTHING).spare == 0
+    alone = choose("auto", "auto", Available(host, None), NOTHING)
+    free = host.free - reserve(host)
+    assert alone.spare == free - sum(alone.budgets) == free // 4
+    assert choose(GIB, "auto", Available(host, None), NOTHING).spare == 0
+
+
 def test_a_part_is_that_of_the_whole() -> None:
     found = Available(host(64, 8), gpu(24, 2), ranks=2)
     choice = choose("80%", "12.5%", found, NOTHING)

@@ -49,6 +49,8 @@ def build(name: str) -> nn.Module:
         ("hand", {"precision": "bf16", **SMALL, "parameters": "cpu", "optimizer": "cpu"}),
         ("gpt2", {"precision": "bf16", **SMALL, "parameters": "gpu", "activations": "nvme"}),
         ("hand", {"precision": "fp32", **SMALL, "update": "delayed", "algorithm": "lion"}),
+        ("hand", {"precision": "fp32", **SMALL, "recompute": "auto"}),
+        ("llama", {"precision": "bf16", **SMALL, "recompute": "auto", "activations": "nvme"}),
     ],
 )
 def test_bytes_of_every_tier(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -81,6 +83,34 @@ def test_bytes_of_every_tier(name: str, options: dict[str, Any], tmp_path: Path)
         states = planned.states
         in_memory = sum(tiers["cpu"] for tiers in states.values())
         assert in_memory <= arenas["cpu"] == engine.memory()["cpu"]
+
+
+@pytest.mark.parametrize("extra", [0, 8192, 1 << 20])
+def test_parameters_leave_half_to_what_blocks_save(extra: int, tmp_path: Path) -> None:
+    """With a stated `gpu_memory`: of what is more than the units in use and the next ones need. The
+    engine takes the room that the plan states."""
+    layouts, model = {}, build("hand")
+    for recompute in ("off", "all", "auto"):
+        config = config_of(
+            nvme=[tmp_path], **SMALL | {"gpu_memory": (160 << 10) + extra}, recompute=recompute
+        )
+        found = plan(of_module(model, config, "", VALUES), THIS, Training(8, 2), config)
+        assert found.memory is not None
+        layouts[recompute] = found.memory.layout
+    off, auto = layouts["off"], layouts["auto"]
+    assert layouts["all"].rooms == off.rooms
+    if extra == 1 << 20:  # all parameters fit beside
+        assert auto.rooms.device == off.rooms.device
+    else:
+        assert auto.left_bytes > off.left_bytes == 0
+        assert auto.rooms.device >= auto.left_bytes
+    memory = plan(of_module(model, config, "", VALUES), THIS, Training(8, 2), config).memory
+    assert memory is not None and memory.auto is not None
+    least, most, room = memory.auto
+    assert least < most and room == auto.left_bytes
+    taken = infinity.wrap(model, config_of(**config.model_dump(exclude={"tuning"}), device="cpu"))
+    with infinity.engine(taken) as engine:
+        assert engine.report().activation_room == room
 
 
 def test_budgets_that_nobody_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
