@@ -92,7 +92,7 @@ def llama(parameters: int, vocabulary: int, width: int = 0) -> Any:
     most 32 blocks, or one of `width`."""
     from transformers import LlamaConfig
 
-    for width in [width] if width else WIDTHS:
+    for width in (width,) if width else WIDTHS:  # noqa: B020
         around = 2 * vocabulary * width + width
         attention = 4 * width * width + 2 * width
         layers = math.ceil((parameters - around) / (attention + 3 * width * (width * 43 // 16)))
