@@ -150,7 +150,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 def digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Those of a stream of tensors, by name."""
-    return {name: digest(tensor) for name, tensor in weights}
+    found = {}
+    for name, tensor in weights:
+        found[name] = digest(tensor)
+        del tensor  # it may be all of a unit, of which the next one is about to be made
+    return found
 
 
 def check_same(found: dict[str, str], wanted: dict[str, str], what: str) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import infinity
 from infinity.modules.tensors import open_files
+from support.allocations import peak
 from support.models import FAMILIES
 
 
@@ -409,3 +411,22 @@ def test_a_tensor_at_an_odd_offset_is_read(tmp_path: Path) -> None:
     tensors = open_files([path])
     assert all(torch.equal(tensors.read(name), value) for name, value in state.items())
     assert torch.equal(tensors.read("b", (slice(1, 3),)), state["b"][1:3])
+
+
+def test_one_unit_at_a_time_is_put_together(tmp_path: Path) -> None:
+    width = 512
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with infinity.init():
+        empty = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    config = infinity.Config(nvme=[tmp_path], gpu_memory="8MiB", cpu_memory="16MiB")
+    unit = 4 * width * (width + 1)
+    with ExitStack() as stack:
+
+        def load() -> None:
+            wrapped = infinity.wrap(empty, config, weights=tmp_path / "model.safetensors")
+            stack.enter_context(infinity.engine(wrapped))
+
+        most = peak(load, lambda nbytes: unit <= nbytes < 2 * unit)
+        assert same(empty.state_dict(), model.state_dict())
+    assert unit <= most < 2 * unit
