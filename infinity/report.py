@@ -71,6 +71,12 @@ class Report:
     read_by_updates: int = 0
     """Bytes that the updates read from NVMe, of those of the last finished step."""
     written_by_updates: int = 0
+    read_again: int = 0
+    """Bytes of parameters that the last finished step read from NVMe beyond what the planner
+    states. Something waited for all updates of the step before (`drain`, `report`, a checkpoint),
+    so they ran before their units had a place on the compute device, and the forward read what they
+    had written. 0 where `Tuning.update` is "plain" or "delayed", of which the planner knows that.
+    """
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
     updated_on_gpu: int = 0
@@ -126,6 +132,8 @@ class StepMeter:
         """Copied to the compute device, and from it."""
         self.updates = (0, 0)
         """Of `traffic`, what the updates read and wrote."""
+        self.again = 0
+        """What updates that ran ahead of their place had the forward read again."""
         self.for_commit = False
         """Whether the updates wrote what is cached, because the step is committed."""
 
@@ -136,6 +144,7 @@ class StepMeter:
         fetched, earlier = (meter.read, meter.written), self._fetched_before
         read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
         self.updates = read, written
+        self.again = sum(job.read_again for job in before.jobs)
         self.for_commit = any(job.writes_through for job in before.jobs)
         self.traffic = fetched[0] - earlier[0] + read, fetched[1] - earlier[1] + written
         self._fetched_before = fetched
@@ -231,6 +240,7 @@ class Reporter:
             gpu_direct=self._store.gpu_direct,
             read_by_updates=self.meter.updates[0],
             written_by_updates=self.meter.updates[1],
+            read_again=self.meter.again * (config.tuning.update in ("exact", "speculative")),
             updated=sum(map(_renewed, self._units)),
             updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
             activations_offloaded=moved.offloaded,

@@ -170,6 +170,7 @@ _MOVED = (
     "gpu_resident",
     "copied_to_device",
     "copied_from_device",
+    "read_again",
     "updated",
     "activations_offloaded",
     "activations_not_offloaded",

@@ -253,17 +253,18 @@ def fill_units(
             names = ["" if each is None else each.name for each in found]
             kind, dtype = _kept_of(unit, names, empty, weights)
             flat = torch.zeros(unit.layout.numel, dtype=dtype)
-            for parameter, source, place in zip(
-                unit.parameters, found, unit.layout.places, strict=True
+            for parameter, source, view in zip(
+                unit.parameters, found, _places_in(flat, unit), strict=True
             ):
-                view = flat[place.offset : place.end].view(place.shape)
                 if weights is not None and source is not None:
                     weights.read_into(source.name, view, source.bounds)
                 elif (origin := empty.get(id(parameter))) is not None:
                     view.copy_(drawn.of(origin, parameter))
                 else:
                     view.copy_(local(parameter.data))
+                del view
             unit.states.write(kind, unit.shard_of(flat))
+            del flat  # before that of the next unit
             unit.data.guard()
         for name, origin in buffers.items():
             path, _, key = name.rpartition(".")
@@ -277,6 +278,12 @@ def fill_units(
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
             weights.read_into(name, local(buffer))
+
+
+def _places_in(flat: torch.Tensor, unit: Unit) -> Iterator[torch.Tensor]:
+    """The place of each parameter of `unit` in `flat`."""
+    for place in unit.layout.places:
+        yield flat[place.offset : place.end].view(place.shape)
 
 
 def _kept_of(

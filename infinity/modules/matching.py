@@ -94,7 +94,8 @@ class Matches:
         conversion = self.converted[name]
         if self._last[0] is not conversion:
             self._last = (None, {})  # frees those of the one before
-            read = {source: self.tensors.read(source) for _, source in conversion.sources}
+            # Copies, because nobody says that transformers does not convert in place.
+            read = {source: self.tensors.read(source).clone() for _, source in conversion.sources}
             self._last = (conversion, conversion.run(self.pretrained, read))
         values = self._last[1][name]
         return values[bounds] if bounds else values
@@ -134,7 +135,7 @@ class StoredRead:
     bounds: tuple[slice, ...] = ()
 
     def __call__(self) -> torch.Tensor:
-        return self.matches.read(self.name, self.bounds).to(self.dtype)
+        return self.matches.read(self.name, self.bounds).to(self.dtype, copy=True)
 
 
 def match(

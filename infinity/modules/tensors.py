@@ -1,16 +1,25 @@
 """Tensors by name, wherever a person keeps them: files, a directory, an index, the cache of the
-hub, a state dict. Nothing is read before it is asked for."""
+hub, a state dict. Nothing is read before it is asked for.
+
+[Note: shards are mapped for reading]
+All shards of a model are open at once. A writable private mapping of them, as `safe_open` makes one
+for torch, counts as memory of the process where `RLIMIT_DATA` or strict overcommit limits that: as
+much as the model. So files are mapped for reading here. A file whose header `nvme/safetensors`
+refuses is left to `safe_open`.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,13 +42,73 @@ Source = str | Path | Mapping[str, torch.Tensor]
 """What `infinity.wrap` takes as `weights`."""
 
 
+class _MappedFile:
+    """A safetensors file that is mapped for reading. Raises `WeightsError` for a damaged one."""
+
+    def __init__(self, file: OriginalFile) -> None:
+        with os.fdopen(file.open(), "rb") as opened:
+            self._entries = {entry.name: entry for entry in _entries_in(opened, file)}
+            memory = mmap.mmap(opened.fileno(), file.nbytes, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nobody writes to it
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def keys(self) -> Iterable[str]:
+        """The names of its tensors."""
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of tensor `name`."""
+        return self._entries[name].dtype
+
+    def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
+        """Tensor `name`, or the part of it within `bounds`. A write to it ends the process."""
+        entry = self._entries[name]
+        flat = self._bytes[entry.begin : entry.end]
+        if flat.storage_offset() % entry.dtype.itemsize:
+            flat = flat.clone()
+        tensor = flat.view(entry.dtype).view(entry.shape)
+        return tensor[bounds] if bounds else tensor
+
+
+class _OtherFile:
+    """A safetensors file as `safe_open` reads it. Raises `SafetensorError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._opened: Any = safe_open(str(path), framework="pt")
+
+    def keys(self) -> Iterable[str]:
+        """The names of its tensors."""
+        found: list[str] = self._opened.keys()
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`."""
+        return tuple(self._opened.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of tensor `name`."""
+        code = str(self._opened.get_slice(name).get_dtype())
+        return DTYPES[code] if code in DTYPES else self._opened.get_tensor(name).dtype
+
+    def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
+        """Tensor `name`, or the part of it within `bounds`."""
+        opened = self._opened
+        found: torch.Tensor = opened.get_slice(name)[bounds] if bounds else opened.get_tensor(name)
+        return found
+
+
 class Tensors:
     """The tensors of `where`, which errors name. Those of safetensors files stay there until they
     are read, and files of `torch.save` are mapped."""
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._files: dict[str, Any] = {}  # of safetensors
+        self._files: dict[str, _MappedFile | _OtherFile] = {}  # by names of tensors
         self._originals: dict[str, OriginalFile] = {}  # the same files, by names of tensors
         self._entries: dict[OriginalFile, Mapping[str, Entry]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -52,22 +121,19 @@ class Tensors:
         """The shape of tensor `name`."""
         if name in self._tensors:
             return tuple(self._tensors[name].shape)
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._files[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of tensor `name`."""
         if name in self._tensors:
             return self._tensors[name].dtype
-        code = str(self._files[name].get_slice(name).get_dtype())
-        return DTYPES[code] if code in DTYPES else self._files[name].get_tensor(name).dtype
+        return self._files[name].dtype(name)
 
     def read(self, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
         """Tensor `name`, or the part of it within `bounds`; not to be written."""
         if name in self._tensors:
             return self._tensors[name][bounds] if bounds else self._tensors[name]
-        file = self._files[name]
-        tensor: torch.Tensor = file.get_slice(name)[bounds] if bounds else file.get_tensor(name)
-        return tensor
+        return self._files[name].read(name, bounds)
 
     def stored(self, name: str) -> StoredBytes | None:
         """Where tensor `name` lies in a safetensors file; None where it is in no such file.
@@ -89,7 +155,7 @@ class Tensors:
             return
         try:
             file = OriginalFile.of(path)
-            opened: Any = safe_open(str(path), framework="pt")
+            opened = _opened(path, file)
             self._files.update(dict.fromkeys(opened.keys(), opened))
             self._originals.update(dict.fromkeys(opened.keys(), file))
         except (OSError, ValueError, SafetensorError) as error:
@@ -106,18 +172,33 @@ class Tensors:
             self._tensors[name] = tensor.detach()
 
 
+def _opened(path: Path, file: OriginalFile) -> _MappedFile | _OtherFile:
+    """The safetensors file at `path`, which is `file`. Raises `SafetensorError` for a damaged
+    one."""
+    try:
+        return _MappedFile(file)
+    except WeightsError as error:  # another reader may take it, and says what is wrong
+        log.debug("%s is left to safetensors: %s", path, error)
+        return _OtherFile(path)
+
+
 def _entries_of(file: OriginalFile) -> Mapping[str, Entry]:
     """What the header of `file` says, by name; nothing where it is not as the format wants it."""
     with os.fdopen(file.open(), "rb") as opened:
         try:
-            length = opened.read(safetensors.LENGTH_BYTES)
-            start = safetensors.data_start(length, file.nbytes, str(file.path))
-            header = opened.read(start - len(length))
-            entries = safetensors.parse(header, file.nbytes, str(file.path))
+            entries = _entries_in(opened, file)
         except WeightsError as error:  # another reader took it
             log.debug("%s is copied: %s", file.path, error)
             return {}
     return {entry.name: entry for entry in entries}
+
+
+def _entries_in(opened: BinaryIO, file: OriginalFile) -> list[Entry]:
+    """What the header of `file`, which was `opened`, says. Raises `WeightsError`."""
+    length = opened.read(safetensors.LENGTH_BYTES)
+    start = safetensors.data_start(length, file.nbytes, str(file.path))
+    header = opened.read(start - len(length))
+    return safetensors.parse(header, file.nbytes, str(file.path))
 
 
 def open_tensors(source: Source) -> Tensors:

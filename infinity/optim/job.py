@@ -106,6 +106,8 @@ class Job:
         self.hurried = False
         """Whether a thread waits for it that does not bring the unit's place: it runs without
         one."""
+        self.ran_ahead = False
+        """Whether a part of it ran without a place, because a thread waited for it."""
         self.placed = True
         """Whether all that went through and was updated is where the next forward looks for it."""
 
@@ -138,6 +140,13 @@ class Job:
     def writes_through(self) -> bool:
         """Whether it writes what is cached, too, because its step is committed."""
         return self._is_durable and self.left == 0
+
+    @property
+    def read_again(self) -> int:
+        """NVMe bytes of the parameter that the next forward has to read, because the update ran
+        ahead of its place."""
+        again = self.ran_ahead and not self.placed
+        return self.unit.blocks[Kind.PARAM].moved_bytes if again else 0
 
     @property
     def written(self) -> bool:
@@ -346,6 +355,7 @@ class JobQueue:
             if job is None:
                 return None
             job.in_flight += 1
+            job.ran_ahead |= job.state is JobState.CONFIRMED and self._lacks_place(job)
             return job, job.chunks.popleft()
 
     def take_in_memory(self, before: float, may_write: bool) -> tuple[Job, int] | None:
@@ -468,10 +478,14 @@ class JobQueue:
     def _has_place(self, job: Job) -> bool:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for
         that."""
-        block = job.unit.blocks[Kind.PARAM]
         hurried = job.hurried or self._hurries or self._state is not QueueState.OPEN
-        waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
-        return not waits or self._store.resident.has_copy(block)
+        waits = job.state is JobState.CONFIRMED and not hurried
+        return not waits or not self._lacks_place(job)
+
+    def _lacks_place(self, job: Job) -> bool:
+        """Whether what the update of `job` makes would have to be read back."""
+        block = job.unit.blocks[Kind.PARAM]
+        return bool(block.moved_bytes) and not self._store.resident.has_copy(block)
 
 
 def reads(unit: Unit, kind: Kind) -> bool:

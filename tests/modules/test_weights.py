@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import infinity
+from infinity.modules.tensors import open_files
+from support.allocations import peak
 from support.models import FAMILIES
 
 
@@ -367,3 +370,63 @@ def test_a_layout_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}"):
         wrapped_values(AutoModelForCausalLM.from_config(built.config), tmp_path, weights=state)
+
+
+# Memory
+
+
+def _private_writable() -> int:
+    """Bytes that RLIMIT_DATA counts."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_shards_that_are_open_are_no_private_memory(tmp_path: Path) -> None:
+    """So a model loads whose shards are larger than RLIMIT_DATA."""
+    value = torch.arange(4 << 20, dtype=torch.float32)
+    shards = [tmp_path / f"{number}.safetensors" for number in range(4)]
+    for number, shard in enumerate(shards):
+        save_file({f"weight {number}": value + number}, shard)
+    before = _private_writable()
+    tensors = open_files(shards)
+    for number in range(len(shards)):
+        read = tensors.read(f"weight {number}")
+        assert read[-1] == value[-1] + number
+    assert _private_writable() - before < value.nbytes // 2, "64 MiB are mapped"
+
+
+def test_a_tensor_at_an_odd_offset_is_read(tmp_path: Path) -> None:
+    state = {"a": torch.tensor([1], dtype=torch.uint8), "b": torch.arange(5.0), "c": torch.empty(0)}
+    rest = b"\x01" + state["b"].numpy().tobytes()
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+            "b": {"dtype": "F32", "shape": [5], "data_offsets": [1, 21]},
+            "c": {"dtype": "F32", "shape": [0], "data_offsets": [21, 21]},
+        }
+    ).encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + rest)
+    tensors = open_files([path])
+    assert all(torch.equal(tensors.read(name), value) for name, value in state.items())
+    assert torch.equal(tensors.read("b", (slice(1, 3),)), state["b"][1:3])
+
+
+def test_one_unit_at_a_time_is_put_together(tmp_path: Path) -> None:
+    width = 512
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with infinity.init():
+        empty = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    config = infinity.Config(nvme=[tmp_path], gpu_memory="8MiB", cpu_memory="16MiB")
+    unit = 4 * width * (width + 1)
+    with ExitStack() as stack:
+
+        def load() -> None:
+            wrapped = infinity.wrap(empty, config, weights=tmp_path / "model.safetensors")
+            stack.enter_context(infinity.engine(wrapped))
+
+        most = peak(load, lambda nbytes: unit <= nbytes < 2 * unit)
+        assert same(empty.state_dict(), model.state_dict())
+    assert unit <= most < 2 * unit

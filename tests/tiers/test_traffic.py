@@ -98,6 +98,36 @@ def test_traffic_is_what_the_planner_states(
         assert extra == 100 or engine.plan().fetched > 0
 
 
+@pytest.mark.parametrize("extra", [0, 4, 16, 100])
+def test_who_waits_for_updates_has_parameters_read_again(
+    extra: int, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> None:
+    """An update that has no place yet is written, and the next forward reads what it wrote."""
+    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact"}
+    config |= smallest(build(), **config)
+    config["gpu_memory"] += extra * PAGE
+    model = infinity.wrap(build(), config_of(**config))
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        found = []
+        for number in range(2 * STEADY + 2):
+            step(model, optimizer, number)
+            if number < STEADY + 1:
+                engine.drain()
+            if number in (STEADY + 1, 2 * STEADY + 1):
+                found.append(engine.report())
+        waited, alone = found
+        assert (
+            round(
+                (waited.read_per_parameter - waited.planned_read_per_parameter) * waited.parameters
+            )
+            == waited.read_again
+        )
+        assert (waited.read_again > 0) is (extra < 100)
+        assert alone.read_per_parameter == alone.planned_read_per_parameter
+        assert alone.read_again == 0
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize(
