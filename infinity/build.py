@@ -54,6 +54,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.matching import all_adapters
+from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
@@ -318,6 +319,8 @@ class Build:
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
+        if self._config.tuning.partition_activations:
+            check_partitions(model)
         self._blocks = {
             module: name
             for name, module in owners.items()
@@ -598,7 +601,8 @@ class Build:
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
         executions = Executions(runtime, self._recorder, self.buffer)
-        meter = StepMeter(store, self.device)
+        partitions = self._partitions(executions)
+        meter = StepMeter(store, self.device, partitions)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
         told = StepListeners(executions.end_interrupted, meter.stepped)
         if durability is not None:
@@ -609,7 +613,9 @@ class Build:
         self.undo.callback(updater.close)
         if durability is not None:
             durability.connect(self._model, updater)
-        offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
+        offloader = SavedTensorOffloader(
+            store.activations, self._model, self.device.torch, partitions
+        )
         blocks = self._blocks if config.recompute == "all" else {}
         recomputation = Recomputation(blocks)
         hooks = Hooks(
@@ -658,6 +664,16 @@ class Build:
             finalizer,
         )
         Engine(self._model, config, parts).attach(self._model)
+
+    def _partitions(self, executions: Executions) -> Partitions | None:
+        """What divides saved tensors among tensor parallel ranks, where that is wanted."""
+        if not self._config.tuning.partition_activations or self.ranks.tensor is None:
+            return None
+        if self.exchange is None:
+            raise RuntimeError("there are tensor parallel ranks, and no exchange")
+        names = {module: name for name, module in self._model.named_modules()}
+        tier, running = self.store.activations, executions.running
+        return Partitions(self.exchange, tier, self.store.latch, names, running)
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and

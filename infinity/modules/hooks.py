@@ -111,7 +111,7 @@ class Hooks(Border):
         self._updater = updater
         self._recorder = recorder
         self._only_runs = only_runs
-        self._recomputation = recomputation
+        self._recomputation, self._partitions = recomputation, offloader.partitions
         self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
@@ -243,7 +243,9 @@ class Hooks(Border):
             return
         checkpoint = self._recomputation.around(module, args, kwargs, compiling)
         if checkpoint is not None:
-            entered.enter_context(checkpoint)
+            partitions = self._partitions
+            with nullcontext() if partitions is None else partitions.entering(module):
+                entered.enter_context(checkpoint)
             entered.enter_context(self._packer.context() or nullcontext())
 
     def _checkpointed(self) -> None:
