@@ -672,8 +672,14 @@ class Build:
         if self.exchange is None:
             raise RuntimeError("there are tensor parallel ranks, and no exchange")
         names = {module: name for name, module in self._model.named_modules()}
-        tier, running = self.store.activations, executions.running
-        return Partitions(self.exchange, tier, self.store.latch, names, running)
+        return Partitions(
+            self.exchange,
+            self.store.activations,
+            self.store.latch,
+            self._recorder,
+            names,
+            executions.running,
+        )
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and

@@ -44,6 +44,7 @@ from infinity import native
 from infinity.device import read_values
 from infinity.errors import ConfigError, CorruptStateError, NvmeError
 from infinity.modules.saved_tensors import OffloadedTensor
+from infinity.observe import Recorder
 from infinity.quantities import round_up
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
@@ -138,10 +139,12 @@ class Partitions:
         exchange: Exchange,
         tier: Activations | None,
         latch: Latch,
+        recorder: Recorder,
         names: Mapping[nn.Module, str],
         running: Callable[[], nn.Module | None],
     ) -> None:
-        self._exchange, self._tier, self._latch = exchange, tier, latch
+        self._exchange, self._tier = exchange, tier
+        self._latch, self._recorder = latch, recorder
         self._names, self._running = weakref.WeakKeyDictionary(names), running
         self._entered: nn.Module | None = None
         group = exchange.ranks.tensor
@@ -234,7 +237,11 @@ class Partitions:
             return bool(came == [own])
 
         sent = ours.nbytes * (self._number - 1)
-        if not self._exchange.post_among_parts("bring", partition.module, join, sent).wait():
+        what = "gather activation of", partition.module
+        collective = self._exchange.post_among_parts(*what, join, sent)
+        with self._recorder.span("wait collective", partition.module):
+            is_whole = collective.wait()
+        if not is_whole:
             raise ConfigError(
                 f"what {partition.module} saved for the backward is not the same on all tensor "
                 "parallel ranks, so a part on each is not all of it. "

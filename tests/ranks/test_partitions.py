@@ -7,7 +7,7 @@ This file is also what each rank runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.modules import partitions
 from infinity.modules.partitions import GRANULE, _covers, _mixed
+from infinity.tiers.saved_storage import SavedStorage
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.probe import Probe
@@ -319,7 +320,7 @@ def fail(directory: Path, rank: int, ranks: int) -> None:
     """One rank ends before it brings its part: what the other one says of it."""
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    me, said = Rank(directory), {}
+    me, said, notes = Rank(directory), {}, dist.FileStore(str(directory / "notes"), ranks)
     for name in ("an error of the program", "a part that is lost"):
         lost = name == "a part that is lost"
         values = {"collective_timeout": 600.0 if lost else 1.0} | PLACES["nvme"]
@@ -329,7 +330,8 @@ def fail(directory: Path, rank: int, ranks: int) -> None:
             with infinity.engine(model) as engine:
                 loss = model(batch(0, 0))
                 if rank == 0 and lost:
-                    monkeypatch.setattr(Probe(engine).store.activations, "fetch", _lose)
+                    tier = Probe(engine).activations
+                    monkeypatch.setattr(tier, "fetch", _losing(tier.fetch))
                 elif rank == 0:
                     loss.register_hook(_stop)
                 try:
@@ -337,14 +339,20 @@ def fail(directory: Path, rank: int, ranks: int) -> None:
                     said[name] = ""
                 except Exception as error:
                     said[name] = infinity.errors.sentence(error)
-                notes = dist.distributed_c10d._get_default_store()
                 notes.set(f"{name} {rank}", "ended")
                 notes.wait([f"{name} {1 - rank}"])
     torch.save(said, directory / f"said{rank}.pt")
 
 
-def _lose(saved: Any) -> Any:
-    raise infinity.NvmeError("read", "/drive", 0, 5, 4096, 0)
+def _losing(fetch: Callable[[SavedStorage], Any]) -> Callable[[SavedStorage], Any]:
+    """`fetch`, which cannot read parts."""
+
+    def lose(saved: SavedStorage) -> Any:
+        if saved.nbytes == part(HIDDEN, 2):
+            raise infinity.NvmeError("read", "/drive", 0, 5, 4096, 0)
+        return fetch(saved)
+
+    return lose
 
 
 def _stop(gradient: torch.Tensor) -> None:
@@ -453,9 +461,9 @@ def test_others_end_where_a_rank_brings_nothing(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path, 2, "fail")
     own, others = (torch.load(tmp_path / f"said{rank}.pt") for rank in range(2))
     assert own["an error of the program"] == "planted"
-    assert "bring blocks.2" in others["an error of the program"]
+    assert "gather activation of head" in others["an error of the program"]
     assert "rank 0" in others["an error of the program"]
-    assert "/drive" in own["a part that is lost"] and "blocks.2" in own["a part that is lost"]
+    assert "what head saved failed" in own["a part that is lost"]
     assert "rank 0 failed" in others["a part that is lost"]
     assert "/drive" in others["a part that is lost"]
 
