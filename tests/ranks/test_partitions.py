@@ -46,6 +46,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "all"},
     "checkpointed": {"checkpoints": True},
     "reentrant": {"checkpoints": True, "use_reentrant": True},
+    "backward twice": {"twice": True},
     "two losses": {"recompute": "all", "parts": 2},
     "interleaved": {"recompute": "all", "parts": 2, "vertical": True},
 }
@@ -192,6 +193,8 @@ class Rank:
                     each = [model(rows) / parts for _ in range(parts)]
                     alive = sum(not each.expired() for each in model.inputs)
                     for loss in each:  # in the order of the forwards
+                        if run.get("twice"):
+                            loss.backward(retain_graph=True)
                         loss.backward()
                     losses += each
                 gradients |= {
@@ -277,6 +280,24 @@ class Rank:
             "parts": report.activations_parts,
             "nbytes": {name: value.untyped_storage().nbytes() for name, value in given.items()},
         }
+
+    def uneven(self) -> list[int]:
+        """Tokens of which one data parallel rank has too few to be divided: what each step
+        divided."""
+        mesh, found = self.meshes[2, 2], []
+        model = parallelize(Model(), mesh["tp"])
+        with played(False):
+            self.wrap(model, mesh, recompute="all")
+            with infinity.engine(model) as engine:
+                optimizer = infinity.AdamW(model.parameters())
+                for step in range(STEPS):
+                    rows = batch(step, 0)
+                    few = mesh["dp"].get_local_rank() == step % 2
+                    model(rows[:1, :2] if few else rows).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(engine.report().activations_partitioned)
+        return found
 
     def lies(self) -> dict[str, str]:
         """What is said where inputs of blocks are no replicas: of a sequence of its own on each
@@ -369,6 +390,8 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
             if (shape, run, None) not in results:
                 results[shape, run, None] = me.train(shape, RUNS[run], None)
             results[shape, run, place] = me.train(shape, RUNS[run], place)
+    if ranks == 4:
+        results["uneven"] = me.uneven()
     results["shapes"], results["lies"], results["refused"] = me.shapes(), me.lies(), me.refused()
     torch.save(results, directory / f"results{rank}.pt")
     dist.destroy_process_group()
@@ -433,6 +456,13 @@ def test_the_memory_of_what_is_divided_is_free(results: list[dict[Any, Any]]) ->
     for key, whole, divided in runs(results):
         if key[1] == "recomputed":
             assert (whole["alive"], divided["alive"]) == (BLOCKS, 0), key
+
+
+def test_data_parallel_ranks_may_divide_more_or_less(results: list[dict[Any, Any]]) -> None:
+    """They are not taken for ranks that run different modules."""
+    whole = (BLOCKS + 1) * HIDDEN
+    for rank, result in enumerate(results) if len(results) == 4 else ():
+        assert result["uneven"] == ([0, whole] if rank < 2 else [whole, 0])
 
 
 def test_inputs_of_every_kind_come_back(results: list[dict[Any, Any]]) -> None:
