@@ -56,6 +56,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.matching import all_adapters
+from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
@@ -323,6 +324,8 @@ class Build:
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
+        if self._config.tuning.partition_activations:
+            check_partitions(model)
         self._blocks = {
             module: name
             for name, module in owners.items()
@@ -621,7 +624,8 @@ class Build:
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
         executions = Executions(runtime, self._recorder, self.buffer)
-        meter = StepMeter(store, self.device)
+        partitions = self._partitions(executions)
+        meter = StepMeter(store, self.device, partitions)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
         told = StepListeners(executions.end_interrupted, stepped)
         if durability is not None:
@@ -632,7 +636,9 @@ class Build:
         self.undo.callback(updater.close)
         if durability is not None:
             durability.connect(self._model, updater)
-        offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
+        offloader = SavedTensorOffloader(
+            store.activations, self._model, self.device.torch, partitions
+        )
         blocks = self._blocks if config.recompute != "off" else {}
         if config.recompute == "auto" and not config.inference:
             gauge = Gauge(
@@ -699,6 +705,22 @@ class Build:
         up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
         away = math.inf if drives else float(self._layout.rooms.saved)
         return ActivationRoom(device, away, down, up)
+
+    def _partitions(self, executions: Executions) -> Partitions | None:
+        """What divides saved tensors among tensor parallel ranks, where that is wanted."""
+        if not self._config.tuning.partition_activations or self.ranks.tensor is None:
+            return None
+        if self.exchange is None:
+            raise RuntimeError("there are tensor parallel ranks, and no exchange")
+        names = {module: name for name, module in self._model.named_modules()}
+        return Partitions(
+            self.exchange,
+            self.store.activations,
+            self.store.latch,
+            self._recorder,
+            names,
+            executions.running,
+        )
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and

@@ -214,6 +214,14 @@ class Tuning(_Knobs):
     pass through it. So it should hold a few of the largest: one comes while another is written. A
     tensor that is larger than all of it stays on the device.
     """
+    partition_activations: bool = False
+    """With tensor parallel ranks: keep 1/N of each saved tensor that all N of them hold alike.
+
+    The backward gathers the parts (ZeRO, section 6.1). Such tensors are replicated DTensors, and
+    inputs of blocks that are recomputed, by `recompute="all"` or by the model. Setting this says
+    that these inputs are alike: checksums are compared, and the backward raises where they differ.
+    The numbers are the same. Parts go where `activations` says. Tensors under 256 KiB stay whole.
+    """
     gradient_precision: Literal["auto", "fp32"] = "auto"
     """dtype that gradients are accumulated and reduced in; "auto" is that of the parameters."""
     split_master: bool = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.free_memory import Choice
+from infinity.modules.partitions import Partitions, PartitionTraffic
 from infinity.modules.recompute import Recomputation
 from infinity.modules.treatments import TreatedBlock
 from infinity.observe import Recorder
@@ -94,6 +95,11 @@ class Report:
     """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
+    activations_partitioned: int = 0
+    """Bytes that autograd saved in the last finished step and of which each tensor parallel rank
+    keeps a part (`Tuning.partition_activations`), each storage once."""
+    activations_parts: int = 0
+    """Bytes of this rank's parts of them, padding included."""
     recomputed: tuple[str, ...] = ()
     """Names of the blocks that `Config.recompute` runs again in the backward: those whose last
     forward with gradients was to be."""
@@ -121,8 +127,10 @@ class Report:
 class StepMeter:
     """What the last finished step moved, in bytes; begins when it is made."""
 
-    def __init__(self, store: Store, device: ComputeDevice) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store, device: ComputeDevice, partitions: Partitions | None = None
+    ) -> None:
+        self._store, self._partitions = store, partitions
         self._device = device
         self._fetched_before = (0, 0)
         self._copied_before = self._copied()
@@ -151,6 +159,13 @@ class StepMeter:
         copied, earlier = self._copied(), self._copied_before
         self.copied = copied[0] - earlier[0], copied[1] - earlier[1]
         self._copied_before = copied
+        if self._partitions is not None:
+            self._partitions.stepped()
+
+    @property
+    def divided(self) -> PartitionTraffic:
+        """What tensor parallel ranks divided among them."""
+        return PartitionTraffic() if self._partitions is None else self._partitions.last_step
 
     def _copied(self) -> tuple[int, int]:
         """So far."""
@@ -248,6 +263,8 @@ class Reporter:
             activations_written=moved.written,
             activations_read=moved.read,
             activations_peak=0 if activations is None else activations.peak,
+            activations_partitioned=self.meter.divided.whole,
+            activations_parts=self.meter.divided.parts,
             recomputed=self._recomputation.recomputed,
             blocks={} if treatments is None else treatments.by_block(),
             activation_room=0 if treatments is None else int(treatments.room.device),

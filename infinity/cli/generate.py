@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = (
     *("gradients", "optimizer", "moment_precision", "algorithm"),  # of training
-    *("activations", "recompute"),
+    *("activations", "recompute", "partition_activations"),
     *("activation_memory", "gradient_precision", "split_master", "copy_on_write", "update"),
     *("delayed_after", "durability", "verify", "threads", "instruction_set"),
     "inference",  # it does nothing else

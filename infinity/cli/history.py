@@ -176,6 +176,8 @@ _MOVED = (
     "activations_not_offloaded",
     "activations_written",
     "activations_read",
+    "activations_partitioned",
+    "activations_parts",
 )
 
 

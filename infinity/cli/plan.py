@@ -82,6 +82,7 @@ LEFT_OUT = (
     "poison",
     "instruction_set",
     "delayed_after",
+    "partition_activations",
 )
 
 

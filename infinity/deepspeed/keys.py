@@ -342,7 +342,11 @@ _ACTIVATIONS = _under(
     "activation_checkpointing",
     mapped("cpu_checkpointing", FLAG, False, 'Config(activations="cpu")'),
     ignored(
-        "partition_activations", FLAG, False, "without tensor parallelism there is one partition"
+        "partition_activations",
+        FLAG,
+        False,
+        "without tensor parallel ranks, which initialize does not take, there is one partition; "
+        "beside infinity.wrap it is Tuning(partition_activations=True)",
     ),
     ignored("contiguous_memory_optimization", FLAG, False, PLANNED),
     ignored("number_checkpoints", whole(), None, PLANNED),

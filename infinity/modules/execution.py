@@ -326,6 +326,10 @@ class Executions:
                 "of its model"
             )
 
+    def running(self) -> nn.Module | None:
+        """The innermost hooked module that is called."""
+        return self.now.calls[-1].module if self.now.calls else None
+
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
         if self._buffer is not None:

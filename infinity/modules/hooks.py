@@ -111,7 +111,7 @@ class Hooks(Border):
         self._updater = updater
         self._recorder = recorder
         self._only_runs = only_runs
-        self._recomputation = recomputation
+        self._recomputation, self._partitions = recomputation, offloader.partitions
         treatments = recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed, *told)
@@ -246,7 +246,9 @@ class Hooks(Border):
             return
         around = self._recomputation.around(module, args, kwargs, compiling)
         if around.checkpoint is not None:
-            entered.enter_context(around.checkpoint)
+            partitions = self._partitions
+            with nullcontext() if partitions is None else partitions.entering(module):
+                entered.enter_context(around.checkpoint)
             entered.enter_context(self._packer.context() or nullcontext())
         elif around.keeps:
             entered.enter_context(self._packer.context(keeps=True) or nullcontext())

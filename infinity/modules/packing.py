@@ -42,6 +42,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.modules.partitions import PartitionedDTensor
 from infinity.modules.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import Form, form_of, local
@@ -199,7 +200,10 @@ class Packer:
             return self._bring(saved)
         if isinstance(saved, HandedDown):
             return saved.unpack(saved.packed)
-        return saved.unpack() if isinstance(saved, SavedInPlace | OffloadedTensor) else saved
+        if isinstance(saved, SavedInPlace | OffloadedTensor | PartitionedDTensor):
+            return saved.unpack()
+        plain: torch.Tensor = saved
+        return plain
 
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset

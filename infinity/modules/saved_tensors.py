@@ -20,13 +20,18 @@ view of a part keeps all of a storage in plain PyTorch, too.
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.sharding.tensor_parallel import local
 from infinity.tiers.activations import Activations
 from infinity.tiers.saved_storage import SavedStorage
+
+if TYPE_CHECKING:
+    from infinity.modules.partitions import Partition, PartitionedDTensor, Partitions
 
 LEAST_BYTES = 64 << 10
 """Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for
@@ -41,6 +46,10 @@ class _OffloadedStorage:
 
     def __init__(self, tier: Activations, saved: SavedStorage) -> None:
         self.tier, self.saved = tier, saved
+
+    def fetch(self) -> torch.UntypedStorage:
+        """Its content on the compute device; raises what `Activations.fetch` does."""
+        return self.tier.fetch(self.saved)
 
     def __del__(self) -> None:
         self.tier.drop(self.saved)
@@ -61,7 +70,7 @@ class SavedInPlace:
 
 
 class OffloadedTensor:
-    """A saved tensor whose storage was offloaded."""
+    """A saved tensor whose storage was offloaded, or is in parts."""
 
     __slots__ = (
         "conjugate",
@@ -74,7 +83,7 @@ class OffloadedTensor:
         "version",
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage | Partition) -> None:
         self.storage, self.version = storage, tensor._version
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -84,10 +93,10 @@ class OffloadedTensor:
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> torch.Tensor:
-        """The same view of the same bytes, on the compute device; raises what `Activations.fetch`
-        does, and like `SavedInPlace`."""
+        """The same view of the same bytes, on the compute device; raises what `fetch` of its
+        storage does, and like `SavedInPlace`."""
         like = self.counter
-        storage = self.storage.tier.fetch(self.storage.saved)
+        storage = self.storage.fetch()
         view = torch.empty(0, dtype=like.dtype, device=like.device).set_(
             storage, self.offset, self.shape, self.stride
         )
@@ -108,10 +117,16 @@ def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) ->
 
 class SavedTensorOffloader:
     """Packs what autograd saves inside of the model's forwards. `tier` is None where everything
-    stays on `device`."""
+    stays on `device`; `partitions` has what tensor parallel ranks divide among them."""
 
-    def __init__(self, tier: Activations | None, model: nn.Module, device: torch.device) -> None:
-        self._tier, self._device = tier, device
+    def __init__(
+        self,
+        tier: Activations | None,
+        model: nn.Module,
+        device: torch.device,
+        partitions: Partitions | None = None,
+    ) -> None:
+        self._tier, self._device, self.partitions = tier, device, partitions
         self._known: weakref.WeakValueDictionary[
             tuple[int, int], SavedInPlace | _OffloadedStorage
         ] = weakref.WeakValueDictionary()
@@ -135,8 +150,12 @@ class SavedTensorOffloader:
         """Like `pack`, of what stays where it is."""
         return tensor if _storage_of(tensor) is None else SavedInPlace(tensor)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInPlace | OffloadedTensor:
+    def pack(
+        self, tensor: torch.Tensor
+    ) -> torch.Tensor | SavedInPlace | OffloadedTensor | PartitionedDTensor:
         """What autograd keeps of `tensor`, which is no view of a parameter."""
+        if (divided := self._divide(tensor)) is not None:
+            return divided
         storage = _storage_of(tensor)
         if storage is None:
             return tensor
@@ -159,6 +178,16 @@ class SavedTensorOffloader:
         in_place = SavedInPlace(tensor)
         self._known.setdefault(key, in_place)
         return in_place
+
+    def _divide(self, tensor: torch.Tensor) -> OffloadedTensor | PartitionedDTensor | None:
+        """Of what all tensor parallel ranks hold alike, this rank's part."""
+        if self.partitions is None:
+            return None
+        mine = local(tensor)
+        storage = _storage_of(mine)
+        if storage is None or mine.device != self._device or storage._cdata in self._lasting:
+            return None
+        return self.partitions.pack(tensor, storage)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -185,7 +185,7 @@ class Exchange:
         self.bytes_per_second: float | None = None
         """For tests and benchmarks: every collective takes at least as long as sending at this rate
         what this rank sends."""
-        self._calls = collectives.Calls()
+        self._calls, self._part_calls = collectives.Calls(), collectives.Calls()
         self._lock = threading.Lock()
         self._open: dict[Collective, None] = {}  # posted, and not ended
         self._posted: queue.SimpleQueue[Collective | None] = queue.SimpleQueue()
@@ -213,22 +213,51 @@ class Exchange:
         not counted: others need not do it. On a stream device it runs after what the caller has
         queued so far. This rank sends `sent` bytes in it.
         """
-        look = self._watch.pause, self._look
-        collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
-        collective.after = self.device.mark()
-        collective.groups = () if alone else self._groups(everywhere, tensor)
+        groups = () if alone else self._groups(everywhere, tensor)
+        collective = self._new(operation, unit, join, sent, arrive, groups)
         with self._lock:
             if not alone:
                 self._calls.note(operation, unit)
                 self._recent.append(collective.name)
                 self._count += 1
             collective.order = self._calls.value
-            if self._closing.is_set() or self._error is not None:
-                collective.end(error=self._error or EngineClosedError("the engine was closed"))
-            else:
-                self._open[collective] = None
-                self._posted.put(collective)
+            self._put(collective)
         return collective
+
+    def post_among_parts(
+        self, operation: str, unit: str, join: Callable[[], Any], sent: float
+    ) -> Collective:
+        """Like `post`, among the tensor parallel ranks alone. It is compared with what these have
+        posted so, and is not counted: data parallel ranks may post more of them, or fewer."""
+        groups = Ranks(tensor=self.ranks.tensor).groups()
+        collective = self._new(operation, unit, join, sent, lambda: None, groups)
+        with self._lock:
+            self._part_calls.note(operation, unit)
+            collective.order = self._part_calls.value
+            self._put(collective)
+        return collective
+
+    def _new(
+        self,
+        operation: str,
+        unit: str,
+        join: Callable[[], Any],
+        sent: float,
+        arrive: Callable[[], object],
+        groups: Sequence[ProcessGroup],
+    ) -> Collective:
+        look = self._watch.pause, self._look
+        collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
+        collective.after, collective.groups = self.device.mark(), groups
+        return collective
+
+    def _put(self, collective: Collective) -> None:
+        """Queue it, under the lock."""
+        if self._closing.is_set() or self._error is not None:
+            collective.end(error=self._error or EngineClosedError("the engine was closed"))
+        else:
+            self._open[collective] = None
+            self._posted.put(collective)
 
     def sum(self, values: Sequence[float], what: str, everywhere: bool = True) -> list[float]:
         """The sums of `values` over all ranks, or without replicas; for `what` says a report."""

@@ -210,7 +210,9 @@ def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -
             f"{first} is a DTensor on ranks {mesh.mesh.flatten().tolist()}, of which `group` also "
             f"has {shared}: data parallel ranks must hold the same part of every DTensor; give the "
             "data dimension of the same mesh, as in infinity.wrap(..., group=mesh['dp']), or "
-            "group=None where it has none"
+            "group=None where it has none. Where these are experts, and each of their ranks has "
+            "tokens of its own, give the ranks that hold the same experts as `group`, and have "
+            "hooks average the other gradients (docs/ranks.md, Experts)"
         )
     held = repr(
         [(name, bounds_of(p), tuple(p.shape), p.placements) for name, p in parameters.items()]

@@ -141,6 +141,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading._take": COLLECTIVE,
     "modules/gathered.py _Reading.end": STORE,
+    "modules/partitions.py Partitions.gather": (
+        COLLECTIVE[0],
+        "test_partitions.py::test_others_end_where_a_rank_brings_nothing",
+    ),
     "modules/interleave.py Interleaver._run_together": TURN,
     "modules/interleave.py Interleaver._await_end": (
         "the last micro-batch releases it",

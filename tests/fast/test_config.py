@@ -19,9 +19,10 @@ from support.configs import config_of
 KEYS = (
     "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, recompute, "
     "stage, precision, moment_precision, algorithm, durability, inference, tuning; and in tuning: "
-    "nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, gradient_precision, "
-    "split_master, copy_on_write, update, delayed_after, collective_timeout, verify, poison, "
-    "device, io_engine, gpu_direct, read_in_place, instruction_set, threads"
+    "nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, "
+    "partition_activations, gradient_precision, split_master, copy_on_write, update, "
+    "delayed_after, collective_timeout, verify, poison, device, io_engine, gpu_direct, "
+    "read_in_place, instruction_set, threads"
 )
 LEAST = {"nvme": "/mnt/nvme0", "gpu_memory": "1GiB", "cpu_memory": "4GiB"}
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"

@@ -44,6 +44,7 @@ TUNING = {
     "cache": ("'auto' | int", "auto"),
     "gpu_cache": ("'auto' | int", "auto"),
     "activation_memory": ("'auto' | int", "auto"),
+    "partition_activations": ("bool", False),
     "gradient_precision": ("'auto' | 'fp32'", "auto"),
     "split_master": ("bool", True),
     "copy_on_write": ("bool", True),

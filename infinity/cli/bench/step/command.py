@@ -58,6 +58,7 @@ LEFT_OUT = (
     "read_in_place",
     "instruction_set",
     "threads",
+    "partition_activations",
 )
 
 
