@@ -231,7 +231,7 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
     for name, reason in found.whole.items():
         log.info("%s stays whole: %s", name, reason)
     if found.names:
-        log.info("%s", found.describe(most))
+        log.info("%s", found.describe())
     return model
 
 
@@ -244,11 +244,14 @@ class Tiled(NamedTuple):
     whole: dict[str, str]
     """Weights that stay whole, and why."""
 
-    def describe(self, most: int) -> str:
+    most: int
+    """Bytes of a tile at most."""
+
+    def describe(self) -> str:
         """One line for a log."""
         more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
         return (
-            f"{len(self.names)} weights lie in tiles of at most {format_bytes(most)} each: "
+            f"{len(self.names)} weights lie in tiles of at most {format_bytes(self.most)} each: "
             f"{', '.join(self.names[:_SHOWN])}{more}"
         )
 
@@ -288,7 +291,7 @@ def tile_largest(
     with outside():
         for weight, holders, dimension, lengths in cuts:
             _cut(weight, holders, dimension, lengths)
-    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole)
+    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most)
 
 
 def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
