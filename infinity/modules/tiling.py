@@ -7,19 +7,21 @@ own, whose forward goes from tile to tile. Its weight leaves `_parameters` for a
 (tied ones) have one list. State dicts know the weight alone: under its name, and whole.
 
 [Note: which modules]
-Banks of experts (`modules/banks`): parameters (experts, n, m) of a module with `num_experts`. And
 `nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers. A class below these is taken where its
 forward is theirs, or calls theirs and touches no weight itself, as the scaled embeddings of Gemma
-do. Others compute with the weight in their own way, and are left as they are.
+do. Others compute with the weight in their own way, and are left as they are. Of a module with
+`num_experts` its banks of experts are taken, parameters (experts, n, m), unless its forward has an
+einsum: see `modules/banks`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +31,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from infinity.errors import ConfigError, in_words
 from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
-from infinity.modules.load_target import LoadTarget
+from infinity.modules.load_target import load_into_targets
 from infinity.modules.packing import uncompiled
 from infinity.modules.tile_math import embedding, linear
 from infinity.quantities import format_bytes, parse_bytes
@@ -122,24 +124,16 @@ class InTiles(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """As of a module with these weights; the facade of a wrapped model has put stand-ins for
         them among the parameters."""
-        held = self._parameters
-        if any(name in held for name in self.tiled):
-            super()._load_from_state_dict(state_dict, prefix, *rest)
+        load = partial(super()._load_from_state_dict, state_dict, prefix, *rest)
+        if any(name in self._parameters for name in self.tiled):
+            load()
             return
-        targets: dict[str, Any] = {name: LoadTarget.of(w) for name, w in self.tiled.items()}
-        vars(self)["_parameters"] = loaded = {**targets, **held}
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-        finally:
-            vars(self)["_parameters"] = held
-        for name, value in loaded.items():
-            if name not in targets:
-                held[name] = value
-            elif value is not targets[name]:  # assigned
-                _assign(self.tiled[name], value)
-            elif targets[name].given is not None:
-                with torch.no_grad():
-                    self.tiled[name].copy_(targets[name].given)
+        for weight, value, assigned in load_into_targets(self, self.tiled, load):
+            if assigned and isinstance(weight, TiledWeight):
+                _assign(weight, value)
+                continue
+            with torch.no_grad():
+                weight.copy_(value)
 
 
 class LinearInTiles(InTiles, nn.Linear):
@@ -218,8 +212,9 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
 
     A weight is cut where it has more bytes than that, in the dtype that it has now: along its
     outputs in `nn.Linear` and in the `Conv1D` of transformers, along the vocabulary in
-    `nn.Embedding`. Each tile is a unit of the engine, fetched, reduced and updated one after the
-    other, so the compute device needs room for tiles instead of weights.
+    `nn.Embedding`, and between the experts of a bank (experts, n, m). Each tile is a unit of the
+    engine, fetched, reduced and updated one after the other, so the compute device needs room for
+    tiles instead of weights.
 
     Modules keep their names and classes (`isinstance` holds), and `module.weight` its shape. State
     dicts and checkpoints have the weight whole, under its name. `named_parameters` has the tiles:
@@ -361,7 +356,9 @@ def _tileable(module: nn.Module, name: str) -> _Tileable | None:
     """How the weight `name` of `module` can be cut; None for classes that use it in another way."""
     weight = getattr(module, name)
     if weight.ndim == 3 and getattr(module, "num_experts", None) == weight.shape[0]:
-        return _BANK
+        forward = inspect.unwrap(type(module).forward)
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        return None if "einsum" in names or "forward" in vars(module) else _BANK
     if name != "weight":
         return None
     utilities = sys.modules.get("transformers.pytorch_utils")

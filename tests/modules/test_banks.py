@@ -197,3 +197,14 @@ def test_refusals(caplog: pytest.LogCaptureFixture) -> None:
         torch.einsum("ij,ejk->ek", torch.randn(5, 8), loop.bank.mT)
     with pytest.raises(IndexError, match="expert 3 of a bank of 3"):
         loop(torch.randn(5, 8)) + loop.bank[3]
+
+
+class Summed(Loop):
+    """Computes with its bank in a way that is not known."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,ejk->ik", x, self.bank)
+
+
+def test_a_bank_in_an_einsum_stays_whole() -> None:
+    assert not banks_of(infinity.tile(Summed(""), 512))
