@@ -7,14 +7,6 @@ covered, too. So after a failure, however late (exhausted device memory, Ctrl-C)
 process and the directories are as they were. The data of the parameters stays alive until all is
 done: see `infinity.modules.snapshot`.
 
-[Note: units that are too large]
-The compute device has to hold the units that are in use at once, and the next one. Where it does
-not, the largest blocks become a unit for each of their modules. That changes no bits. Where this
-is not enough, large weights become tiles (`modules/tiling`), of half the largest unit, of a quarter
-and so on. That changes the rounding of input gradients. Neither goes below `LEAST_SPLIT`. What is
-left is refused by `place`. All follows from the configuration, from shapes, and from what is free
-on the rank that has least, so all ranks do alike.
-
 Several ranks meet after the steps that may fail on one of them alone, so that all go on or none
 (`together`).
 """
@@ -25,7 +17,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
 from typing import TypeVar
@@ -39,19 +31,13 @@ from infinity.device import ComputeDevice, profiler_ranges
 from infinity.durability import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
-from infinity.free_memory import Available, Budgets, choose, read_host
+from infinity.free_memory import Available, choose, most_of_device, read_host
 from infinity.modules.check import check_arguments, check_model
+from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
-from infinity.modules.frozen import all_frozen, find_stored
+from infinity.modules.frozen import StoredParameters, all_frozen, find_stored
 from infinity.modules.gauge import Gauge
-from infinity.modules.grouping import (
-    find_nestings,
-    find_owners,
-    find_users,
-    group_parameters,
-    join_small,
-    stored_as,
-)
+from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
@@ -61,7 +47,7 @@ from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
-from infinity.modules.tiling import Tile, tile_largest, tile_places
+from infinity.modules.tiling import tile_places
 from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
@@ -71,14 +57,14 @@ from infinity.optim.speculation import Policy
 from infinity.optim.step import StepRun
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Machine, Placement, describe_choice
-from infinity.placement.demand import Demand, buffer_bytes
+from infinity.placement.decide import Machine, describe_choice
+from infinity.placement.demand import Demand, demand_of
 from infinity.placement.treatment import ActivationRoom
-from infinity.quantities import format_bytes
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace
+from infinity.sharding import collectives
 from infinity.sharding.agreement import Agreement
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
@@ -87,6 +73,7 @@ from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tiers.durable import LeftStates, Member, common_step
+from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 from infinity.unwrapping import outgrown, unwrap
@@ -95,11 +82,6 @@ log = logging.getLogger("infinity")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-Units = Sequence[type[nn.Module] | nn.Module] | None
-"""What `infinity.wrap` takes as `units`."""
-
-LEAST_SPLIT = 16 << 20
-"""Bytes of a unit below which it is not made smaller: collectives and I/O get slow."""
 PROBE_BYTES = 64 << 20
 """What is copied to see how fast this machine is: more than caches hold."""
 PROBE_PARAMETERS = 16 << 20
@@ -247,6 +229,7 @@ class Build:
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
         self.durability: Durability | None = None
+        self._blocks: dict[nn.Module, str] = {}  # that are recomputed
         self._resume = resume
         self._model = model
         self._config = config
@@ -305,111 +288,68 @@ class Build:
 
     def room(self) -> Sequence[float]:
         """The bytes of the compute device that the engine may take at most."""
-        config, most = self._config, 1 << 62
-        if isinstance(config.gpu_memory, int):
-            return [config.gpu_memory]
-        found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
-        choice = choose(config.gpu_memory, config.cpu_memory, found, Budgets(most, 0))
-        return [choice.budgets.gpu]
+        config, ranks = self._config, ranks_of_this_node(self.ranks)
+        self._available = Available(read_host(), self.device.memory(), ranks)
+        return [most_of_device(config.gpu_memory, config.cpu_memory, self._available)]
 
     def group(self, given: Units, values: FirstValues | None, room: float) -> None:
         """Find the units, and the modules that use each. Meta parameters get a stand-in.
 
         Where the units do not fit into `room` bytes of the compute device, and nobody has `given`
-        them, they are made smaller. See [Note: units that are too large].
+        them, they are made smaller (`modules/division`).
         """
-        model = self._model
-        owners = find_owners(model, given)
+        model, config = self._model, self._config
         self._snapshot = Snapshot(model)
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
-        if self._config.tuning.partition_activations:
+        if config.tuning.partition_activations:
             check_partitions(model)
-        self._blocks = {
-            module: name
-            for name, module in owners.items()
-            if module is not model and not isinstance(module, Tile)
-        }
-        self._form(owners, values, given is None)
-        if given is None and self._least() > room:
-            self._refine(owners, values, room)
+        stored = StoredParameters({}, Counter())
 
-    def _form(self, owners: dict[str, nn.Module], values: FirstValues | None, joins: bool) -> None:
-        """Make units of the parameters of `owners`, and of all other parameters."""
-        model = self._model
-        with all_frozen(model) if self._config.inference else nullcontext():
-            self._make_units(owners, values, joins)
-        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
-        used = find_users(model, owners, numbers)
-        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
-        self._nestings = find_nestings(model, used)
-        if self._config.recompute != "off":
+        def find() -> Mapping[int, StoredBytes]:
+            nonlocal stored
+            if config.parameters == "nvme" and config.tuning.read_in_place:
+                stored = find_stored(model, self._empty, values, DTYPES.get(config.precision))
+            return stored.places
+
+        @contextmanager
+        def afresh() -> Iterator[None]:
+            self._snapshot.restore()
+            yield
+            self._empty = replace_meta(model)
+
+        found = divisions(model, config, given, find, afresh)
+        division = first_fitting(found, lambda each: self._asked(each).least().gpu, room)
+        stored.tell()
+        for line in division.describe(room):
+            log.info("%s", line)
+        self._demand = self._asked(division)
+        self._make_units(division)
+        if config.recompute != "off":
+            self._blocks = division.blocks
             for block in self._blocks:  # hooked, also where its modules have the units
                 self.users.setdefault(block, [])
 
-    def _make_units(
-        self, owners: dict[str, nn.Module], values: FirstValues | None, joins: bool
-    ) -> None:
-        model = self._model
-        dtype, stored = DTYPES.get(self._config.precision), {}
-        if self._config.parameters == "nvme" and self._config.tuning.read_in_place:
-            stored = find_stored(model, self._empty, values, dtype)
-        groups = group_parameters(model, owners, dtype, stored)
-        if not groups:
-            raise ConfigError("the model has no parameters to manage")
-        if joins:
-            groups = join_small(groups, owners)
-        tiles = {number: places[0] for number, places in tile_places(model).items()}
-        self.units = [
-            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
-            for index, g in enumerate(groups)
-        ]
-
-    def _refine(
-        self, owners: dict[str, nn.Module], values: FirstValues | None, room: float
-    ) -> None:
-        """Make units smaller until they fit into `room`, or as small as they get by themselves."""
-        model, dtype = self._model, DTYPES.get(self._config.precision)
-
-        def nbytes(module: nn.Module) -> int:
-            return sum(p.numel() * stored_as(p, dtype).itemsize for p in module.parameters())
-
-        sizes = {name: nbytes(owner) for name, owner in owners.items()}
-        split: set[str] = set()
-        for size in sorted({n for n in sizes.values() if n > LEAST_SPLIT}, reverse=True):
-            split = {name for name, n in sizes.items() if n >= size}
-            self._form({n: o for n, o in owners.items() if n not in split}, values, True)
-            if self._least() <= room:
-                break
-        if split:
-            log.info(
-                "%d blocks of more than %s are a unit for each of their modules, because %s of the "
-                "compute device hold no more",
-                len(split),
-                format_bytes(LEAST_SPLIT),
-                format_bytes(room),
-            )
-        most = max(unit.nbytes for unit in self.units)
-        while self._least() > room and most > LEAST_SPLIT:
-            most = max(most // 2, LEAST_SPLIT)
-            self._snapshot.restore()
-            found = tile_largest(model, most, lambda weight: stored_as(weight, dtype).itemsize)
-            self._empty = replace_meta(model)
-            owners = find_owners(model)
-            self._form({n: o for n, o in owners.items() if n not in split}, values, True)
-            if found.names and (self._least() <= room or most == LEAST_SPLIT):
-                log.info("%s; gradients of their inputs round otherwise", found.describe(most))
-
-    def _least(self) -> int:
-        """The bytes of the compute device that the units need at least."""
-        shapes = [unit.shape for unit in self.units]
-        specs = tuple(spec for shape in shapes for spec in shape.blocks(self._config))
+    def _asked(self, division: Division) -> Demand:
+        """What units of `division` ask of the memory of this rank, with no budgets yet."""
+        shapes = division.shapes(collectives.size(self.ranks.shards), self.ranks.rank)
         machine = Machine(self.device.unified_memory, self.device.has_kernels)
-        placement = Placement(self._config, Budgets(0, 0), machine, specs)
         exchanges = self.exchanges_gradients
-        buffer = buffer_bytes(shapes, self._config, exchanges)
-        return Demand(placement, self._nestings, buffer, exchanges).least().gpu
+        return demand_of(shapes, division.nestings, self._config, machine, exchanges)
+
+    def _make_units(self, division: Division) -> None:
+        model = self._model
+        tiles = {number: places[0] for number, places in tile_places(model).items()}
+        with all_frozen(model) if self._config.inference else nullcontext():
+            self.units = [
+                Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
+                for index, g in enumerate(division.groups)
+            ]
+        self.users = {
+            module: [self.units[number] for number in numbers]
+            for module, numbers in division.users.items()
+        }
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -427,8 +367,6 @@ class Build:
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
-        shapes = [unit.shape for unit in self.units]
-        self._buffer_bytes = buffer_bytes(shapes, config, self.exchanges_gradients)
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -438,9 +376,7 @@ class Build:
     @property
     def demand(self) -> Demand:
         """What the units ask, within the budgets that are known so far."""
-        return Demand(
-            self.store.placement, self._nestings, self._buffer_bytes, self.exchanges_gradients
-        )
+        return self._demand.within(self.store.budgets)
 
     def find(self) -> None:
         """Look what an earlier run left in the directories, which are locked from now on."""
@@ -468,9 +404,8 @@ class Build:
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
         config = self._config
-        found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
         budgets, least = (config.gpu_memory, config.cpu_memory), self.demand.least()
-        self._choice = choose(*budgets, found, least, keeps=config.inference)
+        self._choice = choose(*budgets, self._available, least, keeps=config.inference)
         return self._choice.budgets
 
     def budget(self, least: Sequence[float]) -> None:
@@ -639,13 +574,13 @@ class Build:
         offloader = SavedTensorOffloader(
             store.activations, self._model, self.device.torch, partitions
         )
-        blocks = self._blocks if config.recompute != "off" else {}
         if config.recompute == "auto" and not config.inference:
             gauge = Gauge(
                 self.device, offloader, lambda: executions.backwards, lambda: runtime.waited
             )
-            treatments = Treatments([*blocks.values()], gauge, self._activation_room, self.exchange)
-        recomputation = Recomputation(blocks, treatments)
+            names = [*self._blocks.values()]
+            treatments = Treatments(names, gauge, self._activation_room, self.exchange)
+        recomputation = Recomputation(self._blocks, treatments)
         hooks = Hooks(
             self._model,
             self.users,

@@ -216,6 +216,13 @@ def choose(
     return _of_both(stated_gpu, stated_cpu, _known(key, found.host), found.ranks, least, keeps)
 
 
+def most_of_device(gpu: int | str, cpu: int | str, found: Available) -> int:
+    """Bytes of the compute device that states may take at most. Raises as `choose`."""
+    if isinstance(gpu, int):
+        return gpu
+    return choose(gpu, cpu, found, Budgets(1 << 62, 0)).budgets.gpu
+
+
 def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> Budget | None:
     """What the configuration says; None for "auto"."""
     if value == "auto":

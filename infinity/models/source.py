@@ -128,15 +128,15 @@ def find_model(name: str, precision: str) -> ModelSource:
         source = ModelSource(name, _directory_config(directory), directory, directory / NAME)
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? A model is" if near else "it is"
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
             folder = name.partition("/")[2]
             hint = (
                 f"if it is the id of a model of the hub, download it first: hf download {name} "
-                f"--local-dir {folder}, and give --model {folder}. "
+                f"--local-dir {folder}, and give --model {folder}. A model is"
             )
         raise ValueError(
-            f"unknown model {name!r}; {hint}It is a directory with config.json and "
+            f"unknown model {name!r}; {hint} a directory with config.json and "
             f"model.safetensors, or one of the presets: {', '.join(PRESETS)}"
         )
     if precision in DTYPES:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ from torch import nn
 from infinity.directories.mapped import mapped
 from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
-from infinity.modules.load_target import LoadTarget
+from infinity.modules.load_target import load_into_targets
 from infinity.modules.tiling import InTiles
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
@@ -214,26 +215,15 @@ class Facade:
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """What `load_state_dict` calls for every module, also that of a module around this one."""
         module = self._module
-        held = module._parameters
+        held = module._parameters.items()
         kept: dict[str, torch.Tensor] = {}
         if isinstance(module, InTiles):
             kept |= module.tiled
-        kept |= {name: p for name, p in held.items() if isinstance(p, ShardedParameter)}
-        targets: dict[str, Any] = {name: LoadTarget.of(p) for name, p in kept.items()}
-        vars(module)["_parameters"] = loaded = {**targets, **held, **targets}
+        kept |= {name: p for name, p in held if isinstance(p, ShardedParameter)}
+        load = partial(type(module)._load_from_state_dict, module, *args, **kwargs)
         with self._loads.under_way():
-            try:
-                type(module)._load_from_state_dict(module, *args, **kwargs)
-            finally:
-                vars(module)["_parameters"] = held
-            for name, parameter in loaded.items():
-                target = targets.get(name)
-                if target is None:
-                    held[name] = parameter
-                elif parameter is not target:  # assigned
-                    self._loads.add(kept[name], parameter.detach())
-                elif target.given is not None:
-                    self._loads.add(kept[name], target.given)
+            for loaded in load_into_targets(module, kept, load):
+                self._loads.add(loaded.parameter, loaded.value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What `pickle` and `torch.save` ask a module for."""

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,18 +39,40 @@ def all_frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+class StoredParameters(NamedTuple):
+    """What `find_stored` found."""
+
+    places: dict[int, StoredBytes]
+    """Where parameters lie in files, by their ids."""
+
+    copied: Counter[str]
+    """Bytes of other weights of files that are copied, by the reason."""
+
+    def tell(self) -> None:
+        """Log both."""
+        if self.places:
+            files = sorted({place.file.path for place in self.places.values()})
+            log.info(
+                "%s of frozen parameters stay in %s%s, which are only read",
+                format_bytes(sum(place.nbytes for place in self.places.values())),
+                files[0],
+                f" and {len(files) - 1} more files" if len(files) > 1 else "",
+            )
+        for problem, nbytes in self.copied.items():
+            log.info("%s of frozen parameters are copied: %s", format_bytes(nbytes), problem)
+
+
 def find_stored(
     model: nn.Module,
     empty: Mapping[int, Origin | None],
     weights: FirstValues | None,
     dtype: torch.dtype | None,
-) -> dict[int, StoredBytes]:
-    """Where frozen parameters of `model` lie in safetensors files, by their ids, if they are read
-    from there: in the dtype that they are kept in (`stored_as`), and in their own layout.
+) -> StoredParameters:
+    """Where frozen parameters of `model` lie in safetensors files, if they are read from there: in
+    the dtype that they are kept in (`stored_as`), and in their own layout.
 
-    Values come from `weights`, or from the origins in `empty`. Logs what stays in files, and why
-    other weights of files are copied. Raises `WeightsError` where a file has changed since it was
-    opened.
+    Values come from `weights`, or from the origins in `empty`. Raises `WeightsError` where a file
+    has changed since it was opened.
     """
     found: dict[int, StoredBytes] = {}
     copied: Counter[str] = Counter()
@@ -81,18 +104,4 @@ def find_stored(
             found[id(parameter)] = place.rows(bounds[0], nbytes) if bounds else place
             continue
         copied[problem] += parameter.numel() * kept.itemsize
-    _tell(found, copied)
-    return found
-
-
-def _tell(found: Mapping[int, StoredBytes], copied: Mapping[str, int]) -> None:
-    if found:
-        files = sorted({place.file.path for place in found.values()})
-        log.info(
-            "%s of frozen parameters stay in %s%s, which are only read",
-            format_bytes(sum(place.nbytes for place in found.values())),
-            files[0],
-            f" and {len(files) - 1} more files" if len(files) > 1 else "",
-        )
-    for problem, nbytes in copied.items():
-        log.info("%s of frozen parameters are copied: %s", format_bytes(nbytes), problem)
+    return StoredParameters(found, copied)

@@ -16,6 +16,9 @@ from infinity.tiers.originals import StoredBytes
 # They hold, but have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+Units = Sequence[type[nn.Module] | nn.Module] | None
+"""What `infinity.wrap` takes as `units`."""
+
 
 class Group(NamedTuple):
     """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module
@@ -28,17 +31,16 @@ class Group(NamedTuple):
     dtype: torch.dtype
     owner: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    trainable: bool
     stored: tuple[StoredBytes, ...] = ()
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, bool]:
         """What the parameters of a unit have in common."""
-        return self.dtype, self.parameters[0][1].requires_grad, bool(self.stored)
+        return self.dtype, self.trainable, bool(self.stored)
 
 
-def find_owners(
-    model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] | None = None
-) -> dict[str, nn.Module]:
+def find_owners(model: nn.Module, given: Units = None) -> dict[str, nn.Module]:
     """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes
     and instances; and every tile, below them or not.
 
@@ -128,7 +130,7 @@ def group_parameters(
         suffix = "" if kinds[unit_name] == 1 else f" ({', '.join(parts)})"
         places = [stored[id(p)] for _, p in parameters] if is_stored else []
         name = (unit_name or "model") + suffix
-        groups.append(_in_order(name, kept, owner_of[unit_name], parameters, places))
+        groups.append(_in_order(name, kept, owner_of[unit_name], parameters, trainable, places))
     return groups
 
 
@@ -137,13 +139,15 @@ def _in_order(
     dtype: torch.dtype,
     owner: nn.Module,
     parameters: Sequence[tuple[str, nn.Parameter]],
+    trainable: bool,
     stored: Sequence[StoredBytes],
 ) -> Group:
     """A group of `parameters`, in the order of their files if they are `stored`."""
     order = sorted(range(len(stored)), key=lambda at: stored[at][:2])
     if order:
         parameters = [parameters[at] for at in order]
-    return Group(name, dtype, owner, tuple(parameters), tuple(stored[at] for at in order))
+    places = tuple(stored[at] for at in order)
+    return Group(name, dtype, owner, tuple(parameters), trainable, places)
 
 
 def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -204,7 +208,7 @@ def _joined(groups: Sequence[Group]) -> Group:
     name = first.name if first is last else f"{first.name} to {last.name}"
     parameters = [named for group in groups for named in group.parameters]
     stored = [place for group in groups for place in group.stored]
-    return _in_order(name, first.dtype, first.owner, parameters, stored)
+    return _in_order(name, first.dtype, first.owner, parameters, first.trainable, stored)
 
 
 def find_users(

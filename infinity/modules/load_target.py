@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 
 class LoadTarget(torch.Tensor):
@@ -30,3 +32,35 @@ class LoadTarget(torch.Tensor):
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class Loaded(NamedTuple):
+    """What a load has for `parameter`: `value`, which takes its place where it is `assigned`."""
+
+    parameter: torch.Tensor
+    value: torch.Tensor
+    assigned: bool
+
+
+def load_into_targets(
+    module: nn.Module, kept: Mapping[str, torch.Tensor], load: Callable[[], object]
+) -> list[Loaded]:
+    """What `load` of a state dict has for those parameters of `module` that are `kept`, by their
+    names. Meanwhile targets stand for them; `load` writes the others."""
+    held = module._parameters
+    targets: dict[str, Any] = {name: LoadTarget.of(each) for name, each in kept.items()}
+    vars(module)["_parameters"] = after = {**targets, **held, **targets}
+    try:
+        load()
+    finally:
+        vars(module)["_parameters"] = held
+    found = []
+    for name, parameter in after.items():
+        target = targets.get(name)
+        if target is None:
+            held[name] = parameter
+        elif parameter is not target:
+            found.append(Loaded(kept[name], parameter.detach(), assigned=True))
+        elif target.given is not None:
+            found.append(Loaded(kept[name], target.given, assigned=False))
+    return found

@@ -9,16 +9,19 @@ own, whose forward goes from tile to tile. Its weight leaves `_parameters` for a
 [Note: which modules]
 `nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers. A class below these is taken where its
 forward is theirs, or calls theirs and touches no weight itself, as the scaled embeddings of Gemma
-do. Others compute with the weight in their own way, and are left as they are.
+do. Others compute with the weight in their own way, and are left as they are. Of a module with
+`num_experts` its banks of experts are taken, parameters (experts, n, m), unless its forward has an
+einsum: see `modules/banks`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,8 +29,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.errors import ConfigError, in_words
+from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
-from infinity.modules.load_target import LoadTarget
+from infinity.modules.load_target import load_into_targets
 from infinity.modules.packing import uncompiled
 from infinity.modules.tile_math import embedding, linear
 from infinity.quantities import format_bytes, parse_bytes
@@ -120,24 +124,16 @@ class InTiles(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """As of a module with these weights; the facade of a wrapped model has put stand-ins for
         them among the parameters."""
-        held = self._parameters
-        if any(name in held for name in self.tiled):
-            super()._load_from_state_dict(state_dict, prefix, *rest)
+        load = partial(super()._load_from_state_dict, state_dict, prefix, *rest)
+        if any(name in self._parameters for name in self.tiled):
+            load()
             return
-        targets: dict[str, Any] = {name: LoadTarget.of(w) for name, w in self.tiled.items()}
-        vars(self)["_parameters"] = loaded = {**targets, **held}
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-        finally:
-            vars(self)["_parameters"] = held
-        for name, value in loaded.items():
-            if name not in targets:
-                held[name] = value
-            elif value is not targets[name]:  # assigned
-                _assign(self.tiled[name], value)
-            elif targets[name].given is not None:
-                with torch.no_grad():
-                    self.tiled[name].copy_(targets[name].given)
+        for weight, value, assigned in load_into_targets(self, self.tiled, load):
+            if assigned and isinstance(weight, TiledWeight):
+                _assign(weight, value)
+                continue
+            with torch.no_grad():
+                weight.copy_(value)
 
 
 class LinearInTiles(InTiles, nn.Linear):
@@ -182,12 +178,24 @@ class ColumnsInTiles(InTiles):
         return linear(given, self.tiled["weight"].tiles, self.bias, across=True)
 
 
+class BanksInTiles(InTiles):
+    """A module whose banks of experts lie in tiles."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the class below."""
+        banks = [weight for weight in self.tiled.values() if isinstance(weight, TiledBank)]
+        for bank in banks:
+            bank.used.clear()
+        return used_everywhere(super().forward(*args, **kwargs), banks)
+
+
 class _Tileable(NamedTuple):
     """A class whose weight can be cut along `dimension`, and the class that computes with tiles."""
 
     kind: type[nn.Module]
     in_tiles: type[InTiles]
     dimension: int
+    weight: type[TiledWeight] = TiledWeight
 
 
 class _WeightHolder(NamedTuple):
@@ -204,8 +212,9 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
 
     A weight is cut where it has more bytes than that, in the dtype that it has now: along its
     outputs in `nn.Linear` and in the `Conv1D` of transformers, along the vocabulary in
-    `nn.Embedding`. Each tile is a unit of the engine, fetched, reduced and updated one after the
-    other, so the compute device needs room for tiles instead of weights.
+    `nn.Embedding`, and between the experts of a bank (experts, n, m). Each tile is a unit of the
+    engine, fetched, reduced and updated one after the other, so the compute device needs room for
+    tiles instead of weights.
 
     Modules keep their names and classes (`isinstance` holds), and `module.weight` its shape. State
     dicts and checkpoints have the weight whole, under its name. `named_parameters` has the tiles:
@@ -231,7 +240,7 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
     for name, reason in found.whole.items():
         log.info("%s stays whole: %s", name, reason)
     if found.names:
-        log.info("%s", found.describe(most))
+        log.info("%s", found.describe())
     return model
 
 
@@ -244,11 +253,14 @@ class Tiled(NamedTuple):
     whole: dict[str, str]
     """Weights that stay whole, and why."""
 
-    def describe(self, most: int) -> str:
+    most: int
+    """Bytes of a tile at most."""
+
+    def describe(self) -> str:
         """One line for a log."""
         more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
         return (
-            f"{len(self.names)} weights lie in tiles of at most {format_bytes(most)} each: "
+            f"{len(self.names)} weights lie in tiles of at most {format_bytes(self.most)} each: "
             f"{', '.join(self.names[:_SHOWN])}{more}"
         )
 
@@ -262,14 +274,14 @@ def tile_largest(
     that is whole. Without it an element takes what it takes now, and such a row is refused with
     `ConfigError`, before anything is changed.
     """
-    cuts: list[tuple[torch.Tensor, list[_WeightHolder], int, list[int]]] = []
+    cuts: list[tuple[torch.Tensor, list[_WeightHolder], _Tileable, list[int]]] = []
     whole: dict[str, str] = {}
     for weight, holders in _weights_of(model):
         size = weight.element_size() if itemsize_of is None else itemsize_of(weight)
         largest = max(map(torch.Tensor.numel, pieces_of([weight]))) * size
         if largest <= most:
             continue
-        name, known = holders[0].path, _tileable(holders[0].module)
+        name, known = holders[0].path, _tileable(*holders[0][1:])
         reason = _obstacle(weight, holders)
         if reason or known is None:
             whole[name] = reason
@@ -277,7 +289,7 @@ def tile_largest(
         row = math.prod(weight.shape) // weight.shape[known.dimension] * size
         if row <= most:
             lengths = _lengths(weight.shape[known.dimension], row, most)
-            cuts.append((weight, holders, known.dimension, lengths))
+            cuts.append((weight, holders, known, lengths))
         elif itemsize_of is None:
             raise ConfigError(
                 f"one row of {name} has {format_bytes(row)}, more than max_bytes "
@@ -286,9 +298,9 @@ def tile_largest(
         else:
             whole[name] = f"one row of it has {format_bytes(row)}"
     with outside():
-        for weight, holders, dimension, lengths in cuts:
-            _cut(weight, holders, dimension, lengths)
-    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole)
+        for weight, holders, known, lengths in cuts:
+            _cut(weight, holders, known, lengths)
+    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most)
 
 
 def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -337,8 +349,18 @@ def _kinds(columns: type[nn.Module] | None) -> tuple[_Tileable, ...]:
     return tuple(found)
 
 
-def _tileable(module: nn.Module) -> _Tileable | None:
-    """How the weight of `module` can be cut; None for classes that use it in another way."""
+_BANK = _Tileable(nn.Module, BanksInTiles, 0, TiledBank)
+
+
+def _tileable(module: nn.Module, name: str) -> _Tileable | None:
+    """How the weight `name` of `module` can be cut; None for classes that use it in another way."""
+    weight = getattr(module, name)
+    if weight.ndim == 3 and getattr(module, "num_experts", None) == weight.shape[0]:
+        forward = inspect.unwrap(type(module).forward)
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        return None if "einsum" in names or "forward" in vars(module) else _BANK
+    if name != "weight":
+        return None
     utilities = sys.modules.get("transformers.pytorch_utils")
     for each in _kinds(getattr(utilities, "Conv1D", None)):
         if isinstance(module, each.kind):
@@ -374,11 +396,15 @@ def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
     """Why `weight` cannot be cut; "" where it can."""
     if is_dtensor(weight):
         return "tensor parallel ranks divide it"
-    kinds = [_tileable(holder.module) for holder in holders]
-    if any(
-        kind is None or holder.name != "weight" for kind, holder in zip(kinds, holders, strict=True)
-    ):
+    kinds = [_tileable(holder.module, holder.name) for holder in holders]
+    if None in kinds:
         return "its module computes with it in another way than nn.Linear and nn.Embedding"
+    way = getattr(getattr(holders[0].module, "config", None), "_experts_implementation", None)
+    if kinds[0] is _BANK and way not in (None, "eager", "grouped_mm"):
+        return (
+            f"its module takes many experts at once ({way}); call "
+            'model.set_experts_implementation("grouped_mm")'
+        )
     if len({kind.dimension for kind in kinds if kind is not None}) > 1:
         return "it is tied to a weight that is its transpose"
     for holder in holders:
@@ -407,9 +433,10 @@ def _lengths(rows: int, row: int, most: int) -> list[int]:
 
 
 def _cut(
-    weight: torch.Tensor, holders: Sequence[_WeightHolder], dimension: int, lengths: Sequence[int]
+    weight: torch.Tensor, holders: Sequence[_WeightHolder], known: _Tileable, lengths: Sequence[int]
 ) -> None:
     """Put tiles of `lengths` in the place of `weight`, in all modules that have it."""
+    dimension = known.dimension
     with torch.no_grad():
         memory: torch.Tensor = weight.joined() if isinstance(weight, TiledWeight) else weight.data
         gradient = weight.grad
@@ -427,7 +454,7 @@ def _cut(
         divide_origin(weight.tiles[0], "weight", weight.pieces[0], tiles)
     else:
         divide_origin(holders[0].module, holders[0].name, weight, tiles)
-    made = TiledWeight(tiles, dimension)
+    made = known.weight(tiles, dimension)
     for holder in holders:
         _take_over(holder.module, holder.name, made)
 
@@ -435,7 +462,7 @@ def _cut(
 def _take_over(module: nn.Module, name: str, weight: TiledWeight) -> None:
     """`module` becomes one whose `name` is `weight`."""
     if not isinstance(module, InTiles):
-        known: Any = _tileable(module)
+        known: Any = _tileable(module, name)
         kind: Any = type(module)
         module.__class__ = _class_in_tiles(kind, known)
         vars(module)["_in_tiles"] = {}
@@ -448,6 +475,10 @@ def _class_in_tiles(kind: type[nn.Module], known: _Tileable) -> type[nn.Module]:
     """The class of modules of class `kind` in tiles; its own methods come first, as before."""
     if kind is known.kind:
         return known.in_tiles
+    if known is _BANK:  # its forward calls that of the module
+        return type(
+            f"{kind.__name__}InTiles", (BanksInTiles, kind), {"__module__": kind.__module__}
+        )
     return type(f"{kind.__name__}InTiles", (kind, known.in_tiles), {"__module__": kind.__module__})
 
 

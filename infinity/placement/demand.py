@@ -6,13 +6,13 @@ Values only, so `infinity plan` asks the same questions about a model that nobod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.config import Config, Tier
 from infinity.free_memory import Budgets
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Layout, Placement
+from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BF16, FP32, INT8, MOMENTS, SPLIT, BlockSpec, Format, Kind
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -146,6 +146,19 @@ class Demand:
             inside = [spans[unit] for unit in nesting if unit in spans]
             most = max(most, sum(inside) + largest * max(1, len(inside) - 1))
         return most
+
+
+def demand_of(
+    units: Sequence[UnitShape],
+    nestings: Collection[frozenset[int]],
+    config: Config,
+    machine: Machine,
+    exchanges: bool,
+) -> Demand:
+    """What `units` ask of one rank, with no budgets yet."""
+    specs = tuple(spec for unit in units for spec in unit.blocks(config))
+    placement = Placement(config, Budgets(0, 0), machine, specs)
+    return Demand(placement, nestings, buffer_bytes(units, config, exchanges), exchanges)
 
 
 def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) -> int:

@@ -76,7 +76,7 @@ def _attempts(model: PlannedModel, case: Situation) -> Iterator[Change]:
 
 
 def _fits(model: PlannedModel, case: Situation) -> bool:
-    memory, problems = place(model, case.hardware, case.training, case.config)
+    _, memory, problems = place(model, case.hardware, case.training, case.config)
     return memory is not None and not problems
 
 

@@ -10,7 +10,14 @@ from typing import Any
 from infinity.config import Config, Tuning
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan.hardware import Hardware
-from infinity.plan.memory import MemoryPlan, Training, memory_plan, shortages, totals
+from infinity.plan.memory import (
+    MemoryPlan,
+    Training,
+    fitting,
+    memory_plan,
+    shortages,
+    totals,
+)
 from infinity.plan.model import PlannedModel
 from infinity.plan.pace import Pace, pace, rates_of
 
@@ -59,7 +66,7 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Co
 
     A plan that does not fit is an answer, too: its `problems` say why.
     """
-    memory, problems = place(model, hardware, training, config)
+    model, memory, problems = place(model, hardware, training, config)
     fits = memory is not None and not problems
     step = pace(model, training, memory, hardware) if memory is not None and fits else None
     return Forecast(model, hardware, training, config, problems, memory, step)
@@ -67,17 +74,19 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Co
 
 def place(
     model: PlannedModel, hardware: Hardware, training: Training, config: Config
-) -> tuple[MemoryPlan | None, tuple[str, ...]]:
-    """Where everything would be, and why that cannot be; None where `wrap` would refuse it."""
+) -> tuple[PlannedModel, MemoryPlan | None, tuple[str, ...]]:
+    """The model in the units that `wrap` would make, where everything would be, and why that cannot
+    be; None where `wrap` would refuse it."""
     on_nvme = _on_nvme(config)
     if on_nvme and not hardware.drives:
-        return None, (f"{' and '.join(on_nvme)} on nvme, but the machine has no drives",)
+        return model, None, (f"{' and '.join(on_nvme)} on nvme, but the machine has no drives",)
     try:
+        model = fitting(model, config, hardware)
         rates = rates_of(model, config, hardware)
         memory = memory_plan(model, training, config, hardware, rates)
     except (BudgetError, ConfigError) as error:
-        return None, (str(error),)
-    return memory, tuple(shortages(memory, hardware))
+        return model, None, (str(error),)
+    return model, memory, tuple(shortages(memory, hardware))
 
 
 def _on_nvme(config: Config) -> list[str]:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import Config
-from infinity.free_memory import Budgets, Choice, choose
+from infinity.free_memory import Choice, choose, most_of_device
+from infinity.modules.division import first_fitting
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Layout, Machine, Placement
-from infinity.placement.demand import Demand, buffer_bytes
+from infinity.placement.decide import Layout, Machine
+from infinity.placement.demand import Demand, demand_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.quantities import format_bytes, round_up
@@ -131,25 +132,32 @@ def activation_bytes(model: PlannedModel, training: Training) -> ActivationBytes
     return ActivationBytes(layers * inside, 0, logits)
 
 
-def demand_of(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
+def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
     """What `model` asks of one rank, with no budgets yet."""
     shards = hardware.ranks if config.stage > 0 else 1
     shapes = [unit.sharded(index, shards) for index, unit in enumerate(model.units)]
-    specs = tuple(spec for shape in shapes for spec in shape.blocks(config))
     exchanges = hardware.ranks > 1 or not hardware.unified
     machine = Machine(unified_memory=hardware.unified, has_kernels=not hardware.unified)
-    placement = Placement(config, Budgets(0, 0), machine, specs)
-    return Demand(placement, model.nestings, buffer_bytes(shapes, config, exchanges), exchanges)
+    return demand_of(shapes, model.nestings, config, machine, exchanges)
+
+
+def fitting(model: PlannedModel, config: Config, hardware: Hardware) -> PlannedModel:
+    """`model` in the units that `wrap` would make on `hardware`, whatever its own are. Raises as
+    `memory_plan`."""
+    room = most_of_device(config.gpu_memory, config.cpu_memory, hardware.available)
+    return first_fitting(
+        model.divisions, lambda each: asked(each, config, hardware).least().gpu, room
+    )
 
 
 def memory_plan(
     model: PlannedModel, training: Training, config: Config, hardware: Hardware, rates: Rates
 ) -> MemoryPlan:
-    """What `wrap` would decide for `model` on `hardware`, whose rank has `rates`.
+    """What `wrap` would decide for `model`, in these units, on `hardware`, whose rank has `rates`.
 
     Raises `BudgetError` and `ConfigError` with the texts of `wrap`.
     """
-    demand = demand_of(model, config, hardware)
+    demand = asked(model, config, hardware)
     choice = choose(config.gpu_memory, config.cpu_memory, hardware.available, demand.least())
     demand = demand.within(choice.budgets)
     placement = demand.resident(rates if demand.needs_rates() else None)

@@ -1,13 +1,16 @@
 """The model that a plan is about: a real `nn.Module` without memory, reduced to sizes and orders.
 
-A plan groups the module's parameters with the functions that `wrap` uses. So its units are those
-that a run would have.
+A plan divides the module's parameters with the function that `wrap` uses. So its units are those
+that a run would have, also where `wrap` makes them smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,19 +25,16 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.models.source import PRESETS, ModelSource
 from infinity.modules.check import check_model
-from infinity.modules.grouping import (
-    find_nestings,
-    find_owners,
-    find_users,
-    group_parameters,
-    join_small,
-)
+from infinity.modules.division import Division, divisions
 from infinity.modules.init import init
+from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import cached
+from infinity.modules.tiling import Tile
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.rates import DTYPES
 from infinity.sharding.layout import FlatLayout
+from infinity.sharding.tiles import pieces_of
 
 PAPER_FEED_FORWARD = 4
 """Width of the feed-forward part over the hidden size, as in the papers."""
@@ -123,6 +123,24 @@ class UnitUse(NamedTuple):
     held: frozenset[int]
 
 
+class PlannedDivisions:
+    """One model in ever smaller units, in the order in which `wrap` tries them. Each is made when
+    it is first asked for, and kept."""
+
+    def __init__(self, make: Callable[[PlannedDivisions], Iterator[PlannedModel]]) -> None:
+        self._made: list[PlannedModel] = []
+        self._coming = make(self)
+
+    def __iter__(self) -> Iterator[PlannedModel]:
+        for number in itertools.count():
+            if number == len(self._made):
+                following = next(self._coming, None)
+                if following is None:
+                    return
+                self._made.append(following)
+            yield self._made[number]
+
+
 @dataclass(frozen=True)
 class PlannedModel:
     """All that a plan has to know of a model."""
@@ -138,6 +156,8 @@ class PlannedModel:
     hidden: int
     heads: int
     vocabulary: int
+    divisions: PlannedDivisions = field(compare=False, repr=False)
+    """This model in all units that `wrap` may make."""
 
     @property
     def parameters(self) -> int:
@@ -193,37 +213,62 @@ def of_module(
     model: nn.Module, config: Config, name: str, values: Mapping[str, Any]
 ) -> PlannedModel:
     """A module with or without memory, of which `values` has what transformers calls
-    num_hidden_layers, hidden_size, num_attention_heads and vocab_size."""
-    dtype = DTYPES.get(config.precision)
-    check_model(model, dtype)
-    owners = find_owners(model)
-    groups = join_small(group_parameters(model, owners, dtype), owners)
-    numbers = {id(p): index for index, group in enumerate(groups) for _, p in group.parameters}
-    users = find_users(model, owners, numbers)
+    num_hidden_layers, hidden_size, num_attention_heads and vocab_size.
+
+    It may become tiles only to be looked at, when smaller units are asked for, and is as it was
+    then.
+    """
+    check_model(model, DTYPES.get(config.precision))
+    return next(iter(PlannedDivisions(partial(_of_divisions, model, config, name, values))))
+
+
+def _of_divisions(
+    model: nn.Module,
+    config: Config,
+    name: str,
+    values: Mapping[str, Any],
+    made: PlannedDivisions,
+) -> Iterator[PlannedModel]:
+    snapshot = Snapshot(model)
+    shape = shape_of(model, SimpleNamespace(**values))
+
+    @contextmanager
+    def afresh() -> Iterator[None]:
+        snapshot.restore()
+        yield
+
+    for division in divisions(model, config, afresh=afresh):
+        forward, backward = _orders(model, division.users, set(division.owners.values()))
+        units, nestings = _units(model, division), frozenset(division.nestings)
+        if division.tiled is not None:
+            snapshot.restore()
+        yield PlannedModel(
+            name,
+            units,
+            nestings,
+            forward,
+            backward,
+            shape,
+            int(values["hidden_size"]),
+            int(values.get("num_attention_heads", 1)),
+            int(values.get("vocab_size", 0)),
+            made,
+        )
+
+
+def _units(model: nn.Module, division: Division) -> tuple[PlannedUnit, ...]:
     looked_up = _looked_up(model)
-    forward, backward = _orders(model, users, set(owners.values()))
-    blocks = {id(p) for owner in owners.values() for p in owner.parameters()}
-    units = tuple(
+    blocks = {id(p) for block in division.blocks for p in block.parameters()}
+    return tuple(
         PlannedUnit(
             group.name,
             tuple(tuple(p.shape) for _, p in group.parameters),
             Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize),
-            group.parameters[0][1].requires_grad,
+            group.trainable,
             sum(p.numel() for _, p in group.parameters if id(p) not in looked_up),
             all(id(p) in blocks for _, p in group.parameters),
         )
-        for group in groups
-    )
-    return PlannedModel(
-        name,
-        units,
-        frozenset(find_nestings(model, users)),
-        forward,
-        backward,
-        shape_of(model, SimpleNamespace(**values)),
-        int(values["hidden_size"]),
-        int(values.get("num_attention_heads", 1)),
-        int(values.get("vocab_size", 0)),
+        for group in division.groups
     )
 
 
@@ -232,9 +277,10 @@ def _looked_up(model: nn.Module) -> set[int]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tied = None if head is None else head.weight
     return {
-        id(module.weight)
+        id(piece)
         for module in model.modules()
         if isinstance(module, nn.Embedding) and module.weight is not tied
+        for piece in pieces_of([module.weight])
     }
 
 
@@ -251,20 +297,20 @@ def _orders(
     forward: list[UnitUse] = []
     needed: list[UnitUse] = []
     seen: set[nn.Module] = set()
-    pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
+    pending: list[tuple[nn.Module, frozenset[int], bool]] = [(model, frozenset(), False)]
     while pending:
-        module, inside = pending.pop()
-        if module in seen:
+        module, inside, looks_up = pending.pop()
+        if module in seen and not isinstance(module, Tile):  # tied weights share tiles
             continue
         seen.add(module)
         children = list(module.children())
-        adds = module not in owners and bool(children)
-        only_forward = adds or isinstance(module, nn.Embedding)
+        looks_up = looks_up or isinstance(module, nn.Embedding)
+        only_forward = looks_up or (module not in owners and bool(children))
         for unit in users.get(module, ()):
             use = UnitUse(unit, inside - {unit})
             for order in (forward,) if only_forward else (forward, needed):
                 if not order or order[-1].unit != unit:
                     order.append(use)
             inside |= {unit}
-        pending += [(child, inside) for child in reversed(children)]
+        pending += [(child, inside, looks_up) for child in reversed(children)]
     return tuple(forward), tuple(reversed(needed))

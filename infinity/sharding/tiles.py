@@ -114,12 +114,12 @@ class TiledWeight(torch.Tensor):
         return f"Parameter containing:\nTiledWeight({tuple(self.shape)}, {len(self.tiles)} tiles)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
-        made = TiledWeight(copy.deepcopy(self.tiles, memo), self.dimension)
+        made = type(self)(copy.deepcopy(self.tiles, memo), self.dimension)
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return TiledWeight, (self.tiles, self.dimension)
+        return type(self), (self.tiles, self.dimension)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

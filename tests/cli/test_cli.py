@@ -156,9 +156,9 @@ def test_a_state_on_nvme_needs_a_directory() -> None:
 
 def test_an_unknown_model_names_the_presets_and_the_nearest(tmp_path: Path) -> None:
     assert refusal("finetune", "--nvme", tmp_path, "--model", "lama-tiny") == (
-        "unknown model 'lama-tiny'; did you mean 'llama-tiny'? It is a directory with config.json "
-        "and model.safetensors, or one of the presets: llama-tiny, llama-100m, llama-1b, llama-7b, "
-        "gpt2-tiny"
+        "unknown model 'lama-tiny'; did you mean 'llama-tiny'? A model is a directory with "
+        "config.json and model.safetensors, or one of the presets: llama-tiny, llama-100m, "
+        "llama-1b, llama-7b, gpt2-tiny"
     )
 
 

@@ -41,7 +41,10 @@ def planned(
             'set optimizer="nvme"', id="states do not fit host memory",
         ),
         pytest.param(
-            SEVEN, BOX, Training(), {"gpu_memory": "500MB"},
+            SEVEN, BOX, Training(), {"gpu_memory": "500MB"}, None, id="a budget for tiles alone",
+        ),
+        pytest.param(
+            SEVEN, BOX, Training(), {"gpu_memory": "20MB"},
             "leave gpu_memory out", id="a budget is too small",
         ),
         pytest.param(
@@ -67,9 +70,8 @@ def planned(
         ),
         pytest.param(
             WIDE, BOX, Training(), {},
-            'set gradients="nvme", and add 27 GiB of memory to each GPU and 1.16 TiB of drives '
-            "to each node",
-            id="blocks that are too large for the GPU",
+            'set gradients="nvme", set activations="nvme", and add 1.19 TiB of drives to each node',
+            id="blocks that are too large for the GPU but for tiles",
         ),
     ],
 )  # fmt: skip

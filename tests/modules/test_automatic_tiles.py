@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from infinity import build
+from infinity.modules import division
 from infinity.modules.tiling import Tile
 from infinity.placement.spec import Kind
 from infinity.sharding.tiles import TiledWeight
@@ -47,7 +47,7 @@ def built() -> nn.Module:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units may become as small as a model for a test needs it."""
-    monkeypatch.setattr(build, "LEAST_SPLIT", 16 << 10)
+    monkeypatch.setattr(division, "LEAST_SPLIT", 16 << 10)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from torch import nn
 
 import infinity
 from infinity.free_memory import Memory
+from infinity.modules import division
+from infinity.modules.tiling import Tile
 from infinity.plan.forecast import plan
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.lanes import simulate
@@ -172,3 +174,66 @@ def test_the_simulated_steps_move_the_planned_bytes(mode: Any, tmp_path: Path) -
     assert moved == pytest.approx([stated.traffic.read, stated.traffic.update_written])
     simulate(steps.tasks, {})
     assert all(task.end >= need.end for task in steps.tasks for need in task.needs)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "gpu_memory", "in_tiles"),
+    [
+        ("hand", "fp32", 4 << 20, False),
+        ("hand", "fp32", 64 << 10, False),
+        ("hand", "fp32", 48 << 10, True),
+        ("hand", "bf16", 28 << 10, False),
+        ("llama", "bf16", 20 << 10, False),
+        ("gpt2", "fp32", 64 << 10, True),
+    ],
+)
+def test_units_that_wrap_makes_smaller(
+    name: str,
+    precision: Any,
+    gpu_memory: int,
+    in_tiles: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Units, bytes, the order of uses and the traffic of a model whose blocks do not fit."""
+    monkeypatch.setattr(division, "LEAST_SPLIT", 4 << 10)
+    config = config_of(
+        nvme=[tmp_path], precision=precision, gpu_memory=gpu_memory, cpu_memory="3MiB", cache=0,
+        update="exact", device="cpu",
+    )  # fmt: skip
+    model = build(name)
+    kinds = [type(module) for module in model.modules()]
+    planned = of_module(model, config, name, VALUES)
+    forecast = plan(planned, THIS, Training(8, 2), config)
+    assert [type(module) for module in model.modules()] == kinds, "a plan changes nothing"
+    assert forecast.model == plan(planned, THIS, Training(8, 2), config).model
+    assert forecast.problems == () and forecast.pace is not None and forecast.memory is not None
+    family = FAMILIES["llama"]
+    with infinity.engine(infinity.wrap(model, config)) as engine:
+        assert any(isinstance(module, Tile) for module in model.modules()) == in_tiles
+        assert [unit.name for unit in forecast.model.units] == [unit.name for unit in engine.units]
+        assert forecast.memory.layout.rooms == Probe(engine).store.layout.rooms
+        assert forecast.memory.allocated["gpu"] == Probe(engine).memory("gpu").numel()
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        for number in range(4):
+            model(**family.batch(number)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.drain()
+        uses = [use.unit for use in (*forecast.model.forward, *forecast.model.backward)]
+        once = [unit for at, unit in enumerate(uses) if uses[at - 1 : at] != [unit]]
+        assert tuple(once) == Probe(engine).trace.train_cycle().order
+        traffic, taken = forecast.pace.traffic, engine.plan()
+        assert traffic.update_written == taken.update_written
+        assert traffic.read == pytest.approx(taken.read, abs=8 << 10), "but for one small unit"
+
+
+def test_a_plan_refuses_what_wrap_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one text, after both have tried tiles."""
+    monkeypatch.setattr(division, "LEAST_SPLIT", 4 << 10)
+    config = config_of(nvme=[tmp_path], gpu_memory="4KiB", cpu_memory="3MiB", device="cpu")
+    model = build("hand")
+    (problem,) = plan(of_module(model, config, "", VALUES), THIS, Training(8, 2), config).problems
+    with pytest.raises(infinity.BudgetError) as refusal:
+        infinity.wrap(model, config)
+    assert str(refusal.value) == problem

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from random_programs.recipes import Model
 
 VOCABULARY = 32
@@ -347,7 +348,8 @@ class Net(nn.Module):
 def build(recipe: Model) -> Net:
     """The model, in training mode."""
     torch.manual_seed(0)
-    return Net(recipe).to(getattr(torch, recipe.dtype)).train()
+    model = Net(recipe).to(getattr(torch, recipe.dtype)).train()
+    return infinity.tile(model, recipe.tiles) if recipe.tiles else model
 
 
 def units_of(model: Net) -> list[Any] | None:

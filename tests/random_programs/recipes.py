@@ -71,7 +71,8 @@ class Model:
     A step of the path is the number of a block; -1 - G for all blocks of group G; ("checkpoint",
     reentrant, steps); or ("skip", phase, steps), whose steps are left out in every second batch.
     `groups` are blocks that one module holds, `tied` pairs of linear blocks with one weight.
-    `units` is given to `wrap`: "auto", "blocks", "leaves" or "groups".
+    `units` is given to `wrap`: "auto", "blocks", "leaves" or "groups". Of `tiles` bytes are the
+    tiles that weights lie in, in plain PyTorch, too; 0 leaves them whole.
     """
 
     blocks: tuple[Block, ...]
@@ -82,6 +83,7 @@ class Model:
     groups: tuple[tuple[int, ...], ...] = ()
     units: str = "auto"
     dtype: str = "float32"
+    tiles: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,7 @@ def models(draw: DrawFn) -> Model:
     if len(linear) > 1 and draw(_sometimes(2, of=5)):
         pair = draw(st.lists(st.sampled_from(linear), min_size=2, max_size=2, unique=True))
         tied = (tuple(sorted(pair)),)
-    return Model(
+    model = Model(
         blocks,
         tuple(path),
         width=draw(st.sampled_from((16, 16, 24, 33))),
@@ -185,6 +187,9 @@ def models(draw: DrawFn) -> Model:
         units=draw(st.sampled_from(("auto", "blocks", "blocks", "leaves", "groups"))),
         dtype=draw(st.sampled_from(("float32",) * 4 + ("bfloat16",))),
     )
+    # No draw of its own, so that seeds draw what they drew before there were tiles.
+    in_tiles = model.width == 24 and model.units in ("auto", "blocks")
+    return dataclasses.replace(model, tiles=1024 if in_tiles else 0)
 
 
 @st.composite

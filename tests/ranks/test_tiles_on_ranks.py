@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import build
+from infinity.modules import division
 from infinity.modules.tiling import named_wholes
 from infinity.sharding.tiles import TiledWeight
 from support.configs import config_of
@@ -65,11 +65,11 @@ def tiled_by_wrap(stage: int, where: Path, rank: int) -> dict[str, Any]:
     """The names after a `wrap` that has to make units smaller, in one stage."""
     if stage < 3:
         return {}
-    before, build.LEAST_SPLIT = build.LEAST_SPLIT, 2 << 10
+    before, division.LEAST_SPLIT = division.LEAST_SPLIT, 2 << 10
     try:
         model = infinity.wrap(transformer(), configured(stage, where, 96 << 10))
     finally:
-        build.LEAST_SPLIT = before
+        division.LEAST_SPLIT = before
     with contextlib.closing(infinity.engine(model)):
         loss = model(**text_batch(rank)).loss
         loss.backward()

@@ -1,0 +1,274 @@
+"""Banks of experts in tiles: each tile has some experts, whole.
+
+[Note: which uses of a bank]
+A bank is a parameter (experts, n, m) of a module with `num_experts`. Its module computes as before,
+and asks the `TiledBank` in the place of the bank. These uses go from tile to tile: one expert
+(`bank[i]`, `bank.unbind()`) as the second factor of `F.linear` and `@`, and all of them in
+`torch.bmm` and `grouped_mm`. Each product of an expert is on its own, so the bits are those of the
+whole bank. Another use of one expert gets a copy of it.
+
+[Note: experts without tokens]
+The whole bank gets a gradient of zeros for them. So a tile that a forward has not used is used at
+its end, for a gradient of zeros. Ranks whose tokens go to other experts would bring the tiles in
+another order, so several ranks use `grouped_mm` or `torch.bmm`, which use all tiles in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from infinity.errors import ConfigError
+from infinity.sharding.copied import writes
+from infinity.sharding.parameter import METADATA
+from infinity.sharding.tiles import TiledWeight
+from infinity.sharding.use import GatheredParameter
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_TURNS = {"t": 2, "T": 2, "mT": 3, "transpose": 3, "swapaxes": 3}
+
+
+class TiledBank(TiledWeight):
+    """A bank of experts that lies in tiles along its first dimension. See [Note: which uses of a
+    bank]."""
+
+    def __init__(self, tiles: Sequence[Any], dimension: int) -> None:
+        super().__init__(tiles, dimension)
+        self.used = set[int]()
+        """The numbers of the tiles that the forward under way has used."""
+
+    def call(self, number: int, run: Callable[..., Any], *given: Any) -> Any:
+        """`run(weight, *given)` in tile `number`."""
+        self.used.add(number)
+        return self.tiles[number](run, *given)
+
+    def find(self, expert: int) -> tuple[int, int]:
+        """The tile of `expert`, and its place there. Raises `IndexError`."""
+        count = self.shape[0]
+        if not -count <= expert < count:
+            raise IndexError(f"expert {expert} of a bank of {count}")
+        expert %= count
+        for number, piece in enumerate(self.pieces):
+            if expert < piece.shape[0]:
+                return number, expert
+            expert -= piece.shape[0]
+        raise IndexError(f"expert {expert} of a bank of {count}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func)
+        first = args[0] if args else None
+        if isinstance(first, TiledBank) and first._shared() is None:
+            one = name == "__getitem__" and _one_expert(args[1])
+            if one and not isinstance(first.pieces[0], GatheredParameter):
+                _check_alone(first)
+                return BankView.of(first, int(args[1]))
+            if name in ("unbind", "__iter__") and len(args) == 1 and not kwargs:
+                found = tuple(BankView.of(first, number) for number in range(first.shape[0]))
+                _check_alone(first)
+                return iter(found) if name == "__iter__" else found
+            if _turns(name, args, kwargs, 3):
+                return BankView.of(first, turned=True)
+        if name in ("bmm", *_GROUPED) and len(args) > 1 and isinstance(args[1], TiledBank):
+            return _product(func, args[0], args[1], False, *args[2:], **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class BankView(torch.Tensor):
+    """A bank, or one `expert` of it, maybe `turned` (its last two dimensions exchanged). It has no
+    memory."""
+
+    bank: TiledBank
+    expert: int | None
+    turned: bool
+
+    @classmethod
+    def of(cls, bank: TiledBank, expert: int | None = None, turned: bool = False) -> BankView:
+        """A view of `bank`."""
+        _, rows, columns = bank.shape
+        matrix = (columns, rows) if turned else (rows, columns)
+        shape = matrix if expert is not None else (bank.shape[0], *matrix)
+        with torch._C.DisableTorchFunctionSubclass():
+            some = torch.empty((), dtype=bank.tiles[0].weight.dtype, device=bank.device)
+            made = some.expand(shape).as_subclass(cls)
+        made.bank, made.expert, made.turned = bank, expert, turned
+        return made
+
+    def copied(self) -> torch.Tensor:
+        """The expert, as an ordinary tensor."""
+        if self.expert is None:
+            raise ConfigError(
+                "a bank of experts in tiles is used by one expert after the other, by torch.bmm or "
+                "by grouped_mm; raise the max_bytes of infinity.tile, or give wrap "
+                "units=[...], so that it stays whole"
+            )
+        number, place = self.bank.find(self.expert)
+        found: torch.Tensor = self.bank.call(number, _copy, place, self.turned)
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func)
+        first: Any = args[0] if args else None
+        second = args[1] if len(args) > 1 else None
+        if isinstance(first, BankView):
+            if _turns(name, args, kwargs, 3 if first.expert is None else 2):
+                return BankView.of(first.bank, first.expert, not first.turned)
+            if name == "requires_grad":
+                return first.bank.requires_grad
+            if name in METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if writes(name):
+                raise ConfigError(
+                    "an expert of a bank in tiles was changed in place, which would be lost; "
+                    "change the bank itself (bank[expert] = ...)"
+                )
+        if isinstance(second, BankView) and not isinstance(first, BankView):
+            if second.expert is None and name in ("bmm", *_GROUPED):
+                return _product(func, first, second.bank, second.turned, *args[2:], **kwargs)
+            if second.expert is not None and name in ("linear", "matmul", "__matmul__", "mm"):
+                number, place = second.bank.find(second.expert)
+                return second.bank.call(
+                    number, _one_product, func, first, place, second.turned, args[2:], kwargs
+                )
+        values = [each.copied() if isinstance(each, BankView) else each for each in args]
+        named = {k: v.copied() if isinstance(v, BankView) else v for k, v in kwargs.items()}
+        return func(*values, **named)
+
+
+def used_everywhere(output: Any, banks: Sequence[TiledBank]) -> Any:
+    """`output`, which the tiles of `banks` that were not used have a part in: a gradient of zeros.
+    See [Note: experts without tokens]."""
+    if not (isinstance(output, torch.Tensor) and output.requires_grad):
+        return output
+    tokens = [
+        bank.call(number, _token)
+        for bank in banks
+        if bank.used
+        for number in range(len(bank.tiles))
+        if number not in bank.used
+    ]
+    return _JoinNothing.apply(output, *tokens) if tokens else output  # type: ignore[no-untyped-call]
+
+
+def _name_of(func: Any) -> str:
+    """What is called; for an attribute that is read, its name."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", name)
+    overload = getattr(func, "_schema", None)
+    return str(overload.name).rpartition("::")[2] if overload is not None else name
+
+
+def _one_expert(index: Any) -> bool:
+    if isinstance(index, torch.Tensor):
+        return index.ndim == 0 and not index.is_floating_point() and index.dtype != torch.bool
+    return isinstance(index, int) and not isinstance(index, bool)
+
+
+def _turns(name: str, args: Any, kwargs: Any, ndim: int) -> bool:
+    """Whether a call exchanges the last two of `ndim` dimensions."""
+    if name in ("t", "T"):
+        return ndim == 2
+    if name == "mT":
+        return True
+    if name not in ("transpose", "swapaxes") or len(args) != 3 or kwargs:
+        return False
+    return {each % ndim for each in args[1:]} == {ndim - 2, ndim - 1}
+
+
+def _check_alone(bank: TiledBank) -> None:
+    unit = getattr(type(bank.pieces[0]), "unit", None)
+    if unit is not None and unit.ranks.number > 1:
+        raise ConfigError(
+            "ranks whose tokens go to other experts would bring the tiles of a bank in another "
+            'order: call model.set_experts_implementation("grouped_mm") of transformers, or wrap '
+            "with units=[...], so that the bank stays whole"
+        )
+
+
+def _of(weight: torch.Tensor, turned: bool) -> torch.Tensor:
+    return weight.transpose(-2, -1) if turned else weight
+
+
+def _copy(weight: torch.Tensor, place: int, turned: bool) -> torch.Tensor:
+    return _of(weight[place], turned).clone()
+
+
+def _one_product(
+    weight: torch.Tensor, func: Any, given: Any, place: int, turned: bool, rest: Any, named: Any
+) -> Any:
+    return func(given, _of(weight[place], turned), *rest, **named)
+
+
+def _product(
+    func: Any, given: torch.Tensor, bank: TiledBank, turned: bool, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """`func` (bmm or grouped_mm) of `given` and all experts, one tile after the other."""
+    if _name_of(func) == "bmm":
+        lengths = [piece.shape[0] for piece in bank.pieces]
+        parts = [
+            bank.call(number, _whole_product, func, part, turned, rest, named)
+            for number, part in enumerate(given.split(lengths))
+        ]
+        return torch.cat(parts)
+    offsets = named.pop("offs") if "offs" in named else rest[0]
+    ends, parts, begin, first = [0, *offsets.tolist()], [], 0, 0
+    for number, piece in enumerate(bank.pieces):
+        last = first + piece.shape[0]
+        rows = given[ends[first] : ends[last]]
+        own = offsets[first:last] - ends[first]
+        parts.append(bank.call(number, _grouped_product, func, rows, turned, own, named))
+        first, begin = last, ends[last]
+    if begin < len(given):  # rows of no expert
+        parts.append(parts[0].new_zeros(len(given) - begin, parts[0].shape[1]))
+    return torch.cat(parts)
+
+
+def _whole_product(
+    weight: torch.Tensor, func: Any, given: torch.Tensor, turned: bool, rest: Any, named: Any
+) -> Any:
+    return func(given, _of(weight, turned), *rest, **named)
+
+
+def _grouped_product(
+    weight: torch.Tensor, func: Any, given: torch.Tensor, turned: bool, offsets: Any, named: Any
+) -> Any:
+    if len(given) == 0:  # not every kernel takes no rows
+        return functional.linear(given, _of(weight[0], not turned))
+    return func(given, _of(weight, turned), offs=offsets, **named)
+
+
+def _token(weight: torch.Tensor) -> Any:
+    return _Nothing.apply(weight)  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    """A token for a weight that gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.form = weight.shape, weight.dtype, weight.device
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shape, dtype, device = ctx.form
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _JoinNothing(torch.autograd.Function):
+    """An output, to which the tokens add nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(tokens)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *[gradient.new_zeros(())] * ctx.count

@@ -1,0 +1,210 @@
+"""Banks of experts in tiles: models of transformers compute as with whole banks, to the bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import infinity
+from infinity.modules import division
+from infinity.modules.banks import BankView, TiledBank
+from infinity.modules.tiling import named_wholes
+from support.configs import config_of
+from support.experts import mixture, tokens_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+ONE = "13KiB"  # holds one expert of the larger banks, and two of the smaller ones
+KINDS = [
+    ("mixtral", "eager"),
+    ("mixtral", "grouped_mm"),
+    ("gpt_oss", "eager"),
+    ("gpt_oss", "grouped_mm"),
+    ("llama4", None),
+]
+Make = Callable[..., infinity.Config]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Make]:
+    number = 0
+
+    def make(gpu_memory: int = 1 << 20, **options: Any) -> infinity.Config:
+        nonlocal number
+        number += 1
+        (tmp_path / str(number)).mkdir()
+        given = {"nvme": [tmp_path / str(number)], "cpu_memory": 1 << 24, "poison": True}
+        return config_of(**given, gpu_memory=gpu_memory, precision="fp32", **options)
+
+    return make
+
+
+def trained(model: Any, config: infinity.Config, steps: int = 3) -> dict[str, torch.Tensor]:
+    infinity.wrap(model, config)
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for step in range(steps):
+            loss = model(input_ids=tokens_of(step), labels=tokens_of(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return {"losses": torch.stack(losses), **engine.state_dict()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def banks_of(model: nn.Module) -> dict[str, TiledBank]:
+    return {name: bank for name, bank in named_wholes(model) if isinstance(bank, TiledBank)}
+
+
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_training_has_the_bits_of_whole_banks(kind: str, way: str | None, config: Make) -> None:
+    """Also that of experts without tokens, which have a gradient of zeros and decay."""
+    expected = trained(mixture(kind, way), config())
+    model = infinity.tile(mixture(kind, way), ONE)
+    assert len(banks_of(model)) == 4
+    assert all(len(bank.tiles) > 1 for bank in banks_of(model).values())
+    assert_same(trained(model, config()), expected)
+
+
+def test_wrap_cuts_banks_that_do_not_fit(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a device that does not hold the banks of a layer."""
+    monkeypatch.setattr(division, "LEAST_SPLIT", 8 << 10)
+    expected = trained(mixture(), config(1 << 22))
+    model = mixture()
+    found = trained(model, config(56 << 10))
+    assert banks_of(model)
+    assert_same(
+        {name: value for name, value in found.items() if name == "losses"},
+        {"losses": expected["losses"]},
+    )
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_recomputed_blocks(way: str, config: Make) -> None:
+    expected = trained(mixture("mixtral", way), config())
+    model = infinity.tile(mixture("mixtral", way), ONE)
+    assert_same(trained(model, config(recompute="all")), expected)
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_generation(way: str, config: Make) -> None:
+    ids = tokens_of(0)
+    expected = mixture("mixtral", way).eval().generate(ids, max_new_tokens=5, do_sample=False)
+    model = infinity.tile(mixture("mixtral", way).eval(), ONE)
+    infinity.wrap(model, config(inference=True))
+    with infinity.engine(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_adapters_beside_a_bank_in_tiles(config: Make) -> None:
+    found = []
+    for size in (None, ONE):
+        model = mixture()
+        model = model if size is None else infinity.tile(model, size)
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        found.append(trained(peft.get_peft_model(model, lora), config()))
+    assert_same(found[1], found[0])
+
+
+def test_checkpoints_between_sizes_of_tiles(config: Make, tmp_path: Path) -> None:
+    states = []
+    for number, size in enumerate((ONE, None, "26KiB")):
+        model = mixture() if size is None else infinity.tile(mixture(), size)
+        infinity.wrap(model, config())
+        with infinity.engine(model) as engine:
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+            if number == 0:
+                model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+                optimizer.step()
+            else:
+                engine.load_checkpoint(tmp_path / f"checkpoint{number - 1}", optimizer)
+            engine.save_checkpoint(tmp_path / f"checkpoint{number}", optimizer)
+            state = dict(engine.state_dict())
+            bank = model.model.layers[1].mlp.experts.down_proj
+            state["moment"] = infinity.get(bank, "exp_avg")
+            states.append(state)
+    for state in states[1:]:
+        assert_same(state, states[0])
+
+
+class Loop(nn.Module):
+    """Experts that are taken out of a bank in `way`."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.num_experts, self.way = 3, way
+        self.bank = nn.Parameter(torch.randn(3, 8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "unbind":
+            return sum(x @ each for each in self.bank.unbind())  # type: ignore[return-value]
+        if self.way == "turned":
+            return sum(functional.linear(x, self.bank[i].t()) for i in range(3))  # type: ignore[return-value]
+        if self.way == "copied":
+            return sum((x[..., None] * self.bank[i]).sum(-2) for i in range(3))  # type: ignore[return-value]
+        return torch.bmm(x.expand(3, *x.shape), self.bank).sum(0)
+
+
+@pytest.mark.parametrize("way", ["unbind", "turned", "copied", "bmm"])
+def test_uses_of_a_bank(way: str) -> None:
+    """Output and gradients, without an engine."""
+    found = []
+    for most in (None, 512):
+        torch.manual_seed(0)
+        model: nn.Module = Loop(way)
+        if most is not None:
+            infinity.tile(model, most)
+            assert len(banks_of(model)["bank"].tiles) == 3
+        x = torch.randn(5, 8, requires_grad=True)
+        output = model(x)
+        output.pow(2).sum().backward()
+        found.append({"output": output, "input": x.grad, "bank": model.bank.grad})
+    assert_same(found[1], found[0])
+
+
+def test_refusals(caplog: pytest.LogCaptureFixture) -> None:
+    model = mixture("mixtral", "batched_mm")
+    with caplog.at_level(logging.INFO, "infinity"):
+        infinity.tile(model, ONE)
+    assert "takes many experts at once (batched_mm); call model.set_experts_impl" in caplog.text
+    assert not banks_of(model)
+    loop = infinity.tile(Loop("unbind"), 512)
+    expert = loop.bank[1]
+    assert isinstance(expert, BankView)
+    with pytest.raises(infinity.ConfigError, match=r"change the bank itself \(bank\[expert\]"):
+        expert.mul_(2)
+    with pytest.raises(infinity.ConfigError, match="is used by one expert after the other"):
+        torch.einsum("ij,ejk->ek", torch.randn(5, 8), loop.bank.mT)
+    with pytest.raises(IndexError, match="expert 3 of a bank of 3"):
+        loop(torch.randn(5, 8)) + loop.bank[3]
+
+
+class Summed(Loop):
+    """Computes with its bank in a way that is not known."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,ejk->ik", x, self.bank)
+
+
+def test_a_bank_in_an_einsum_stays_whole() -> None:
+    assert not banks_of(infinity.tile(Summed(""), 512))
