@@ -531,7 +531,10 @@ class Build:
         """Take all memory and disk space."""
         self.trace = Trace()
         self.jobs = JobQueue(self.store)
-        self.store.open(self._layout, CopyListeners(self.trace.next_use, self.jobs.poke))
+        self.store.open(
+            self._layout,
+            CopyListeners(self.trace.next_use, self.jobs.placed, lambda: self.trace.clock),
+        )
         if self._layout.reserve:
             self.buffer = GradientBuffer(
                 self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers
