@@ -213,8 +213,10 @@ class JobQueue:
         self.jobs = JobsByPlace()
         """All of them."""
         # Those with a chunk to read, but for those that waited for a place when they were looked
-        # at; those by the number of their unit; and those with a chunk that is not read.
+        # at; those by the number of their unit; those with a chunk that is not read; and of the
+        # first ones those that are AWAITED.
         self._reading, self._in_memory = JobsByPlace(), JobsByPlace()
+        self._awaited = JobsByPlace()
         self._placeless: defaultdict[int, list[Job]] = defaultdict(list)
         self._turns = 0
         self._state = QueueState.OPEN
@@ -403,6 +405,7 @@ class JobQueue:
             begin = job.chunks.popleft()
             if not job.chunks:
                 self._reading.discard(job)
+                self._awaited.discard(job)
             return job, begin
 
     def take_in_memory(self, before: float, may_write: bool) -> tuple[Job, int] | None:
@@ -468,6 +471,7 @@ class JobQueue:
         self._add(job)
         job.update = update
         job.state = state
+        self._awaited.discard(job)
 
     def _add(self, job: Job) -> None:
         if job not in self.jobs and self._state < QueueState.FAILED:
@@ -487,16 +491,19 @@ class JobQueue:
         """`job` may have chunks to take."""
         if job.chunks:
             self._reading.add(job)
+            if job.state is JobState.AWAITED:
+                self._awaited.add(job)
         if job.in_memory:
             self._in_memory.add(job)
 
     def _remove(self, job: Job) -> None:
-        for jobs in (self.jobs, self._reading, self._in_memory):
+        for jobs in (self.jobs, self._reading, self._awaited, self._in_memory):
             jobs.discard(job)
 
     def _unlist(self) -> None:
         """There are no chunks to take."""
         self._reading.clear()
+        self._awaited.clear()
         self._in_memory.clear()
         self._placeless.clear()
 
@@ -520,14 +527,18 @@ class JobQueue:
 
     def _next(self, may_hold: bool, ready: bool) -> Job | None:
         """See `take`."""
-        if ready and self._is_waited_for:
+        if not ready:
+            return next(
+                (job for job in self._awaited if self._may_take(job, may_hold, False)), None
+            )
+        if self._is_waited_for:
             self._look_again()
             return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)
         found, placeless = None, []
         for job in self._reading:
             if job.state is not JobState.AWAITED and not self._has_place(job):
                 placeless.append(job)
-            elif self._may_take(job, may_hold, ready):
+            elif self._may_take(job, may_hold, True):
                 found = job
                 break
         for job in placeless:
