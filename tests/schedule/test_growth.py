@@ -3,6 +3,7 @@ are counted, and no time."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from torch import nn
 
 import infinity
 from infinity.bench.line_counter import LineCounter
-from infinity.optim.job import Job, JobQueue
 from infinity.quantities import round_up
+from infinity.tiers.block import Block
+from infinity.tiers.resident import Residency
 
 WIDTH = 8
 FEW, MANY = 24, 96
@@ -24,7 +26,7 @@ WAITING = "optim/job.py"
 """Its lines run again whenever a wait looks whether it is over."""
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, tensors: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(WIDTH) for _ in range(tensors))
@@ -42,7 +44,7 @@ def counted(
     units."""
     folder.mkdir()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(tensors) for _ in range(units)))
+    model = nn.Sequential(*(Layer(tensors) for _ in range(units)))
     least = 1 << 20 if tensors > 1 else 0
     slot = 4 * round_up(tensors * WIDTH, 4096)
     config = infinity.Config(
@@ -55,7 +57,7 @@ def counted(
         cpu_memory=24 * units * slot + (64 << 20),
         tuning=infinity.Tuning(update=update, cache=0, threads=1, gpu_cache=0),
     )
-    infinity.wrap(model, config, units=[Block])
+    infinity.wrap(model, config, units=[Layer])
     lines = LineCounter()
     with infinity.engine(model) as engine:
         assert len(engine.units) == units
@@ -105,14 +107,14 @@ def test_a_tensor_costs_as_much_however_many_there_are_in_its_unit(tmp_path: Pat
 def test_the_pipeline_looks_at_as_many_updates_however_many_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = 0
-    has_place = JobQueue._has_place
+    looked, model = 0, threading.get_ident()
+    has_copy = Residency.has_copy
 
-    def counting(self: JobQueue, job: Job) -> bool:
+    def counting(self: Residency, block: Block) -> bool:
         nonlocal looked
-        looked += 1
-        return has_place(self, job)
+        looked += threading.get_ident() != model
+        return has_copy(self, block)
 
-    monkeypatch.setattr(JobQueue, "_has_place", counting)
+    monkeypatch.setattr(Residency, "has_copy", counting)
     counted(tmp_path / "states", MANY, 1, "nvme", 0.1, update="auto")
-    assert 0 < looked < 4 * 24 * MANY  # of four steps; each take would look at half of them
+    assert 0 < looked < 4 * 24 * MANY  # in four steps; each take would look at many of them
