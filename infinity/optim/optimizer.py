@@ -260,6 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
         param_group["params"] = _with_pieces(param_group["params"])
         super().add_param_group(param_group)
+        self._groups = None
         try:
             group = self.param_groups[-1]
             self.check_group(group, ())
@@ -631,6 +632,7 @@ class Optimizer(torch.optim.Optimizer):
             filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._groups = None
 
     def forget_states(self) -> None:
         """All moments begin anew."""
