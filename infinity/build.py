@@ -485,7 +485,9 @@ class Build:
         """Take all memory and disk space."""
         self.trace = Trace()
         self.jobs = JobQueue(self.store)
-        self.store.open(self._layout, CopyListeners(self.trace.next_use, self.jobs.poke))
+        trace = self.trace  # not this object, which knows the model
+        listeners = CopyListeners(trace.next_use, self.jobs.placed, lambda: trace.clock)
+        self.store.open(self._layout, listeners)
         if self._layout.reserve:
             self.buffer = GradientBuffer(
                 self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers

@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from bisect import bisect_left
-from collections import deque
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +108,8 @@ class Job:
         one."""
         self.ran_ahead = False
         """Whether a part of it ran without a place, because a thread waited for it."""
+        self.turn = 0
+        """Among jobs of one place, which the queue got first."""
         self.placed = True
         """Whether all that went through and was updated is where the next forward looks for it."""
 
@@ -159,6 +161,42 @@ class Job:
         self.in_memory.clear()
 
 
+class JobsByPlace:
+    """Jobs, that of the unit which the next forward needs first ahead of the others. Not
+    thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._known: set[Job] = set()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._known
+
+    def add(self, job: Job) -> None:
+        """Add `job`, if it is not there."""
+        if job not in self._known:
+            self._known.add(job)
+            insort(self._jobs, job, key=_order)
+
+    def discard(self, job: Job) -> None:
+        """Remove `job`, if it is there."""
+        if job in self._known:
+            self._known.remove(job)
+            del self._jobs[bisect_left(self._jobs, _order(job), key=_order)]
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._jobs.clear()
+        self._known.clear()
+
+
+def _order(job: Job) -> tuple[int, int]:
+    return job.place, job.turn
+
+
 class QueueState(enum.IntEnum):
     """The life of a `JobQueue`, in this order.
 
@@ -181,7 +219,15 @@ class JobQueue:
         self._store = store
         self.changed = threading.Condition()
         """The lock; notified when anything here changes."""
-        self.jobs: list[Job] = []
+        self.jobs = JobsByPlace()
+        """All of them."""
+        # Those with a chunk to read, but for those that waited for a place when they were looked
+        # at; those by the number of their unit; those with a chunk that is not read; and of the
+        # first ones those that are AWAITED.
+        self._reading, self._in_memory = JobsByPlace(), JobsByPlace()
+        self._awaited = JobsByPlace()
+        self._placeless: defaultdict[int, list[Job]] = defaultdict(list)
+        self._turns = 0
         self._state = QueueState.OPEN
         self._hurries = 0  # how many wait for all that is CONFIRMED
 
@@ -222,6 +268,7 @@ class JobQueue:
             for job in jobs:
                 job.state = JobState.CONFIRMED
                 self._end_if_written(job)
+            self._look_again()
             self.changed.notify_all()
 
     def rollback(self, job: Job) -> None:
@@ -247,6 +294,7 @@ class JobQueue:
             ]
             for job in going:
                 job.hurried = True
+                self._look_again(job.unit.index)
             self.changed.notify_all()
             self._wait_for(lambda: all(job.state is JobState.ENDED for job in going))
 
@@ -261,6 +309,7 @@ class JobQueue:
         """Inside, updates run without a place: somebody waits for all of them."""
         with self.changed:
             self._hurries += 1
+            self._look_again()
             self.changed.notify_all()
         try:
             yield
@@ -309,14 +358,21 @@ class JobQueue:
             return units[0] if first is None else first.unit
 
     def poke(self) -> None:
-        """A unit got its place, or its copy, on the compute device; or more may be overwritten."""
+        """More may be overwritten."""
         with self.changed:
+            self.changed.notify_all()
+
+    def placed(self, unit: int) -> None:
+        """The unit of this number got its place, or its copy, on the compute device."""
+        with self.changed:
+            self._look_again(unit)
             self.changed.notify_all()
 
     def close(self) -> None:
         """Let go of all that is not final, and take nothing new."""
         with self.changed:
             self._state = max(self._state, QueueState.CLOSED)
+            self._look_again()
             for job in [job for job in self.jobs if not job.is_final]:
                 self._give_up(job)
             self.changed.notify_all()
@@ -356,7 +412,11 @@ class JobQueue:
                 return None
             job.in_flight += 1
             job.ran_ahead |= job.state is JobState.CONFIRMED and self._lacks_place(job)
-            return job, job.chunks.popleft()
+            begin = job.chunks.popleft()
+            if not job.chunks:
+                self._reading.discard(job)
+                self._awaited.discard(job)
+            return job, begin
 
     def take_in_memory(self, before: float, may_write: bool) -> tuple[Job, int] | None:
         """Like `take`, a chunk that is not read, of a unit that is needed `before` that place. With
@@ -366,7 +426,10 @@ class JobQueue:
             if job is None or job.place >= before or (job.writes_through and not may_write):
                 return None
             job.in_flight += 1
-            return job, job.in_memory.popleft()
+            begin = job.in_memory.popleft()
+            if not job.in_memory:
+                self._in_memory.discard(job)
+            return job, begin
 
     def put_back(self, job: Job, queue: deque[int], begin: int) -> None:
         """The chunk from `begin` on, taken from that `queue` of the job, could not be checked
@@ -374,6 +437,7 @@ class JobQueue:
         with self.changed:
             if job in self.jobs:
                 queue.appendleft(begin)
+                self._list(job)
         self.leave(job)
 
     def leave(self, job: Job) -> None:
@@ -390,6 +454,7 @@ class JobQueue:
             self._state = max(self._state, QueueState.FAILED)
             for job in self.jobs:
                 job.drop()
+            self._unlist()
 
     def end_jobs(self) -> None:
         """No job goes on."""
@@ -397,6 +462,7 @@ class JobQueue:
             for job in self.jobs:
                 job.state = JobState.ENDED
             self.jobs.clear()
+            self._unlist()
             self.changed.notify_all()
 
     def end(self) -> None:
@@ -415,24 +481,54 @@ class JobQueue:
         self._add(job)
         job.update = update
         job.state = state
+        self._awaited.discard(job)
 
     def _add(self, job: Job) -> None:
         if job not in self.jobs and self._state < QueueState.FAILED:
-            self.jobs.append(job)
+            self._turns += 1
+            job.turn = self._turns
+            self.jobs.add(job)
+            self._list(job)
         self.changed.notify_all()
 
     def _give_up(self, job: Job) -> None:
         """AWAITED or SPECULATIVE -> ENDED."""
         job.state = JobState.ENDED
         job.drop()
-        if job in self.jobs:
-            self.jobs.remove(job)
+        self._remove(job)
+
+    def _list(self, job: Job) -> None:
+        """`job` may have chunks to take."""
+        if job.chunks:
+            self._reading.add(job)
+            if job.state is JobState.AWAITED:
+                self._awaited.add(job)
+        if job.in_memory:
+            self._in_memory.add(job)
+
+    def _remove(self, job: Job) -> None:
+        for jobs in (self.jobs, self._reading, self._awaited, self._in_memory):
+            jobs.discard(job)
+
+    def _unlist(self) -> None:
+        """There are no chunks to take."""
+        self._reading.clear()
+        self._awaited.clear()
+        self._in_memory.clear()
+        self._placeless.clear()
+
+    def _look_again(self, unit: int | None = None) -> None:
+        """Who waited for a place of `unit`, or of any unit, may have it, or need none now."""
+        waiting = list(self._placeless) if unit is None else [unit]
+        for job in (job for each in waiting for job in self._placeless.pop(each, ())):
+            if job in self.jobs:
+                self._list(job)
 
     def _end_if_written(self, job: Job) -> None:
         fixed = job in self.jobs and job.state is JobState.CONFIRMED
         if fixed and job.written and self._state < QueueState.FAILED:
             job.state = JobState.ENDED
-            self.jobs.remove(job)
+            self._remove(job)
             self._store.resident.end_update(
                 [block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD],
                 job.left,
@@ -441,16 +537,30 @@ class JobQueue:
 
     def _next(self, may_hold: bool, ready: bool) -> Job | None:
         """See `take`."""
-        hurried = ready and self._is_waited_for
+        if not ready:
+            return next(
+                (job for job in self._awaited if self._may_take(job, may_hold, False)), None
+            )
+        if self._is_waited_for:
+            self._look_again()
+            return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)
+        found, placeless = None, []
+        for job in self._reading:
+            if job.state is not JobState.AWAITED and not self._has_place(job):
+                placeless.append(job)
+            elif self._may_take(job, may_hold, True):
+                found = job
+                break
+        for job in placeless:
+            self._reading.discard(job)
+            self._placeless[job.unit.index].append(job)
+        return found
 
-        def able(job: Job) -> bool:
-            if job.state is JobState.AWAITED:
-                return may_hold and self._is_at_hand(job)
-            placed = hurried or self._has_place(job)
-            return ready and placed and job.may_update(job.chunks[0])
-
-        able_jobs = (job for job in self.jobs if job.chunks and able(job))
-        return min(able_jobs, key=lambda job: job.place, default=None)
+    def _may_take(self, job: Job, may_hold: bool, ready: bool) -> bool:
+        """Whether a chunk of `job` may be read, if its unit has a place or needs none."""
+        if job.state is JobState.AWAITED:
+            return may_hold and self._is_at_hand(job)
+        return ready and job.may_update(job.chunks[0])
 
     @property
     def _is_waited_for(self) -> bool:
@@ -460,8 +570,7 @@ class JobQueue:
         )
 
     def _next_in_memory(self) -> Job | None:
-        able_jobs = (job for job in self.jobs if job.in_memory and job.may_update(job.in_memory[0]))
-        return min(able_jobs, key=lambda job: job.place, default=None)
+        return next((job for job in self._in_memory if job.may_update(job.in_memory[0])), None)
 
     def _is_at_hand(self, job: Job) -> bool:
         """Whether all that the update reads exists, and what it reads of the parameter is not on

@@ -159,6 +159,9 @@ class Optimizer(torch.optim.Optimizer):
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
+        # The group of each parameter, by its id, as `param_groups` were when a step was fixed last;
+        # what begins before the next one is a guess.
+        self._groups: dict[int, dict[str, Any]] | None = None
         super().__init__(params, defaults)
         if self._shares:
             try:
@@ -257,6 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
         param_group["params"] = _with_pieces(param_group["params"])
         super().add_param_group(param_group)
+        self._groups = None
         try:
             group = self.param_groups[-1]
             self.check_group(group, ())
@@ -403,6 +407,7 @@ class Optimizer(torch.optim.Optimizer):
             self.clipped_grad_norm = norm * self._factor(norm)
         for share, factor in factors.items():
             apply_clips([share], factor)
+        self._groups = None
         segments = {
             share: self.segments(share.unit, factor)
             for share, factor in factors.items()
@@ -505,7 +510,9 @@ class Optimizer(torch.optim.Optimizer):
     def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
         """The parameters of `unit`, each with its group if it has a gradient and is this
         optimizer's to update."""
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        if self._groups is None:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        groups = self._groups
         return [
             (parameter, groups.get(id(parameter)) if unit.gradients.has(index) else None)
             for index, parameter in enumerate(unit.parameters)
@@ -625,6 +632,7 @@ class Optimizer(torch.optim.Optimizer):
             filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._groups = None
 
     def forget_states(self) -> None:
         """All moments begin anew."""

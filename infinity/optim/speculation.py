@@ -90,6 +90,7 @@ class Speculation:
         """Begun, or read ahead for, and not claimed by a step yet."""
         self._rolled_back: list[Job] = []
         self._order: list[Unit] = []  # in which gradients became final, in the last step
+        self._turns: dict[Unit, int] = {}  # of each of them
         self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
 
     def begin(self, unit: Unit, owner: Owner, places: Places, number: int) -> None:
@@ -105,7 +106,7 @@ class Speculation:
             job = self.jobs.setdefault(unit, Job(unit, places[unit], number))
             self._queue.speculate(job, UnitUpdate(unit, segments))
         self._final[unit] = None
-        turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
+        turn = self._turns.get(unit, len(self._order) - 1) + 1
         for following in self._order[turn : turn + UNITS_AHEAD]:
             # An exact step updates what the next forward needs first when all gradients are there,
             # and reads that ahead alone.
@@ -163,5 +164,6 @@ class Speculation:
         rolled_back = tuple(self._rolled_back)
         self._rolled_back.clear()
         self._order = list(self._final)
+        self._turns = {unit: turn for turn, unit in enumerate(self._order)}
         self._final = {}
         return rolled_back

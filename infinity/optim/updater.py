@@ -88,6 +88,8 @@ class Updater(Updates):
         """Measures gradients."""
         self.scales = Scales()
         """What the losses of the backward passes under way were multiplied by."""
+        # What `_places` said last, of which order, and whether backwards.
+        self._placed: tuple[Sequence[int], bool, dict[Unit, int]] | None = None
         self.posted_steps = 0
         """Steps started since the beginning."""
         self.skipped_steps = 0
@@ -326,11 +328,17 @@ class Updater(Updates):
         """Where each unit comes in the next forward, or in the next backward; those of which that
         is not known come last."""
         order = self._runtime.trace.first_uses()
+        if self._placed is not None:
+            known, was_backwards, places = self._placed
+            if known is order and was_backwards is backwards:
+                return places
         place = {
             index: position
             for position, index in enumerate(reversed(order) if backwards else order)
         }
-        return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+        places = {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+        self._placed = order, backwards, places
+        return places
 
     # Waiting for updates
 

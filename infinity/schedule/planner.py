@@ -17,7 +17,7 @@ from infinity.placement.spec import Kind, Placed
 from infinity.placement.traffic import is_rounded
 from infinity.quantities import round_up
 from infinity.schedule.trace import Trace
-from infinity.tiers.slots import SlotMap, SlotRun
+from infinity.tiers.slots import Clock, SlotMap, SlotRun
 
 STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 SLOT_BYTES = 4096
@@ -26,18 +26,53 @@ MOST_STEPS = 16
 or go round for ever."""
 
 
+class Reach:
+    """How far a `look_ahead` came, so that the next one goes on there: up to that use every unit
+    has a copy. `lost` counts how often a copy was lost otherwise than to a `bring`, which takes
+    nothing that is needed sooner than what it brings."""
+
+    def __init__(self, lost: Callable[[], int]) -> None:
+        self._lost = lost
+        self._known = Clock(-1, 0), 0  # where a walk ended, and what was lost then
+
+    def start(self, trace: Trace) -> int:
+        """The first use ahead of now that is not known to have a copy."""
+        clock, lost = self._known
+        same = clock.version == trace.clock.version and lost == self._lost()
+        return max(clock.time - trace.clock.time, 0) if same else 0
+
+    def end(self, trace: Trace, ahead: int, lost: int) -> None:
+        """A walk came to the use that is so far `ahead`; `lost` was counted when it began."""
+        version, time = trace.clock
+        self._known = Clock(version, time + ahead), lost
+
+    @property
+    def lost(self) -> int:
+        """What is counted now."""
+        return self._lost()
+
+
 def look_ahead(
-    trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]
+    trace: Trace,
+    has_copy: Callable[[int], bool],
+    bring: Callable[[int, float], bool],
+    reach: Reach | None = None,
 ) -> None:
     """Bring the units that will be used next, soonest first, until there is no room.
 
     `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the
     future that is Belady's rule among the units that are not in use. So look-ahead costs an extra
     read only if the unit in use is the one needed last. In a forward and its backward it never is.
+
+    With `reach` it walks what the last one by the same has not walked.
     """
-    for unit, distance in trace.upcoming():
+    reach = Reach(lambda: 0) if reach is None else reach
+    lost, ahead = reach.lost, len(trace.predicted.order)
+    for unit, distance in trace.upcoming(reach.start(trace)):
         if not has_copy(unit) and not bring(unit, distance):
-            return
+            ahead = int(distance)
+            break
+    reach.end(trace, ahead, lost)
 
 
 @dataclass(frozen=True)
@@ -149,6 +184,8 @@ class Walk:
         self._copies: SlotMap[int] = SlotMap(slots)
         self._trace = Trace()
         self._pending: set[int] = set()  # to be updated, without a place
+        self._lost = 0
+        self._reach = Reach(lambda: self._lost)
         self._tell: Listener = lambda *_: None
 
     @property
@@ -161,13 +198,14 @@ class Walk:
         self._tell = tell
         for _ in range(self._accumulation):
             self._trace.begin("train")
-            look_ahead(self._trace, self.has_copy, self._bring)
+            look_ahead(self._trace, self.has_copy, self._bring, self._reach)
             for unit, others in zip(self._order, self._held, strict=True):
                 self._trace.use(unit)
                 if not self.has_copy(unit):
                     self._bring(unit, -1, others)
                 tell(Event.USE, unit, ())
-                look_ahead(self._trace, self.has_copy, partial(self._bring, pinned=others | {unit}))
+                bring = partial(self._bring, pinned=others | {unit})
+                look_ahead(self._trace, self.has_copy, bring, self._reach)
 
     def update(self, tell: Listener) -> None:
         """The same for the end of a step, where updates are posted and the next forward begins."""
@@ -179,7 +217,7 @@ class Walk:
                     tell(Event.FETCH, unit, ())
         else:
             self._pending = {unit for unit in self.trainable if not self.has_copy(unit)}
-        look_ahead(self._trace, self.has_copy, self._bring)
+        look_ahead(self._trace, self.has_copy, self._bring, self._reach)
         if self._waits:
             for unit in sorted(self._pending):
                 tell(Event.READ, unit, ())
@@ -194,9 +232,11 @@ class Walk:
             self._units[unit].slots,
             lambda other: None if other in pinned else self._trace.next_use(other),
             beyond,
+            self._trace.clock,
         )
         if place is None:
             return False
+        self._lost += len(place.evicted) if beyond < 0 else 0
         for victim in place.evicted:
             self._copies.give_back(victim)
         self._copies.take(unit, place.start, self._units[unit].slots)

@@ -12,7 +12,7 @@ import torch
 
 from infinity.observe import Recorder
 from infinity.placement.spec import Kind
-from infinity.schedule.planner import look_ahead
+from infinity.schedule.planner import Reach, look_ahead
 from infinity.schedule.trace import Trace
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import CopyState
@@ -49,6 +49,7 @@ class Runtime:
         """Seconds of all forwards since the start, without the waits for units; counted by the
         hooks."""
         self._forward_before = 0.0
+        self._reach = Reach(lambda: store.resident.lost)
         self._cycles = 0
 
     def training(self) -> bool:
@@ -87,10 +88,7 @@ class Runtime:
         """
         new = self.trace.current != unit.index
         if new:
-            self.trace.use(
-                unit.index,
-                frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].copy.pins),
-            )
+            self.trace.use(unit.index, self._store.resident.pinned())
         unit.start()
         try:
             if new:
@@ -135,7 +133,7 @@ class Runtime:
     def look_ahead(self) -> None:
         """Start bringing what will be used next, as far as there is room, and have it gathered in
         this order."""
-        look_ahead(self.trace, self._has_copy, self._bring)
+        look_ahead(self.trace, self._has_copy, self._bring, self._reach)
         if self._units[0].shared:
             self._gather_ahead()
 

@@ -21,7 +21,10 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
+
+from infinity.tiers.slots import Clock
 
 LEAST_ROUND, ROUND_PER_UNIT = 64, 8
 """A round that is looked for has at most so many uses for each unit that was used, or
@@ -61,6 +64,11 @@ class Cycle:
             else positions[0] + len(self.order) - position
         )
 
+    @cached_property
+    def first_uses(self) -> list[int]:
+        """The units in the order of their first uses."""
+        return list(self._at)
+
     def find(self, unit: int, position: int) -> int | None:
         """The first position from `position` on at which `unit` is used, not going round."""
         positions = self._at.get(unit, [])
@@ -87,6 +95,9 @@ class Trace:
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
+        self._clock = Clock(0, 0)
+        # The units of the recording in the order of their first uses; None: to be listed.
+        self._first_uses: list[int] | None = None
 
     def expect(self, phase: str, order: Sequence[int]) -> None:
         """Predict `order` for the first cycle of `phase`, before anything of it is recorded."""
@@ -100,9 +111,17 @@ class Trace:
             self._cycles[self._phase] = Cycle(*recorded)
         self._phase, self._recording, self._held = phase, [], []
         self._at.clear()
+        self._first_uses = None
         self._interrupted = None
+        self._clock = Clock(self._clock.version + 1, 0)
         self.predicted = self._cycles.get(phase, Cycle(()))
         self.position = 0
+
+    @property
+    def clock(self) -> Clock:
+        """When it is in the prediction: of the same version as long as all uses come as
+        predicted."""
+        return self._clock
 
     @property
     def left(self) -> int:
@@ -122,6 +141,18 @@ class Trace:
         if self._recording and self._recording[-1] == unit:
             return True
         self._record(unit, held)
+        predicted, position = self.predicted, self.position
+        known = self._follow(unit)
+        version, time = self._clock
+        if self.predicted is predicted and self.position == position:
+            return known  # and so the prediction is what it was
+        passed = (self.position - position) % max(len(predicted.order), 1)
+        as_predicted = self.predicted is predicted and passed == 1
+        self._clock = Clock(version, time + 1) if as_predicted else Clock(version + 1, 0)
+        return known
+
+    def _follow(self, unit: int) -> bool:
+        """Move the prediction on to what comes after this use of `unit`; see `use`."""
         if self._interrupted is not None and not self._use_in_round(unit):
             self._find_round()
             return False
@@ -156,11 +187,14 @@ class Trace:
     def _record(self, unit: int, held: frozenset[int]) -> None:
         self._recording.append(unit)
         self._held.append(held)
+        if unit not in self._at:
+            self._first_uses = None
         self._at[unit].append(len(self._recording) - 1)
         if len(self._recording) > max(LEAST_USES, USES_PER_UNIT * len(self._at)):
             half = len(self._recording) // 2
             del self._recording[:half], self._held[:half]
             self._at.clear()
+            self._first_uses = None
             for position, used in enumerate(self._recording):
                 self._at[used].append(position)
 
@@ -198,11 +232,11 @@ class Trace:
         known."""
         return self.predicted.distance(unit, self.position)
 
-    def upcoming(self) -> Iterator[tuple[int, float]]:
-        """Each unit that will be used, with its distance, soonest first, at most one cycle
-        ahead."""
+    def upcoming(self, start: int = 0) -> Iterator[tuple[int, float]]:
+        """Each unit that will be used, with its distance, soonest first, at most one cycle ahead;
+        from `start` uses on those that are used there, be it again."""
         order, seen = self.predicted.order, set()
-        for ahead in range(len(order)):
+        for ahead in range(start, len(order)):
             unit = order[(self.position + ahead) % len(order)]
             if unit not in seen:
                 seen.add(unit)
@@ -220,7 +254,11 @@ class Trace:
             else self._cycles.get(phase, Cycle(()))
         )
 
-    def first_uses(self) -> list[int]:
-        """The units in the order in which a training forward first uses them, as far as is
-        known."""
-        return list(dict.fromkeys(self.train_cycle().order))
+    def first_uses(self) -> Sequence[int]:
+        """The units in the order in which a training forward first uses them, as far as is known;
+        the same object until that changes."""
+        if self._phase != "train":
+            return self.last_cycle("train").first_uses
+        if self._first_uses is None:
+            self._first_uses = list(self._at)
+        return self._first_uses

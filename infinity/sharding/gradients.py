@@ -96,6 +96,7 @@ class Gradients:
         self._buffer: GradientBuffer | None = None
         self._state = GradientState.EMPTY
         self._entries = [GradientEntry()] * len(unit.parameters)
+        self._number = 0  # of those that are present
         # How often each was forgotten.
         self._generations = [0] * len(unit.parameters)
         self._loss_scale = 1.0
@@ -178,7 +179,7 @@ class Gradients:
         gradient = local_gradient(gradient, unit.parameters[index])
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if not any(entry.where.present for entry in self._entries):
+        if not self._number:
             self._loss_scale = scale
         elif scale != self._loss_scale:
             # Some micro-batches are scaled, or an optimizer of another unit stepped in between.
@@ -220,7 +221,7 @@ class Gradients:
         for index in indices:
             keeps = not loose and (elsewhere or self.at_home(index))
             if keeps or self.has(index):
-                self._entries[index] = GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE)
+                self._put(index, GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE))
         self._measured = 0, None
         held = self._buffer is not None and self._buffer.holder is unit
         if not held and all(
@@ -239,7 +240,7 @@ class Gradients:
             self._block.rewrite(dict.fromkeys(present))
             self._measured = 0, None
             for index in present:
-                self._entries[index] = GradientEntry(Where.HOME)
+                self._put(index, GradientEntry(Where.HOME))
 
     def assign(self, index: int, values: torch.Tensor) -> None:
         """`values`, what this rank has of the whole gradient of the parameter, replace its gradient
@@ -256,7 +257,7 @@ class Gradients:
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         scaled = values if self._loss_scale == 1.0 else values * self._loss_scale
         self._block.rewrite(changes | {index: scaled.reshape(-1)})
-        self._entries[index] = GradientEntry(Where.HOME)
+        self._put(index, GradientEntry(Where.HOME))
         self._measured = 0, None
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
@@ -313,7 +314,7 @@ class Gradients:
         """There are no gradients any more."""
         self._unit.rollback()
         self._state = GradientState.EMPTY
-        self._entries = [GradientEntry()] * len(self._entries)
+        self._entries, self._number = [GradientEntry()] * len(self._entries), 0
         self._generations = [number + 1 for number in self._generations]
         self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
         if self._buffer is not None:
@@ -407,7 +408,11 @@ class Gradients:
 
     def _set(self, indices: Iterable[int], where: Where) -> None:
         for index in indices:
-            self._entries[index] = self._entries[index]._replace(where=where)
+            self._put(index, self._entries[index]._replace(where=where))
+
+    def _put(self, index: int, entry: GradientEntry) -> None:
+        self._number += entry.where.present - self._entries[index].where.present
+        self._entries[index] = entry
 
     def _open(self) -> None:
         """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have,

@@ -94,7 +94,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
     ds_status = ZeroStatus.AVAILABLE
 
     views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
-    """Those of all units; nothing of ours may be attached to the parameter itself."""
+    """Those of units that are shown; nothing of ours may be attached to the parameter itself."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         is written to."""
         if torch.compiler.is_compiling():
             return self.detach()  # which shares the version counter
-        for views in GatheredParameter.views:
+        for views in list(GatheredParameter.views):
             views.watch(self)
         found: torch.Tensor = _DATA.__get__(self)
         return found
@@ -114,7 +114,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
     @property
     def grad(self) -> torch.Tensor | None:
         """What the engine has of the gradient, as of a parameter that is not gathered."""
-        for views in GatheredParameter.views:
+        for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
                 return views.unit.data.grad(index)
@@ -123,7 +123,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        for views in GatheredParameter.views:
+        for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
                 views.unit.data.set_grad(index, value)
@@ -167,7 +167,6 @@ class Views:
         self._digests: dict[int, int] = {}
         self.writers = 0
         """How many uses allow writing; while there is one, nothing is noted of what changes."""
-        GatheredParameter.views.add(self)
 
     def attach(self, flat: torch.Tensor) -> None:
         """The unit lies in `flat` (numel,) now, and its parameters point there."""
@@ -183,6 +182,7 @@ class Views:
         for tensor, view in zip(self._tensors, self._made, strict=True):
             tensor.data = view
         self._versions = self._versions_now()
+        GatheredParameter.views.add(self)
         self._digests = (
             {index: window.digest() for index, window in enumerate(self._windows)}
             if self._checked
@@ -208,6 +208,7 @@ class Views:
     def detach(self) -> None:
         """The parameters point elsewhere again."""
         self._versions, self._digests = [], {}
+        GatheredParameter.views.discard(self)
         # Somebody keeps a view: that is told once.
         if any(window.references() > 1 for window in self._windows):
             self.close()
@@ -216,6 +217,7 @@ class Views:
         """Let the memory go."""
         self._address, self._windows, self._made = -1, [], []
         self._versions, self._digests = [], {}
+        GatheredParameter.views.discard(self)
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -232,10 +234,7 @@ class Views:
 
     def index(self, parameter: torch.Tensor) -> int | None:
         """The index of `parameter`, if that is one of these and shown."""
-        if not self._versions:
-            return None
-        both = zip(self._tensors, self._parameters, strict=True)
-        return next((i for i, those in enumerate(both) if any(p is parameter for p in those)), None)
+        return self.unit.data.position(parameter) if self._versions else None
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""
@@ -269,7 +268,7 @@ def place_of(parameter: torch.Tensor) -> tuple[Unit, int] | None:
     if isinstance(parameter, ShardedParameter):
         unit = type(parameter).unit
         return unit, unit.position(parameter)
-    for views in GatheredParameter.views:
+    for views in list(GatheredParameter.views):
         index = views.index(parameter)
         if index is not None:
             return views.unit, index

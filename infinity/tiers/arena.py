@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from infinity.quantities import round_up
-from infinity.tiers.slots import SlotMap
+from infinity.tiers.slots import Clock, SlotMap
 
 # Every float type reads as NaN, so a value used after its lease ended is seen at once.
 POISON = 0xFF
@@ -66,11 +66,15 @@ class Arena:
         return self._slots.count - self._slots.used
 
     def find(
-        self, nbytes: int, next_use: Callable[[Hashable], float | None], beyond: float = -math.inf
+        self,
+        nbytes: int,
+        next_use: Callable[[Hashable], float | None],
+        beyond: float = -math.inf,
+        clock: Clock | None = None,
     ) -> tuple[int, tuple[Hashable, ...]] | None:
         """The start of the best window for `nbytes` and the owners to evict for it (see
         `SlotMap.place`), or None."""
-        return self._slots.place(self.slots_for(nbytes), next_use, beyond)
+        return self._slots.place(self.slots_for(nbytes), next_use, beyond, clock)
 
     def lease(self, owner: Hashable, nbytes: int, start: int | None = None) -> Lease | None:
         """Lease a run for `nbytes`, at slot `start` or wherever there is a free one; None when
@@ -88,8 +92,12 @@ class Arena:
 
     def owner_at(self, offset: int) -> Hashable | None:
         """Who holds the slot at byte `offset`."""
-        slot = offset // self.slot_bytes
-        return next((o for o, run in self._slots.runs.items() if run.start <= slot < run.end), None)
+        return self._slots.owner_at(offset // self.slot_bytes)
+
+    def start_at(self, offset: int) -> int | None:
+        """The offset of the lease that holds byte `offset`; None where there is none."""
+        owner = self.owner_at(offset)
+        return None if owner is None else self._slots.runs[owner].start * self.slot_bytes
 
     def end(self, owner: Hashable, lease: Lease) -> None:
         """Called by the lease when it ends."""

@@ -61,6 +61,7 @@ from infinity.tiers.block import Block, CopyState, DeviceCopy
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.latch import Latch
+from infinity.tiers.slots import Clock
 from infinity.tiers.staging import ChunkRequest, Staging
 
 
@@ -142,8 +143,11 @@ class CopyListeners(NamedTuple):
 
     next_use: Callable[[int], float] = lambda unit: math.inf
     """How far away the next use of a unit's parameters is; asked under the store's lock."""
-    placed: Callable[[], None] = lambda: None
-    """Told when a copy is on the compute device, or the place of one whose block is UPDATING."""
+    placed: Callable[[int], None] = lambda unit: None
+    """Told of the unit when a copy is on the compute device, or the place of one whose block is
+    UPDATING."""
+    clock: Callable[[], Clock | None] = lambda: None
+    """When `next_use` is asked, where that is known; see `SlotMap.place`."""
 
 
 NOBODY = CopyListeners()
@@ -175,6 +179,15 @@ class Residency:
         self._changed = changed
         self._listeners = listeners
         self._left: Mark | None = None  # the last use of a place by a copy that lost it
+        self._pinned: set[Block] = set()
+        self._lost = 0
+        # Blocks that are at home in the arena, by the offsets of their buffers.
+        self._homes = {
+            buffer.offset: block
+            for block in blocks
+            if block.permanent
+            for buffer in block.home.buffers
+        }
         self._mover = Mover(device.begin_thread, lambda error: latch.fail(error, "a fetch"))
 
     # Questions
@@ -206,11 +219,23 @@ class Residency:
             owner = self._arena.owner_at(offset)
             if isinstance(owner, Block) and owner.copy.lease is not None:
                 return owner, offset - owner.copy.lease.offset
-            for block in self._blocks:
-                buffer = block.home.buffer
-                if block.permanent and buffer is not None and buffer.holds(offset):
-                    return block, offset - buffer.offset
-            return None
+            start = self._arena.start_at(offset)
+            block = None if start is None else self._homes.get(start)
+            buffer = None if block is None else block.home.buffer
+            if block is None or buffer is None or not buffer.holds(offset):
+                return None
+            return block, offset - buffer.offset
+
+    def pinned(self) -> frozenset[int]:
+        """The units that are in use."""
+        with self._changed:
+            return frozenset(block.unit for block in self._pinned)
+
+    @property
+    def lost(self) -> int:
+        """How often a copy lost its place so far; not counted are those that a `prefetch` evicted,
+        which are needed later than what it brought."""
+        return self._lost
 
     # Uses
 
@@ -229,6 +254,7 @@ class Residency:
         with self._changed:
             self._latch.check()
             block.copy.pins += 1
+            self._pinned.add(block)
         try:
             self._acquire(block, beyond=-1)
         except BaseException:
@@ -293,6 +319,8 @@ class Residency:
         """Unpin: the copy stays until something needed sooner takes its place."""
         with self._changed:
             block.copy.pins -= 1
+            if not block.copy.pins:
+                self._pinned.discard(block)
             block.copy.used = self._device.mark()
 
     def discard(self, block: Block) -> None:
@@ -323,7 +351,8 @@ class Residency:
                 if copy.lease is None:
                     # 1. Choose the window whose soonest next use is farthest away. A pinned copy is
                     #    in none, and without a window there is no room.
-                    found = self._arena.find(block.spec.span, self._next_use_of, beyond)
+                    clock = self._listeners.clock()
+                    found = self._arena.find(block.spec.span, self._next_use_of, beyond, clock)
                     if found is None:
                         return False
                     start, owners = found
@@ -340,7 +369,7 @@ class Residency:
                         # 4. Evict the victims. They are clean, so nothing is written.
                         for victim in victims:
                             victim.copy.evict()
-                            self._leave(victim)
+                            self._leave(victim, counts=beyond < 0)
                         # 5. Lease the window, to be filled after its last use.
                         lease = self._arena.lease(block, block.spec.span, start)
                         if lease is None:
@@ -353,7 +382,7 @@ class Residency:
                 placed = queued or (pending is None and copy.state is CopyState.UPDATING)
             # 7. An update may wait for this place.
             if placed:
-                self._listeners.placed()
+                self._listeners.placed(block.unit)
             if pending is None:
                 return True
             pending.await_end()
@@ -365,9 +394,10 @@ class Residency:
             return None
         return self._listeners.next_use(owner.unit)
 
-    def _leave(self, block: Block) -> None:
+    def _leave(self, block: Block, counts: bool = True) -> None:
         """`block` has lost its place: what comes there next is filled after what the model, or
-        poison, did there."""
+        poison, did there. `counts`: see `lost`."""
+        self._lost += counts
         used = self._device.mark() if self._arena.poison else block.copy.used
         if used is not None:
             first = self._left is None
@@ -395,7 +425,7 @@ class Residency:
                     else:
                         block.copy.to_failed()
                     self._changed.notify_all()
-            self._listeners.placed()
+            self._listeners.placed(block.unit)
         except BaseException as error:  # the fetch is over all the same: tell whoever waits for it
             self._latch.fail(error, f"bringing {block.name}")
             raise
@@ -492,7 +522,7 @@ class Residency:
     def end_update(self, blocks: Sequence[Block], left: int = 0) -> None:
         """All chunks of `blocks` are committed and released: from now on they read as what was
         written. `left`: see `Home`."""
-        queued = False
+        queued: list[Block] = []
         with self._changed:
             for block in blocks:
                 block.home.flip(left)
@@ -504,12 +534,12 @@ class Residency:
                 elif copy.lease is None:
                     copy.to_absent()
                 elif self._loader.missing(block):
-                    queued |= self._load(block)
+                    queued += [block] * self._load(block)
                 else:
                     copy.to_ready()
             self._changed.notify_all()
-        if queued:
-            self._listeners.placed()
+        for block in queued:
+            self._listeners.placed(block.unit)
 
     def close(self) -> None:
         """End the thread that finishes fetches, and return when no copy uses a place any more."""

@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
+from infinity.schedule.planner import (
+    MOST_STEPS,
+    Reach,
+    Traffic,
+    UnitCost,
+    look_ahead,
+    predict,
+)
 from infinity.schedule.trace import Trace
 from support.naive_trace import NaiveTrace
 
@@ -336,3 +343,82 @@ def test_look_ahead_brings_the_soonest_first_and_stops_when_there_is_no_room(roo
 
     look_ahead(trace, lambda unit: unit == 1, bring)
     assert brought == [(3, 0), (2, 2), (0, 3)][: room + 1]
+
+
+def brought_by(remembers: bool) -> list[tuple[int, int, float]]:
+    """What `look_ahead` brings of twelve units into five places, and when, beside uses of which two
+    were not predicted."""
+    trace, copies, lost = Trace(), dict.fromkeys(range(5)), 0
+    reach = Reach(lambda: lost) if remembers else None
+    brought: list[tuple[int, int, float]] = []
+
+    def bring(unit: int, beyond: float) -> bool:
+        victim = max(copies, key=trace.next_use)
+        if trace.next_use(victim) <= beyond:
+            return False
+        del copies[victim]
+        copies[unit] = None
+        brought.append((trace.position, unit, beyond))
+        return True
+
+    for cycle in range(4):
+        trace.begin("train")
+        look_ahead(trace, copies.__contains__, bring, reach)
+        for number, predicted in enumerate([*range(12), *reversed(range(12))]):
+            unit = (predicted + 5) % 12 if cycle == 2 and number in (7, 8) else predicted
+            trace.use(unit)
+            if unit not in copies:
+                del copies[next(iter(copies))]
+                copies[unit] = None
+                lost += 1
+            look_ahead(trace, copies.__contains__, bring, reach)
+    return brought
+
+
+def test_where_a_walk_goes_on_it_brings_what_one_from_the_start_brings() -> None:
+    assert brought_by(remembers=True) == brought_by(remembers=False) != []
+
+
+def units_asked(count: int) -> float:
+    """How many units a step looks at for one use, where all have copies."""
+    trace, asked = Trace(), 0
+    reach = Reach(lambda: 0)
+
+    def has_copy(unit: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    for _ in range(3):
+        asked = 0
+        trace.begin("train")
+        look_ahead(trace, has_copy, lambda *_: False, reach)
+        for unit in [*range(count), *reversed(range(count))]:
+            trace.use(unit)
+            look_ahead(trace, has_copy, lambda *_: False, reach)
+    return asked / count
+
+
+def test_a_use_looks_at_as_many_units_however_many_there_are() -> None:
+    assert units_asked(400) <= 1.1 * units_asked(50)
+
+
+def choices_of(count: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How often a next use is asked for, by unit and step of a walk."""
+    asked, next_use = 0, Trace.next_use
+
+    def counted(self: Trace, unit: int) -> float:
+        nonlocal asked
+        asked += 1
+        return next_use(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trace, "next_use", counted)
+        order = [*range(count), *reversed(range(count))]
+        units = [UnitCost(1, 1, 0, 0, 0, trainable=False)] * count
+        predict(order, units, count // 2)
+    return asked / count
+
+
+def test_a_prediction_evaluates_as_much_for_a_unit_however_many_there_are(monkeypatch) -> None:
+    assert choices_of(400, monkeypatch) <= 1.2 * choices_of(50, monkeypatch)

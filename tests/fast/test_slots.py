@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infinity.tiers.slots import SlotMap, SlotRun, SlotWindow
+from infinity.tiers.slots import Clock, SlotMap, SlotRun, SlotWindow
 
 USES = st.one_of(st.none(), st.integers(0, 5).map(float), st.just(math.inf))
 
@@ -144,3 +144,77 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
+
+
+class Future:
+    """Uses that come as a round says, but for some that do not, and its clock."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.position, self.clock = order, 0, Clock(0, 0)
+
+    def next_use(self, owner: int) -> float:
+        ahead = [*self.order[self.position :], *self.order[: self.position]]
+        return ahead.index(owner) if owner in ahead else math.inf
+
+    def advance(self, count: int) -> None:
+        """One use as predicted, or a jump."""
+        self.position = (self.position + count) % len(self.order)
+        version, time = self.clock
+        self.clock = Clock(version, time + 1) if count == 1 else Clock(version + 1, 0)
+
+
+@given(
+    order=st.lists(st.integers(0, 9), min_size=2, max_size=30),
+    moves=st.lists(
+        st.tuples(
+            st.integers(1, 3), st.integers(0, 9), st.integers(-1, 12), st.sets(st.integers(0, 9))
+        )
+    ),
+    runs=st.integers(1, 6),
+    length=st.integers(1, 3),
+    rest=st.integers(0, 2),
+)
+def test_a_clock_changes_no_answer(order, moves, runs, length, rest) -> None:
+    slots: SlotMap[int] = SlotMap(runs * length + min(rest, length - 1))
+    future = Future(order)
+    for count, wanted, beyond, pinned in moves:
+        future.advance(count)
+
+        def next_use(owner: int, pinned: set[int] = pinned) -> float | None:
+            return None if owner in pinned else future.next_use(owner)
+
+        if wanted in slots.runs:
+            if beyond == 7:
+                slots.give_back(wanted)  # which leaves a gap
+            continue
+        found = slots.place(length, next_use, beyond, future.clock)
+        assert found == slots.place(length, next_use, beyond)
+        if found is not None:
+            for victim in found.evicted:
+                slots.give_back(victim)
+            slots.take(wanted, found.start, length)
+            assert slots.owner_at(found.start + length - 1) == wanted
+
+
+def test_with_a_clock_a_choice_asks_of_few_owners_however_many_there_are() -> None:
+    asked = {}
+    for count in (50, 500):
+        slots: SlotMap[int] = SlotMap(count)
+        future = Future([*range(2 * count)])
+        questions = 0
+
+        def next_use(owner: int, future: Future = future) -> float:
+            nonlocal questions
+            questions += 1
+            return future.next_use(owner)
+
+        for owner in range(count):
+            slots.take(owner, owner, 1)
+        for used in range(count):
+            future.advance(1)
+            found = slots.place(1, next_use, -1, future.clock)
+            assert found is not None
+            slots.give_back(*found.evicted)
+            slots.take(count + used, found.start, 1)
+        asked[count] = questions / count
+    assert asked[500] <= 1.1 * asked[50]
