@@ -271,6 +271,7 @@ LOCKS: dict[str, str] = {
     "tiers/store.py Store._changed": (
         "for a few lines and the submission of reads; who waits on it lets go of it"
     ),
+    "tiers/store.py Store._last_record": "held while a record is read, or given up: DRIVE",
     "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }

@@ -34,7 +34,7 @@ from infinity.directories.directory import Directory
 from infinity.optim import committer
 from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME
+from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, RecordKey
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
@@ -451,12 +451,12 @@ def records(number: int, before: Callable[[], object]) -> Iterator[None]:
     """`before` comes before record `number` of this rank, counted from 0."""
     record, left = Store.record, number
 
-    def counted(store: Store, *values: Any) -> int:
+    def counted(store: Store, *values: Any) -> None:
         nonlocal left
         if left == 0:
             before()
         left -= 1
-        return record(store, *values)
+        record(store, *values)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "record", counted)
@@ -570,7 +570,8 @@ def ranks_make_different_steps(directory: Path, rank: int) -> None:
     model, engine, optimizer = start(directory, collective_timeout=8.0)
     step(model, optimizer)
     if rank == 1:
-        Probe(engine).committer.seal(7, lambda versions: b"of no step that rank 0 makes")
+        key = RecordKey(3, 7, 0, "")
+        Probe(engine).committer.seal(key, lambda versions: b"of no step that rank 0 makes")
     with pytest.raises(infinity.EngineClosedError) as caught:
         for _ in range(3):
             step(model, optimizer)

@@ -7,14 +7,14 @@ looks for one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
 from infinity import durability
 from infinity.directories import commits
-from infinity.directories.commits import CommitLog
+from infinity.directories.commits import CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.nvme.ticket import Ticket
 from infinity.optim.committer import Committer
@@ -22,9 +22,10 @@ from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DurableStates, KeptRecord
+from infinity.tiers.durable import DurableStates, KeptRecord, RecordKey
 from infinity.tiers.home import Home
 from infinity.tiers.store import Store
+from simulation.drive import DriveFile
 from simulation.many import simulating
 from simulation.processes import here
 from support.threads import one_thread
@@ -45,13 +46,12 @@ class Bug(NamedTuple):
 def _record_before_the_flush() -> AbstractContextManager[object]:
     record, flush = Store.record, NvmeTier.flush
 
-    def late(store: Store, *values: Any) -> int:
+    def late(store: Store, *values: Any) -> None:
         drives: list[NvmeTier] = []
         with mock.patch.object(NvmeTier, "flush", lambda tier: drives.append(tier)):
-            number = record(store, *values)
+            record(store, *values)
         for each in drives:
             flush(each)
-        return number
 
     return mock.patch.object(Store, "record", late)
 
@@ -78,11 +78,10 @@ def _record_before_the_last_write() -> Iterator[None]:
         awaited.append(lambda: await_ended(queue, jobs))
         return True
 
-    def early(states: DurableStates, *values: Any) -> int:
-        number = record(states, *values)
+    def early(states: DurableStates, *values: Any) -> None:
+        record(states, *values)
         while awaited:
             awaited.pop()()
-        return number
 
     with (
         mock.patch.object(JobQueue, "await_ended", put_off),
@@ -145,12 +144,51 @@ def _unflushed_directories() -> AbstractContextManager[object]:
 def _uncounted_writes() -> AbstractContextManager[object]:
     """A rank that is closed before it writes to parameters, and one that goes on after that, make
     records that look the same."""
+    return _keys_without(writes=0)
+
+
+def _closed_like_a_forward() -> AbstractContextManager[object]:
+    """A rank that is closed before its scheduler steps, and one that goes on after that, make
+    records that look the same."""
+    return _keys_without(closed="")
+
+
+def _keys_without(**fields: Any) -> AbstractContextManager[object]:
     seal = Committer.seal
 
-    def uncounted(committer: Committer, step: int, content: Any, writes: int = 0) -> None:
-        seal(committer, step, content)
+    def same(committer: Committer, key: RecordKey, content: Any) -> None:
+        seal(committer, key._replace(**fields), content)
 
-    return mock.patch.object(Committer, "seal", uncounted)
+    return mock.patch.object(Committer, "seal", same)
+
+
+def _flushed_alone() -> AbstractContextManager[object]:
+    """What another process left is not written again, which may have met a flush that failed."""
+
+    def keep(files: DurableFiles, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                descriptor = files._directory.open(name)
+                try:
+                    commits.os.fsync(descriptor)
+                finally:
+                    commits.os.close(descriptor)
+        files._directory.sync()
+
+    return mock.patch.object(DurableFiles, "keep", keep)
+
+
+def _flushed_again() -> AbstractContextManager[object]:
+    """A flush of the states that fails is tried once more."""
+    sync = DriveFile.sync
+
+    def patiently(file: DriveFile) -> None:
+        try:
+            sync(file)
+        except OSError:
+            sync(file)
+
+    return mock.patch.object(DriveFile, "sync", patiently)
 
 
 BUGS = (
@@ -166,6 +204,9 @@ BUGS = (
     Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
     Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
     Bug("writes outside of steps are not counted", _uncounted_writes, 732),
+    Bug("a rank closed within a step is not told from others", _closed_like_a_forward, 0),
+    Bug("a record that is read is flushed, and not written again", _flushed_alone, 0),
+    Bug("a flush that failed is tried again", _flushed_again, 0),
 )
 
 
