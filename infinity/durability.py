@@ -238,6 +238,7 @@ class Durability:
         self._began = self._noted.marks
         if self._store.steps_left(self._step) == 0:
             self.seal()
+            self._noted = None  # it may be large
 
     def before_step(self, units: Sequence[Unit]) -> None:
         """A step of `units` begins. What was sealed is committed, so a kill costs no more steps

@@ -96,8 +96,8 @@ class Committer:
 
     def _run(self) -> None:
         try:
-            while (sealed := self._sealed.get()) is not None and self._commit(sealed):
-                pass
+            while self._commit_next():
+                pass  # without what was committed, which may be large
         except EngineClosedError:
             log.debug("an update failed, so its step is not committed")
         except BaseException as error:
@@ -111,6 +111,11 @@ class Committer:
                 self._ended = True
                 self._changed.notify_all()
             self._jobs.poke()
+
+    def _commit_next(self) -> bool:
+        """Have what was sealed next committed; False when that was given up, and at the end."""
+        sealed = self._sealed.get()
+        return sealed is not None and self._commit(sealed)
 
     def _commit(self, sealed: _Sealed) -> bool:
         """Have `sealed` committed; False when that was given up."""

@@ -176,7 +176,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline._update": DRIVE,
     "optim/committer.py Committer.rest": COMMIT,
     "optim/committer.py Committer.close": COMMIT,
-    "optim/committer.py Committer._run": ("`close` posts None", CLOSING[1]),
+    "optim/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits

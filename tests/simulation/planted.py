@@ -204,9 +204,9 @@ BUGS = (
     Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
     Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
     Bug("writes outside of steps are not counted", _uncounted_writes, 732),
-    Bug("a rank closed within a step is not told from others", _closed_like_a_forward, 0),
-    Bug("a record that is read is flushed, and not written again", _flushed_alone, 0),
-    Bug("a flush that failed is tried again", _flushed_again, 0),
+    Bug("a rank closed within a step is not told from others", _closed_like_a_forward, 158),
+    Bug("a record that is read is flushed, and not written again", _flushed_alone, 1768),
+    Bug("a flush that failed is tried again", _flushed_again, 526),
 )
 
 
