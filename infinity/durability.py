@@ -104,7 +104,7 @@ class CommittedStep:
             raise unreadable(error) from error
 
 
-class _Note(NamedTuple):
+class _Said(NamedTuple):
     """What a record says, but of blocks; and marks, which differ where one of the objects that are
     tracked differs, by its name, or the parameter groups do ("")."""
 
@@ -153,7 +153,7 @@ class Durability:
         self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
-        self._noted: _Note | None = None  # what a record says of it
+        self._noted: _Said | None = None  # what a record says of it
         self._began: Mapping[str, str] = {}  # the marks of the last one that began
         self._is_sealed = self._is_loading = self._is_discarded = False
         self._writes = 0  # outside of steps, since the last record
@@ -449,7 +449,7 @@ class Durability:
                 task.cancel()
             raise
 
-    def _note(self) -> _Note:
+    def _note(self) -> _Said:
         """What a record says now, but of blocks."""
         updater = self._updater
         tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
@@ -474,7 +474,7 @@ class Durability:
         if self._agreement is not None:
             marks = {name: _digest(bytes_.numpy().tobytes()) for name, bytes_ in saved.items()}
             marks[""] = _digest(repr([each["param_groups"] for each in headers]).encode())
-        return _Note(stream.getvalue(), marks)
+        return _Said(stream.getvalue(), marks)
 
     def _headers(self) -> list[dict[str, Any]]:
         """What the record says of each optimizer, in the order in which they were made; of those

@@ -570,6 +570,7 @@ CLOSED = {
     "within a step and in a forward": ("step", "forward", 1),
     "within a step and after it": ("step", "after", 1),
     "after a step and in a forward": ("after", "forward", 1),
+    "after a step and after a write": ("after", "write", 1),
     "within a step": ("step", "step", 2),
     "after a step": ("after", "after", 2),
 }
@@ -623,6 +624,9 @@ def _closed_at(directory: Path, rank: int, where: str) -> list[float]:
         with contextlib.suppress(infinity.InfinityError):  # in the forward, or the step after it
             step(model, optimizer)
             pytest.fail("it goes on without the other rank")
+    if where == "write":
+        weight = next(model.parameters())
+        infinity.set(weight, "value", infinity.get(weight, "value", local=True), local=True)
     engine.close()
     come(directory, "closed")
     await_rank(directory, "closed", 1 - rank)

@@ -7,14 +7,14 @@ looks for one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 from infinity import durability
 from infinity.directories import commits
-from infinity.directories.commits import CommitLog, DurableFiles
+from infinity.directories.commits import CommitLog
 from infinity.directories.directory import Directory
 from infinity.nvme.ticket import Ticket
 from infinity.optim.committer import Committer
@@ -28,6 +28,7 @@ from infinity.tiers.store import Store
 from simulation.drive import DriveFile
 from simulation.many import simulating
 from simulation.processes import here
+from simulation.system import SimulatedSystem
 from support.threads import one_thread
 
 WITHIN = 1000
@@ -141,41 +142,27 @@ def _unflushed_directories() -> AbstractContextManager[object]:
     return mock.patch.object(Directory, "sync", skipping)
 
 
-def _uncounted_writes() -> AbstractContextManager[object]:
-    """A rank that is closed before it writes to parameters, and one that goes on after that, make
-    records that look the same."""
-    return _keys_without(writes=0)
-
-
 def _closed_like_a_forward() -> AbstractContextManager[object]:
     """A rank that is closed before its scheduler steps, and one that goes on after that, make
     records that look the same."""
-    return _keys_without(closed="")
-
-
-def _keys_without(**fields: Any) -> AbstractContextManager[object]:
     seal = Committer.seal
 
     def same(committer: Committer, key: RecordKey, content: Any) -> None:
-        seal(committer, key._replace(**fields), content)
+        seal(committer, key._replace(closed=""), content)
 
     return mock.patch.object(Committer, "seal", same)
 
 
 def _flushed_alone() -> AbstractContextManager[object]:
-    """What another process left is not written again, which may have met a flush that failed."""
+    """The same bytes are not written again, which a flush that failed may have dropped."""
+    write = SimulatedSystem.pwrite
 
-    def keep(files: DurableFiles, names: Iterable[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                descriptor = files._directory.open(name)
-                try:
-                    commits.os.fsync(descriptor)
-                finally:
-                    commits.os.close(descriptor)
-        files._directory.sync()
+    def sparing(system: SimulatedSystem, descriptor: int, data: Any, offset: int) -> int:
+        if system.pread(descriptor, len(data), offset) == bytes(data):
+            return len(data)
+        return write(system, descriptor, data, offset)
 
-    return mock.patch.object(DurableFiles, "keep", keep)
+    return mock.patch.object(SimulatedSystem, "pwrite", sparing)
 
 
 def _flushed_again() -> AbstractContextManager[object]:
@@ -203,7 +190,6 @@ BUGS = (
     Bug("one rank is a step ahead", _own_last_record, 10),
     Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
     Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
-    Bug("writes outside of steps are not counted", _uncounted_writes, 732),
     Bug("a rank closed within a step is not told from others", _closed_like_a_forward, 158),
     Bug("a record that is read is flushed, and not written again", _flushed_alone, 1768),
     Bug("a flush that failed is tried again", _flushed_again, 526),
