@@ -26,7 +26,13 @@ from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DURABLE_NAMES, HEAD_BYTES, MANIFEST_NAME, STATES_NAME
+from infinity.tiers.durable import (
+    DURABLE_NAMES,
+    HEAD_BYTES,
+    MANIFEST_NAME,
+    STATES_NAME,
+    RecordKey,
+)
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
@@ -353,9 +359,9 @@ def test_how_long_a_commit_takes_changes_no_record(
         assert go_on.wait(60)
         commit(store, *values)
 
-    def noted(self: Committer, step: int, *values: Any) -> None:
-        found.append(step)
-        seal(self, step, *values)
+    def noted(self: Committer, key: RecordKey, *values: Any) -> None:
+        found.append(key.step)
+        seal(self, key, *values)
 
     def waited_for(self: Committer) -> bool:
         go_on.set()
