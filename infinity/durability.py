@@ -20,9 +20,13 @@ place as long as no record speaks of its content, and beside it otherwise.
 [Note: the same records on all ranks]
 What fixes a record is in the program: a forward, a step, a write. It never depends on the time that
 a commit or an update takes, which differs from rank to rank. So all ranks make the same records, in
-the same order, and the number of one means the same on each. `close` fixes one, too, where another
-rank may yet write to parameters before its own: a record says how many such writes it has, and
-those of other numbers are not the same.
+the same order, and the number of one means the same on each. `close` fixes one, too, wherever this
+rank is by then, and another rank may go on: a scheduler steps there, or parameters are written to.
+So the key of a record (`RecordKey`) says more than its number. It has how many writes came, and
+whether `close` fixed it: what `close` fixed is never taken for what a forward did. Two ranks may
+both be closed, at different places. So what `close` fixes also says what has changed since the last
+forward began: which of the objects that are tracked, and whether the parameter groups have.
+What an object has become is not compared, as objects may differ between ranks.
 
 [Note: a load that is cut off]
 Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
@@ -32,15 +36,16 @@ is not whole, and is not taken over.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import logging
 import random
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,12 +72,12 @@ from infinity.sharding.agreement import Agreement
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.durable import unreadable
+from infinity.tiers.durable import RecordKey, unreadable
 from infinity.tiers.store import Store, Version
 
 log = logging.getLogger("infinity")
 
-VERSION = 2
+VERSION = 3
 _COUNT = struct.Struct("<Q")
 
 
@@ -97,6 +102,14 @@ class CommittedStep:
             }
         except Exception as error:
             raise unreadable(error) from error
+
+
+class _Said(NamedTuple):
+    """What a record says, but of blocks; and marks, which differ where one of the objects that are
+    tracked differs, by its name, or the parameter groups do ("")."""
+
+    content: bytes
+    marks: Mapping[str, str]
 
 
 @dataclass
@@ -130,7 +143,9 @@ class Durability:
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)
         self._jobs = jobs
-        self._has_others = agreement is not None
+        self._agreement = agreement
+        self._last = store.taken_record
+        self._is_resumed = self._found is not None
         self._snapshot: SnapshotTask | None = None
         self._waiting = list(self._found.optimizers) if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
@@ -138,7 +153,8 @@ class Durability:
         self._optimizers: list[_Known] = []
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
-        self._noted: bytes | None = None  # what a record says of it
+        self._noted: _Said | None = None  # what a record says of it
+        self._began: Mapping[str, str] = {}  # the marks of the last one that began
         self._is_sealed = self._is_loading = self._is_discarded = False
         self._writes = 0  # outside of steps, since the last record
         self._has_begun = self._found is None or not self._found.in_forward
@@ -206,10 +222,7 @@ class Durability:
     @property
     def committed_step(self) -> int | None:
         """The last step that would survive a power cut; None while there is none."""
-        committed = self._committer.committed_step
-        if committed is None and self._found is not None:
-            return self._found.posted + self._found.skipped
-        return committed
+        return self._store.committed_step
 
     # Fixing records
 
@@ -219,12 +232,13 @@ class Durability:
             return  # of a cycle that has begun
         if not self._has_begun and self._found is not None:
             _set_random_states(self._device, self._found.random)
-        self._has_begun = True
+        self._has_begun, self._found = True, None  # all of it is given back
         self._random, self._buffers = _random_states(self._device), self._buffers_now()
+        self._noted = self._note()
+        self._began = self._noted.marks
         if self._store.steps_left(self._step) == 0:
             self.seal()
-        else:
-            self._noted = self._note()
+            self._noted = None  # it may be large
 
     def before_step(self, units: Sequence[Unit]) -> None:
         """A step of `units` begins. What was sealed is committed, so a kill costs no more steps
@@ -283,13 +297,21 @@ class Durability:
         self.seal()
         self.rest()
 
-    def seal(self) -> None:
-        """Have the states as they are after all posted steps committed; returns at once."""
+    def seal(self, closes: bool = False) -> None:
+        """Have the states as they are after all posted steps committed; returns at once. `closes`:
+        the program is anywhere between two steps."""
         if not self._is_sealed:
             self._make_whole()
+            closed = closes and self._noted is None and self._agreement is not None
             noted = self._note() if self._noted is None else self._noted
-            self._committer.seal(self._step, functools.partial(_packed, noted), self._writes)
-            self._is_sealed, self._writes = True, 0
+            key = RecordKey(
+                self._last.sequence + 1,
+                self._step,
+                self._writes,
+                _changes(self._began, noted.marks) if closed else "",
+            )
+            self._committer.seal(key, functools.partial(_packed, noted.content))
+            self._last, self._is_sealed, self._writes = key, True, 0
 
     @property
     def _step(self) -> int:
@@ -336,7 +358,7 @@ class Durability:
             # Between two steps buffers and rates may have changed; a forward that led to no step
             # has not.
             self._is_sealed &= self._random is not None
-            self.seal()
+            self.seal(closes=True)
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
 
@@ -351,21 +373,30 @@ class Durability:
                 "is one at a time: wait for it (wait()), or end it (cancel())"
             )
 
-    def snapshot(self, begin: Callable[[CommittedStates], SnapshotTask]) -> SnapshotTask:
-        """Have `begin` write what was committed last, on all ranks that of one step."""
+    def refusals(self, reason: str, meet: Callable[[bool], bool]) -> str:
+        """See `Agreement.refusals`; of one rank alone that is its `reason`."""
+        return reason if self._agreement is None else self._agreement.refusals(reason, meet)
+
+    def snapshot(
+        self,
+        begin: Callable[[CommittedStates], SnapshotTask],
+        on_all_ranks: Callable[[], AbstractContextManager[None]],
+    ) -> SnapshotTask:
+        """Have `begin` write what was committed last, on all ranks that of one step. What is
+        refused in `on_all_ranks()` on one is refused on all."""
         is_new = self._updater.next_number == 1
         if is_new and self._random is None:
             self._is_sealed = False
             self.seal()  # with the optimizers that were made since `wrap`
             self._is_sealed = False  # for the first forward
-        if is_new or self._has_others or not self._store.has_committed:
+        if is_new or self._agreement is not None or self._store.committed_step is None:
             self.rest()  # from then on it is the last that was sealed
-        committed = self._pin()
-        try:
+        with ExitStack() as undo:
+            with on_all_ranks():
+                committed = self._pin()
+                undo.callback(committed.end)
             self._snapshot = begin(committed)
-        except BaseException:
-            committed.end()
-            raise
+            undo.pop_all()
         return self._snapshot
 
     def _pin(self) -> CommittedStates:
@@ -418,27 +449,32 @@ class Durability:
                 task.cancel()
             raise
 
-    def _note(self) -> bytes:
+    def _note(self) -> _Said:
         """What a record says now, but of blocks."""
         updater = self._updater
         tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
         random_states = self._random
         if not self._has_begun and self._found is not None:
             random_states = self._found.random
+        headers, saved = self._headers(), _saved(tracked)
         values = {
             "version": VERSION,
             "posted": updater.posted_steps,
             "skipped": updater.skipped_steps,
             "whole": not self._is_loading,
             "in_forward": random_states is not None,
-            "optimizers": [_plain(each) for each in self._headers()],
+            "optimizers": [_plain(each) for each in headers],
             "random": random_states or _random_states(self._device),
             "buffers": self._buffers if self._random is not None else self._buffers_now(),
-            "tracked": _saved(tracked),
+            "tracked": saved,
         }
         stream = io.BytesIO()
         torch.save(values, stream)
-        return stream.getvalue()
+        marks: dict[str, str] = {}
+        if self._agreement is not None:
+            marks = {name: _digest(bytes_.numpy().tobytes()) for name, bytes_ in saved.items()}
+            marks[""] = _digest(repr([each["param_groups"] for each in headers]).encode())
+        return _Said(stream.getvalue(), marks)
 
     def _headers(self) -> list[dict[str, Any]]:
         """What the record says of each optimizer, in the order in which they were made; of those
@@ -481,7 +517,7 @@ class Durability:
                 )
             optimizer.take_header(saved)
             known.saved = self._waiting.pop(0)
-        elif self._found is not None:
+        elif self._is_resumed:
             optimizer.forget_states()
         self._optimizers = [
             other for other in self._optimizers if not other.parameters & known.parameters
@@ -507,6 +543,16 @@ class Durability:
             optimizer = known.optimizer()
             if optimizer is not None and known.saved is not None and self._random is None:
                 optimizer.take_groups(known.saved)  # a scheduler has set its first rate
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """32 hex digits that say of which names the marks differ."""
+    names = sorted(n for n in {**before, **now} if before.get(n) != now.get(n))
+    return _digest(repr(names).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _packed(noted: bytes, versions: Sequence[Version]) -> bytes:

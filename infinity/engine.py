@@ -27,8 +27,8 @@ from infinity.errors import (
     CheckpointError,
     ConfigError,
     EngineClosedError,
-    InfinityError,
     in_words,
+    sentence,
 )
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
@@ -324,28 +324,37 @@ class Engine:
                 "a snapshot is made of committed steps: set durability='step', or use "
                 "save_checkpoint, which training waits for"
             )
-        with self._on_all_ranks("snapshots that cannot begin"):
+        with self._refused_together():
             path = _path_of(directory)
             given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
             durability.check_snapshot()
         return durability.snapshot(
             lambda committed: self._checkpoints.snapshot(
                 committed, self._tied(), path, given, progress
-            )
+            ),
+            self._refused_together,
         )
 
     @contextmanager
-    def _on_all_ranks(self, what: str) -> Iterator[None]:
-        """What is refused inside on one rank is refused on all; `what` is counted for that."""
-        problem: InfinityError | None = None
+    def _refused_together(self) -> Iterator[None]:
+        """A snapshot that is refused inside on one rank is refused on all: the others raise
+        `CheckpointError`, which names the rank and its reason."""
+        problem: Exception | None = None
         try:
             yield
-        except InfinityError as error:
+        except Exception as error:
             problem = error
-        if self._exchange is not None:
-            (failed,) = self._exchange.sum([float(problem is not None)], f"of {what}")
-            if problem is None and failed:
-                problem = CheckpointError("another rank refuses this; its error says why")
+        if self._exchange is not None and self._durability is not None:
+            exchange = self._exchange
+
+            def meet(refuses: bool) -> bool:
+                (count,) = exchange.sum([float(refuses)], "of snapshots that cannot begin")
+                return count > 0
+
+            reason = "" if problem is None else sentence(problem)
+            said = self._durability.refusals(reason, meet)
+            if problem is None and said:
+                problem = CheckpointError(f"no rank begins this snapshot: {said}")
         if problem is not None:
             raise problem
 

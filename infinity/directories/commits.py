@@ -8,8 +8,10 @@
    From then on nobody can take it for the last one, even where the new one is damaged. So what it
    alone spoke of may be overwritten. A record that is there is one whose states are whole.
 3. A process that is killed before it has flushed its record leaves it in memory. The next one reads
-   it there, and a power cut may still take it. So both files are flushed first, before anything
-   relies on what was read, be it another rank (`flush`).
+   it there, and a power cut may still take it. So both files are written once more and flushed,
+   before anything relies on what was read, be it another rank (`flush`). An fsync alone is not
+   enough. One that failed may leave bytes in the memory of the system that it takes for written,
+   and the next fsync succeeds.
 
 A name that is new comes by a rename, when its content is on the drive. So a file that is there was
 whole once, or is empty. Where no record is whole although a file is there, it is damaged, and that
@@ -22,7 +24,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import NamedTuple
 
 from infinity.directories.directory import Directory
@@ -74,14 +75,12 @@ class DurableFiles:
         self._write(self._directory.open(name), content)
 
     def keep(self, names: Iterable[str]) -> None:
-        """What these files have, where they are there, has come from another process."""
+        """What these files have, where they are there, has come from another process: write the
+        same bytes once more."""
         for name in names:
-            with suppress(FileNotFoundError):
-                descriptor = self._directory.open(name)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            content = self.read(name)
+            if content is not None:
+                self.overwrite(name, content)
         self._directory.sync()
 
     def remove(self, name: str) -> None:
@@ -143,13 +142,25 @@ class CommitLog:
         """The last record; None where there was none yet. Raises like `kept`."""
         return next(iter(self.kept()), None)
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the record that `write` makes next."""
+        return self._sequence + 1
+
+    def read(self, sequence: int) -> Commit | None:
+        """The record of this number, as it is on the drive; None where it is not whole there. Any
+        thread may call it, while nobody gives that record up."""
+        found = (self._files.read(name) for name in COMMIT_NAMES)
+        records = (_decoded(content) for content in found if content is not None)
+        return next((each for each in records if each and each.sequence == sequence), None)
+
     def write(self, content: bytes) -> int:
         """Make `content` the last record, beside the one before, which `settle` or `keep` gives up;
         returns its sequence when it would survive a power cut."""
         if not self._is_settled:
             raise RuntimeError("the record before the last one is still needed")
         self.flush()
-        sequence, at = self._sequence + 1, 1 - self._at
+        sequence, at = self.next_sequence, 1 - self._at
         name = COMMIT_NAMES[at]
         record = _encoded(sequence, content)
         if self._files.size(name) is None:

@@ -28,10 +28,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infinity.errors import EngineClosedError
+from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
 from infinity.sharding.agreement import CLOSING_SECONDS, Agreement
+from infinity.tiers.durable import RecordKey
 from infinity.tiers.store import Store, Version
 
 log = logging.getLogger("infinity")
@@ -40,8 +41,7 @@ log = logging.getLogger("infinity")
 class _Sealed(NamedTuple):
     """What becomes durable when `jobs` have ended."""
 
-    step: int
-    writes: int
+    key: RecordKey
     jobs: Sequence[Job]
     versions: Sequence[Version]
     content: bytes
@@ -59,8 +59,6 @@ class Committer:
         self._jobs = jobs
         self._agreement = agreement
         self._recorder = recorder
-        self.committed_step: int | None = None
-        """The last step that would survive a power cut; None while there is none."""
         self._sealed: queue.SimpleQueue[_Sealed | None] = queue.SimpleQueue()
         self._open = 0  # sealed, and not committed
         self._changed = threading.Condition()
@@ -68,14 +66,11 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="infinity-committer", daemon=True)
         self._thread.start()
 
-    def seal(
-        self, step: int, content: Callable[[Sequence[Version]], bytes], writes: int = 0
-    ) -> None:
-        """Have what the blocks are after all posted updates committed, with the record that
-        `content` makes of it; returns at once. So many `writes` outside of steps came since the
-        record before."""
+    def seal(self, key: RecordKey, content: Callable[[Sequence[Version]], bytes]) -> None:
+        """Have what the blocks are after all posted updates committed, as the record `key` that
+        `content` makes of it; returns at once."""
         jobs, versions = self._jobs.versions(self._store.durable_blocks())
-        sealed = _Sealed(step, writes, jobs, versions, content(versions))
+        sealed = _Sealed(key, jobs, versions, content(versions))
         self._store.seal(versions)
         with self._changed:
             self._sealed.put(sealed)
@@ -101,12 +96,12 @@ class Committer:
 
     def _run(self) -> None:
         try:
-            while (sealed := self._sealed.get()) is not None and self._commit(sealed):
-                pass
+            while self._commit_next():
+                pass  # without what was committed, which may be large
         except EngineClosedError:
             log.debug("an update failed, so its step is not committed")
         except BaseException as error:
-            self._store.latch.fail(error, "a commit")
+            self._store.latch.fail(self._with_way_out(error), "a commit")
             self._jobs.refuse()  # what waits for a commit waits in vain
             self._jobs.end_jobs()
         finally:
@@ -117,23 +112,24 @@ class Committer:
                 self._changed.notify_all()
             self._jobs.poke()
 
+    def _commit_next(self) -> bool:
+        """Have what was sealed next committed; False when that was given up, and at the end."""
+        sealed = self._sealed.get()
+        return sealed is not None and self._commit(sealed)
+
     def _commit(self, sealed: _Sealed) -> bool:
         """Have `sealed` committed; False when that was given up."""
         self._await_updates(sealed)
         self._store.latch.check()
         start = time.perf_counter()
-        step, writes = sealed.step, sealed.writes
-        sequence = self._store.record(step, writes, sealed.versions, sealed.content)
-        if self._agreement is not None and not self._agreement.reach(
-            sequence, step, self._gives_up, writes
-        ):
+        self._store.record(sealed.key, sealed.versions, sealed.content)
+        if self._agreement is not None and not self._agreement.reach(sealed.key, self._gives_up):
             if self._open > 1:
                 log.warning("the last step is not committed: other ranks are gone")
             return False
-        self._store.commit(sealed.step, sealed.versions, sealed.content)
-        self._recorder.add("commit", f"step {sealed.step}", start, time.perf_counter())
+        self._store.commit(sealed.key, sealed.versions)
+        self._recorder.add("commit", f"step {sealed.key.step}", start, time.perf_counter())
         with self._changed:
-            self.committed_step = sealed.step
             self._open -= 1
             self._changed.notify_all()
         self._jobs.poke()
@@ -146,9 +142,28 @@ class Committer:
             self._jobs.await_ended(sealed.jobs)
             return
         while not self._jobs.await_ended(sealed.jobs, self._agreement.pause):
-            if self._agreement.is_awaited(sealed.step, sealed.writes):
+            if self._agreement.is_awaited(sealed.key):
                 with self._jobs.hurry():
                     self._jobs.await_ended(sealed.jobs)
+
+    def _with_way_out(self, error: BaseException) -> BaseException:
+        """`error`, which ended a commit; where a drive or the system did that, it says what to do.
+
+        A flush that failed may have dropped what was written, and the next one would not tell. So
+        nothing more is committed over these bytes. They are written again by who goes on from the
+        last committed step.
+        """
+        if not isinstance(error, OSError):
+            return error
+        step = self._store.committed_step
+        way_out = (
+            "nothing was committed yet"
+            if step is None
+            else f"wrap with resume=True goes on from step {step}, which is committed"
+        )
+        failure = InfinityError(f"{sentence(error)}; {way_out}")
+        failure.__cause__ = error
+        return failure
 
     def _gives_up(self, waited: float) -> bool:
         """Whether to wait no more for other ranks: nobody needs them for the last record."""

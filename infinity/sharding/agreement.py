@@ -3,10 +3,10 @@
 [Note: one clock]
 A rank numbers its records, and all ranks make the same ones in the same order: what fixes a record
 is in the program, never in the time that something takes. So the number is the clock of all. A rank
-that has made a record adds one to the count of that number and step, and of the writes outside of
-steps that came before: one rank may have been closed where another one goes on and writes. When the
-count is full, all have it, and each gives up its record before. A kill in between leaves ranks that
-have one record more than others, and the one before, which all have.
+that has made a record adds one to the count of its key (`RecordKey`). That is more than the number:
+one rank may have been closed where another one goes on, takes a step of its scheduler or writes to
+parameters. When the count is full, all have it, and each gives up its record before. A kill in
+between leaves ranks that have one record more than others, and the one before, which all have.
 
 [Note: who waits]
 The thread that commits, and whoever waits for it: a step begins when all ranks have committed the
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from infinity.errors import EngineClosedError, InfinityError
+from infinity.tiers.durable import NO_RECORD, RecordKey
 from infinity.tiers.latch import Latch
 
 CLOSING_SECONDS = 30.0
@@ -43,26 +44,24 @@ _PAUSE = 2.0  # and between looks at the notes of the others, at most
 
 
 class LastRecord(NamedTuple):
-    """The last record of a rank, how many writes outside of steps came between the one before and
-    it, and why the rank makes no other: "" while it does."""
+    """The last record of a rank, and why the rank makes no other: "" while it does."""
 
-    sequence: int = 0
-    step: int = 0
-    writes: int = 0
+    key: RecordKey = NO_RECORD
     end: str = ""
 
-    @property
-    def moment(self) -> str:
-        """What it is of, for people."""
-        return f"step {self.step}" + f" and {self.writes} writes after it" * (self.writes > 0)
+    @classmethod
+    def of(cls, note: bytes) -> LastRecord:
+        """What a rank has noted."""
+        key, end = json.loads(note)
+        return cls(RecordKey(*key), end)
 
 
 class Agreement:
     """Which records all ranks have. For the thread that commits; `end` for any.
 
     All `members`, ranks by their number among all processes, make one under the same `name`, which
-    no other one has. They have the record `last`, of an earlier run; 0 for none. `timeout` is
-    `Tuning.collective_timeout`, in seconds.
+    no other one has. They have the record `last`, of an earlier run, or `NO_RECORD`.
+    `timeout` is `Tuning.collective_timeout`, in seconds.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Agreement:
         rank: int,
         members: Sequence[int],
         name: str,
-        last: int,
+        last: RecordKey,
         timeout: float,
         latch: Latch,
     ) -> None:
@@ -82,30 +81,29 @@ class Agreement:
         )
         self._lock = threading.Lock()
         self._last = LastRecord(last)
-        self._key = ""  # of the count of the last record
+        self._counted = ""  # the name of the count of the last record
+        self._refusals = 0  # how often ranks have asked each other for some
         latch.add_listener(self._fail)
 
-    def is_awaited(self, step: int, writes: int = 0) -> bool:
-        """Whether another rank has made the record of `step`, which comes next here."""
-        return self._notes.add(_key(self._last.sequence + 1, step, writes), 0) > 0
+    def is_awaited(self, key: RecordKey) -> bool:
+        """Whether another rank has made the record `key`, which comes next here."""
+        return self._notes.add(_count_of(key), 0) > 0
 
-    def reach(
-        self, sequence: int, step: int, gives_up: Callable[[float], bool], writes: int = 0
-    ) -> bool:
-        """This rank has made a record, of `step` and so many `writes` outside of steps: return when
-        all have it, or False when it `gives_up` after so many seconds.
+    def reach(self, key: RecordKey, gives_up: Callable[[float], bool]) -> bool:
+        """This rank has made the record `key`: return when all have it, or False when it `gives_up`
+        after so many seconds.
 
         Raises `EngineClosedError` when this rank failed. Raises `InfinityError` when another one
-        did or has ended, has made another step, or does not come.
+        did or has ended, has made another record, or does not come.
         """
-        before, self._key = self._key, _key(sequence, step, writes)
+        before, self._counted = self._counted, _count_of(key)
         try:
-            self._tell(LastRecord(sequence, step, writes))
+            self._tell(LastRecord(key))
             if not self._await_all(gives_up):
                 return False
         except dist.DistError as error:
             raise InfinityError(
-                f"rank {self._rank} cannot ask the others for step {step}: the store of "
+                f"rank {self._rank} cannot ask the others for step {key.step}: the store of "
                 f"torch.distributed is gone with the process that held it ({error})"
             ) from error
         if before and self._rank == self._members[0]:
@@ -115,7 +113,7 @@ class Agreement:
 
     def _await_all(self, gives_up: Callable[[float], bool]) -> bool:
         """Count this rank, and see `reach`."""
-        count = self._notes.add(self._key, 1)
+        count = self._notes.add(self._counted, 1)
         start, look, asks = time.monotonic(), _FIRST_LOOK, self.pause
         while count < len(self._members):
             waited = time.monotonic() - start
@@ -127,8 +125,31 @@ class Agreement:
                 self._ask(waited)
             time.sleep(look)
             look = min(2 * look, _LAST_LOOK)
-            count = self._notes.add(self._key, 0)
+            count = self._notes.add(self._counted, 0)
         return True
+
+    def refusals(self, reason: str, meet: Callable[[bool], bool]) -> str:
+        """Which ranks refuse what all of them are about to begin, and why, in words; "" where none
+        does. This one does for that `reason`, or does not with "". All ranks call it equally often,
+        on the thread that runs the model, and `meet` there: it says whether any brings True.
+
+        Who refuses writes the reason down first, so it is there when all have met.
+        """
+        self._refusals += 1
+        name = f"refusal {self._refusals} of rank "
+        if reason:
+            with suppress(Exception):  # the store may be gone with the process that held it
+                self._notes.set(f"{name}{self._rank}", reason)
+        if not meet(bool(reason)):
+            return ""
+        found = []
+        with suppress(Exception):
+            for rank in self._members:
+                if self._notes.check([f"{name}{rank}"]):
+                    found.append(
+                        f"rank {rank} refuses it: {self._notes.get(f'{name}{rank}').decode()}"
+                    )
+        return "; ".join(found) or "another rank refuses it"
 
     def end(self, reason: str = "its engine was closed") -> None:
         """This rank makes no other record, for this `reason`. May be called twice."""
@@ -147,26 +168,26 @@ class Agreement:
 
     def _ask(self, waited: float) -> None:
         """Raise `InfinityError` where the others' notes say that to wait is vain, or too long."""
-        mine, found = self._last, {}
+        mine, found = self._last.key, {}
         for rank in self._members:
             known = self._notes.check([str(rank)])
-            found[rank] = (
-                LastRecord(*json.loads(self._notes.get(str(rank)))) if known else LastRecord()
-            )
-        late = {rank: note for rank, note in found.items() if note[:3] != mine[:3]}
-        for rank, note in late.items():
-            if note.sequence >= mine.sequence:
+            found[rank] = LastRecord.of(self._notes.get(str(rank))) if known else LastRecord()
+        late = {rank: note for rank, note in found.items() if note.key != mine}
+        for rank, (key, end) in late.items():
+            if key.closed and key[:3] == mine[:3]:
+                end = "its engine was closed at an earlier or later place in the program"
+            elif key.sequence >= mine.sequence:
                 raise InfinityError(
-                    f"record {note.sequence} of rank {rank} is of {note.moment}, and record "
+                    f"record {key.sequence} of rank {rank} is of {key.moment}, and record "
                     f"{mine.sequence} of rank {self._rank} of {mine.moment}; all ranks must "
                     "take the same steps, and write to parameters at the same places"
                 )
-            if note.end:
-                raise InfinityError(f"rank {rank} does not commit step {mine.step}: {note.end}")
+            if end:
+                raise InfinityError(f"rank {rank} does not commit step {mine.step}: {end}")
         if waited > self._timeout:
             said = "; ".join(
-                f"rank {rank} has step {note.step} (record {note.sequence})"
-                for rank, note in late.items()
+                f"rank {rank} has step {key.step} (record {key.sequence})"
+                for rank, (key, _) in late.items()
             )
             raise InfinityError(
                 f"rank {self._rank} waited {waited:.0f} s for the others to commit step "
@@ -176,5 +197,6 @@ class Agreement:
             )
 
 
-def _key(sequence: int, step: int, writes: int) -> str:
-    return f"record {sequence} of step {step}, {writes} writes"
+def _count_of(key: RecordKey) -> str:
+    closed = f", closed {key.closed}" * bool(key.closed)
+    return f"record {key.sequence} of step {key.step}, {key.writes} writes{closed}"

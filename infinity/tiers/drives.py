@@ -122,6 +122,7 @@ class NvmeTier:
         self.originals = Originals(engine, REQUEST_BYTES)
         """Files of the user that are homes, beside the directories."""
         self._parts.callback(self.originals.close)
+        self._unflushed: str | None = None  # the file whose flush has failed
         self.reserved = 0
         self._spare_bytes = 0
         self._growing = threading.Lock()
@@ -583,9 +584,20 @@ class NvmeTier:
         return self._files[number].path, offset
 
     def flush(self) -> None:
-        """Return when all that was written, and has ended, would survive a power cut."""
+        """Return when all that was written, and has ended, would survive a power cut.
+
+        Where that failed once it fails from then on: the system may have dropped what it could not
+        write, and the next flush of that file would succeed all the same.
+        """
+        if self._unflushed is not None:
+            reason = "an earlier flush failed, and what was written there may be lost"
+            raise OSError(errno.EIO, reason, self._unflushed)
         for file in self._files:
-            file.sync()
+            try:
+                file.sync()
+            except BaseException:
+                self._unflushed = file.path
+                raise
 
     def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
         """Begin a span that ends with a ticket; what fails is not recorded."""

@@ -36,10 +36,10 @@ MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
 """What lies beside the states; the manifest last, because without it nobody looks at the others."""
 STATES_NAME = "infinity-states.bin"
-VERSION = 3
-_HEAD = struct.Struct("<32s32sQQ")
+VERSION = 4
+_HEAD = struct.Struct("<32s32sQQ32s")
 HEAD_BYTES = _HEAD.size
-"""What a record begins with: its run, its life, its step, and the writes after that."""
+"""What a record begins with: its run, its life, and its key but for the number."""
 _MOST_BYTES = 1 << 30
 _OF_A_RANK = re.compile(r"rank\d+")
 
@@ -56,15 +56,39 @@ class Member(NamedTuple):
 ONE_RANK = Member()
 
 
-class KeptRecord(NamedTuple):
-    """A record that is whole, by its number among those of the run, its step, and the `life` that
-    made it: a life begins with each `wrap`, on all ranks together. Between the record before and
-    this one, parameters or states were written so many times outside of steps."""
+class RecordKey(NamedTuple):
+    """Which record one is. Records of two ranks that have one key, and were made in one life, say
+    the same of all that ranks have in common.
+
+    `sequence` is its number among those of the run, from 1. It is of `step`. Between the record
+    before and this one, parameters or states were written so many times outside of steps
+    (`writes`). `closed` is "" where it was fixed at a place to which the program comes on all
+    ranks. Where it was fixed as the engine was closed, it is 32 hex digits that say what had
+    changed by then (`infinity.durability`).
+    """
 
     sequence: int
     step: int
+    writes: int
+    closed: str
+
+    @property
+    def moment(self) -> str:
+        """What it is of, for people."""
+        after = f" and {self.writes} writes after it" * (self.writes > 0)
+        return f"step {self.step}{after}" + ", as its engine was closed" * bool(self.closed)
+
+
+NO_RECORD = RecordKey(0, 0, 0, "")
+"""Before the first one of a run."""
+
+
+class KeptRecord(NamedTuple):
+    """A record that is whole, and the `life` that made it: a life begins with each `wrap`, on all
+    ranks together."""
+
+    key: RecordKey
     life: str
-    writes: int = 0
 
 
 class LeftStates(NamedTuple):
@@ -81,7 +105,8 @@ class LeftStates(NamedTuple):
     def of(cls, values: Sequence[Any]) -> LeftStates:
         """What JSON has made of one."""
         path, run, member, is_committed, records = values
-        return cls(path, run, Member(*member), is_committed, tuple(KeptRecord(*r) for r in records))
+        kept = tuple(KeptRecord(RecordKey(*key), life) for key, life in records)
+        return cls(path, run, Member(*member), is_committed, kept)
 
 
 @dataclass(frozen=True)
@@ -162,12 +187,12 @@ class DurableStates:
         self._kept: list[Commit] = []
         self._life = ""
         self._blocks: tuple[StoredBlock, ...] = ()
-        self._taken: KeptRecord | None = None
+        self._taken: RecordKey | None = None
         self._is_committed = self._is_discarded = False
         self.found: StatesManifest | None = None
         """Of the states that are taken over; None where the engine begins anew."""
         self.content: bytes | None = None
-        """The record that is taken over, with `found`."""
+        """The record that is taken over, with `found`, until `keep`."""
 
     def find(self, places: Sequence[Directory]) -> None:
         """Look what an earlier run left in the directories, which are locked; changes nothing.
@@ -187,7 +212,7 @@ class DurableStates:
         if (
             not self._kept
             or found is None
-            or any(_head(commit)[0] != found.run for commit in self._kept)
+            or any(_run_of(commit) != found.run for commit in self._kept)
         ):
             raise CheckpointError(
                 f"{places[0].path} lacks a part of the states of an earlier run "
@@ -222,30 +247,27 @@ class DurableStates:
         path = str(self._places[0].path)
         if self.found is None:
             return LeftStates(path)
-        records = tuple(KeptRecord(each.sequence, *_head(each)[1:]) for each in self._kept)
+        records = tuple(map(_kept, self._kept))
         return LeftStates(path, self.found.run, self.found.member, self.found.is_committed, records)
 
     @property
-    def taken(self) -> int:
-        """The number of the record that is taken over; 0 for none."""
-        return 0 if self._taken is None else self._taken.sequence
-
-    @property
-    def step(self) -> int:
-        """Its step."""
-        return 0 if self._taken is None else self._taken.step
+    def taken(self) -> RecordKey:
+        """The record that is taken over; `NO_RECORD` for none."""
+        return NO_RECORD if self._taken is None else self._taken
 
     def take(self, record: KeptRecord | None, life: str) -> None:
         """Go on from `record`, which all ranks have; None: begin a run, which has the name of its
         first `life`. `keep` gives up the record after it."""
-        self._life, self._taken = life, record
+        self._life = life
         if record is None:
             if self.found is not None and self._log is not None:
                 self._log.remove()  # of a run that was killed before all ranks had committed
             self.found, self._kept = None, []
             return
-        commit = next(each for each in self._kept if each.sequence == record.sequence)
+        self._taken = record.key
+        commit = next(each for each in self._kept if each.sequence == record.key.sequence)
         self.content, self._is_committed = commit.content[_HEAD.size :], True
+        self._kept = []
 
     @property
     def outlive(self) -> bool:
@@ -283,16 +305,28 @@ class DurableStates:
         """From now on nobody reads another record than the one that was taken."""
         if self._log is not None and self._taken is not None:
             self._log.keep(self._taken.sequence)
+        self.content = None
 
-    def record(self, step: int, writes: int, content: bytes) -> int:
+    def record(self, key: RecordKey, content: bytes) -> None:
         """Make `content` the last record, when all that it speaks of is on the drives; the one
-        before stays. Returns its number in the run. `writes`: see `KeptRecord`."""
+        before stays."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
-        head = _HEAD.pack(self.found.run.encode(), self._life.encode(), step, writes)
-        sequence = self._log.write(head + content)
+        if self._log.next_sequence != key.sequence:
+            raise RuntimeError(f"record {self._log.next_sequence} would be number {key.sequence}")
+        head = _HEAD.pack(
+            self.found.run.encode(), self._life.encode(), key.step, key.writes, key.closed.encode()
+        )
+        self._log.write(head + content)
         self._is_committed = True
-        return sequence
+
+    def read(self, key: RecordKey) -> bytes:
+        """What was made the record with this key, which nobody has given up. Raises
+        `CheckpointError` where it cannot be read."""
+        commit = None if self._log is None else self._log.read(key.sequence)
+        if commit is None:
+            raise unreadable(ValueError(f"record {key.sequence} is not there"))
+        return commit.content[_HEAD.size :]
 
     def settle(self) -> None:
         """All ranks have the last record: from now on nobody reads one before."""
@@ -415,16 +449,19 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
     for rank in sorted(left):
         if rank in lacking or left[rank].run != left[first].run:
             what = "has no committed states" if rank in lacking else "is of another run"
+            newest = left[first].records[0].key
             raise CheckpointError(
                 f"{left[rank].path} (of rank {rank}) {what}, and {left[first].path} (of rank "
-                f"{first}) has those of step {left[first].records[0].step}; give every rank the "
+                f"{first}) has those of step {newest.step}; give every rank the "
                 "nvme directories that it had, or go on from a checkpoint, in other directories"
             )
     common = set.intersection(*(set(each.records) for each in has.values()))
     if not common:
         steps = ", ".join(
             f"{each.path} (of rank {rank}) has step "
-            + " and ".join(f"{r.step} (record {r.sequence} of {r.life[:8]})" for r in each.records)
+            + " and ".join(
+                f"{key.step} (record {key.sequence} of {life[:8]})" for key, life in each.records
+            )
             for rank, each in sorted(has.items())
         )
         raise CheckpointError(
@@ -434,12 +471,20 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
     return max(common)
 
 
-def _head(commit: Commit) -> tuple[str, int, str, int]:
-    """The run, the step, the life and the writes of a record; "" for one that says nothing."""
+def _run_of(commit: Commit) -> str:
+    """The run of a record; "" for one that says nothing."""
     if len(commit.content) < _HEAD.size:
-        return "", 0, "", 0
-    run, life, step, writes = _HEAD.unpack_from(commit.content)
-    return run.decode(errors="replace"), step, life.decode(errors="replace"), writes
+        return ""
+    return _text(_HEAD.unpack_from(commit.content)[0])
+
+
+def _kept(commit: Commit) -> KeptRecord:
+    _, life, step, writes, closed = _HEAD.unpack_from(commit.content)
+    return KeptRecord(RecordKey(commit.sequence, step, writes, _text(closed)), _text(life))
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
 
 
 def _refusal(place: Directory) -> ConfigError:

@@ -38,11 +38,13 @@ from infinity.tiers.block_io import BlockIo, Sums, pack_sums, unpack_sums
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, Extent, NvmeTier
 from infinity.tiers.durable import (
+    NO_RECORD,
     ONE_RANK,
     DurableStates,
     KeptRecord,
     LeftStates,
     Member,
+    RecordKey,
     StoredBlock,
     unreadable,
 )
@@ -64,12 +66,10 @@ class Version(NamedTuple):
 
 
 class LastCommit(NamedTuple):
-    """What was committed last: the step, what `durable_blocks` had then, and what else the record
-    says."""
+    """What was committed last: its record, and what `durable_blocks` had then."""
 
-    step: int
+    key: RecordKey
     versions: Sequence[Version]
-    content: bytes
 
 
 class Store:
@@ -106,6 +106,7 @@ class Store:
         self._recorder = recorder
         self._durable = DurableStates(resume, member) if config.durability != "off" else None
         self._committed: LastCommit | None = None
+        self._last_record = threading.Lock()  # the record of `_committed` is not given up
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -340,9 +341,9 @@ class Store:
             self._durable.take(record, life)
 
     @property
-    def taken_record(self) -> int:
-        """The number of the record that was taken over; 0 where the states are new."""
-        return 0 if self._durable is None else self._durable.taken
+    def taken_record(self) -> RecordKey:
+        """The record that was taken over; `NO_RECORD` where the states are new."""
+        return NO_RECORD if self._durable is None else self._durable.taken
 
     @property
     def taken_over(self) -> bytes | None:
@@ -363,8 +364,8 @@ class Store:
             block.home.version, block.home.written = version
             block.home.durable = version.extent
             block.home.seal(version.extent)
-        sums, content = unpack_sums(self._durable.content)
-        self._committed = LastCommit(self._durable.step, versions, content)
+        sums, _ = unpack_sums(self._durable.content)
+        self._committed = LastCommit(self._durable.taken, versions)
         start = time.perf_counter()
         nbytes = self._check(sums)
         seconds = time.perf_counter() - start
@@ -430,44 +431,50 @@ class Store:
             for block, version in zip(self.durable_blocks(), versions, strict=True):
                 block.home.seal(version.extent)
 
-    def record(self, step: int, writes: int, versions: Sequence[Version], content: bytes) -> int:
-        """Make `content` the last record, of `step` and so many `writes` outside of steps: of what
-        `durable_blocks` have at these versions, all of which is written. Returns its number when it
-        would survive a power cut; the one before stays until `commit`. For one thread."""
+    def record(self, key: RecordKey, versions: Sequence[Version], content: bytes) -> None:
+        """Make `content` the last record, `key`: of what `durable_blocks` have at these versions,
+        all of which is written. Returns when it would survive a power cut; the one before stays
+        until `commit`. For one thread."""
         if self._durable is None:
             raise RuntimeError("durability is off")
         self._nvme.flush()
         if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
-        return self._durable.record(step, writes, self._with_sums(versions, content))
+        self._durable.record(key, self._with_sums(versions, content))
 
-    def commit(self, step: int, versions: Sequence[Version], content: bytes) -> None:
+    def commit(self, key: RecordKey, versions: Sequence[Version]) -> None:
         """All ranks have the last record, which was told this: what those before spoke of may be
         overwritten. For the thread of `record`."""
         if self._durable is None:
             raise RuntimeError("durability is off")
-        self._durable.settle()
-        with self._changed:
-            for block, version in zip(self.durable_blocks(), versions, strict=True):
-                block.home.durable = version.extent
-            self._committed = LastCommit(step, versions, content)
-            self._changed.notify_all()
+        with self._last_record:
+            self._durable.settle()
+            with self._changed:
+                for block, version in zip(self.durable_blocks(), versions, strict=True):
+                    block.home.durable = version.extent
+                self._committed = LastCommit(key, versions)
+                self._changed.notify_all()
 
     @property
-    def has_committed(self) -> bool:
-        """Whether there is a commit that `pin` could speak of."""
-        return self._committed is not None
+    def committed_step(self) -> int | None:
+        """The last step that would survive a power cut, which `pin` could speak of; None while
+        there is none."""
+        return None if self._committed is None else self._committed.key.step
 
     def pin(self) -> PinnedStates:
         """Keep all that the last commit speaks of as it is, until it is given back. For one caller
-        at a time."""
-        with self._changed:
+        at a time. Raises `CheckpointError` where its record cannot be read."""
+        with self._last_record:
             self.latch.check()
-            if self._committed is None:
+            if self._committed is None or self._durable is None:
                 raise RuntimeError("nothing was committed")
-            step, versions, content = self._committed
+            key, versions = self._committed
+            _, content = unpack_sums(self._durable.read(key))
             pinned = dict(zip(self.durable_blocks(), versions, strict=True))
-            return PinnedStates(step, content, pinned, self._originals, self._io, self._changed)
+            with self._changed:
+                return PinnedStates(
+                    key.step, content, pinned, self._originals, self._io, self._changed
+                )
 
     def await_unpinned(self, blocks: Sequence[Block]) -> None:
         """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises

@@ -574,7 +574,7 @@ def test_ctrl_c_in_close_cancels_it(
     run, task = stopped
     finish, interrupts = SnapshotTask.finish, [KeyboardInterrupt()]
 
-    def sealing(durability: Durability) -> None:
+    def sealing(durability: Durability, closes: bool = False) -> None:
         raise interrupts.pop()
 
     if where == "last step":

@@ -10,6 +10,7 @@ import math
 import shutil
 import signal
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.optim.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DURABLE_NAMES, HEAD_BYTES, MANIFEST_NAME, STATES_NAME
+from infinity.tiers.durable import (
+    DURABLE_NAMES,
+    HEAD_BYTES,
+    MANIFEST_NAME,
+    STATES_NAME,
+    RecordKey,
+)
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
@@ -352,9 +359,9 @@ def test_how_long_a_commit_takes_changes_no_record(
         assert go_on.wait(60)
         commit(store, *values)
 
-    def noted(self: Committer, step: int, *values: Any) -> None:
-        found.append(step)
-        seal(self, step, *values)
+    def noted(self: Committer, key: RecordKey, *values: Any) -> None:
+        found.append(key.step)
+        seal(self, key, *values)
 
     def waited_for(self: Committer) -> bool:
         go_on.set()
@@ -512,6 +519,81 @@ def test_damage_is_said_before_anything_is_trained(name: str, tmp_path: Path) ->
         infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
     path.write_bytes(content)
     train([folder], tmp_path / "log", steps=3)
+
+
+def test_states_of_another_version_are_refused(tmp_path: Path) -> None:
+    (folder,) = folders_in(tmp_path)
+    train([folder], tmp_path / "log", steps=1)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest["version"] -= 1
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(
+        infinity.CheckpointError, match=r"it is of version 3, and 4 is known\); go on from a checkp"
+    ):
+        infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
+
+
+def test_the_last_record_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """It has the buffers of the model. A snapshot reads it from the drive, and says what it finds
+    there."""
+    (folder,) = folders_in(tmp_path)
+    nbytes = 8 << 20
+    for resume in (False, True):
+        model = Model()
+        model.register_buffer("large", torch.zeros(nbytes, dtype=torch.uint8))
+        infinity.wrap(model, config_of(nvme=[folder], **LEAST), resume=resume)
+        engine = infinity.engine(model)
+        optimizer = infinity.AdamW(model.parameters())
+        tracemalloc.start()
+        for number in range(2):
+            model(**text_batch(number)).loss.backward()
+            Probe(engine).committer.rest()
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < nbytes / 2
+            optimizer.step()
+        tracemalloc.stop()
+        assert engine.snapshot(tmp_path / "snap").wait(60)
+        engine.close()
+    model = Model()
+    model.register_buffer("large", torch.zeros(nbytes, dtype=torch.uint8))
+    infinity.wrap(model, config_of(nvme=[folder], **LEAST), resume=True)
+    engine = infinity.engine(model)
+    optimizer = infinity.AdamW(model.parameters())
+    for name in COMMIT_NAMES:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2 : len(content) // 2 + 1] = b"?" * bool(content)
+        (folder / name).write_bytes(content)
+    with pytest.raises(infinity.CheckpointError, match="record of the committed states cannot be"):
+        engine.snapshot(tmp_path / "snap")
+    assert not any(b.home.pinned is not None for b in Probe(engine).store.durable_blocks())
+    engine.close()
+
+
+def test_what_a_flush_that_failed_may_have_dropped_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next flush would succeed. The error says which step a resume goes on from."""
+    folders, flush, count = folders_in(tmp_path), NvmeTier.flush, 0
+
+    def failing(tier: NvmeTier) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise OSError(errno.EIO, "Input/output error", "nvme0")
+        flush(tier)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NvmeTier, "flush", failing)
+        with pytest.raises(
+            infinity.EngineClosedError,
+            match="nvme0: Input/output error; wrap with resume=True goes on from step 0, which is",
+        ):
+            train(folders, tmp_path / "log", steps=5)
+        gc.collect()  # the engine of the run that failed
+        assert count == 3
+    before = len(logged(tmp_path))
+    train(folders, tmp_path / "log", steps=5)
+    assert logged(tmp_path)[before:][0][0] == 0
 
 
 def test_a_record_that_cannot_be_read_leaves_nothing_behind(

@@ -183,7 +183,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline._update": DRIVE,
     "optim/committer.py Committer.rest": COMMIT,
     "optim/committer.py Committer.close": COMMIT,
-    "optim/committer.py Committer._run": ("`close` posts None", CLOSING[1]),
+    "optim/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
@@ -278,6 +278,7 @@ LOCKS: dict[str, str] = {
     "tiers/store.py Store._changed": (
         "for a few lines and the submission of reads; who waits on it lets go of it"
     ),
+    "tiers/store.py Store._last_record": "held while a record is read, or given up: DRIVE",
     "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }

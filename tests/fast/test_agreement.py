@@ -15,6 +15,7 @@ from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError, InfinityError
 from infinity.sharding import agreement
 from infinity.sharding.agreement import Agreement
+from infinity.tiers.durable import NO_RECORD, RecordKey
 from infinity.tiers.latch import Latch
 
 Make = Callable[..., Agreement]
@@ -48,10 +49,16 @@ def _latches() -> Iterator[list[Latch]]:
 
 @pytest.fixture(name="make")
 def _make(store: Notes, latches: list[Latch]) -> Make:
-    def make(rank: int, ranks: int = 2, last: int = 0, timeout: float = 0.0) -> Agreement:
+    def make(
+        rank: int, ranks: int = 2, last: RecordKey = NO_RECORD, timeout: float = 0.0
+    ) -> Agreement:
         return Agreement(rank, range(ranks), "a run", last, timeout, latches[rank])
 
     return make
+
+
+def of(sequence: int, step: int, writes: int = 0, closed: str = "") -> RecordKey:
+    return RecordKey(sequence, step, writes, closed)
 
 
 def at_once(waited: float) -> bool:
@@ -64,25 +71,27 @@ def never(waited: float) -> bool:
 
 def test_all_have_a_record_when_the_last_one_has_made_it(make: Make) -> None:
     first, second, third = (make(rank, 3) for rank in range(3))
-    assert not second.is_awaited(0)
-    assert not first.reach(1, 0, at_once)
-    assert second.is_awaited(0) and not second.is_awaited(1)
-    assert not second.reach(1, 0, at_once)
-    assert third.reach(1, 0, never)
+    assert not second.is_awaited(of(1, 0))
+    assert not first.reach(of(1, 0), at_once)
+    assert second.is_awaited(of(1, 0)) and not second.is_awaited(of(1, 1))
+    assert not second.reach(of(1, 0), at_once)
+    assert third.reach(of(1, 0), never)
 
 
 def test_a_resumed_run_counts_on(make: Make) -> None:
-    first, second = (make(rank, last=7) for rank in range(2))
-    assert not first.reach(8, 5, at_once)
-    assert second.is_awaited(5)
-    assert second.reach(8, 5, never)
+    first, second = (make(rank, last=of(7, 4)) for rank in range(2))
+    assert not first.reach(of(8, 5), at_once)
+    assert second.is_awaited(of(8, 5))
+    assert second.reach(of(8, 5), never)
 
 
 def test_what_is_behind_all_is_forgotten(make: Make, store: Notes) -> None:
     ranks = [make(rank, timeout=math.inf) for rank in range(2)]
     counts = []
     for number in range(1, 9):
-        work = [threading.Thread(target=each.reach, args=(number, number, never)) for each in ranks]
+        work = [
+            threading.Thread(target=each.reach, args=(of(number, number), never)) for each in ranks
+        ]
         for thread in work:
             thread.start()
         for thread in work:
@@ -95,12 +104,16 @@ def test_what_is_behind_all_is_forgotten(make: Make, store: Notes) -> None:
     ("other", "match"),
     [
         (
-            lambda rank: rank.reach(1, 4, at_once),
+            lambda rank: rank.reach(of(1, 4), at_once),
             "record 1 of rank 1 is of step 4, and record 1 of",
         ),
         (
-            lambda rank: rank.reach(1, 0, at_once, writes=2),
+            lambda rank: rank.reach(of(1, 0, writes=2), at_once),
             "record 1 of rank 1 is of step 0 and 2 writes after it, and record 1 of rank 0 of step",
+        ),
+        (
+            lambda rank: rank.reach(of(1, 0, closed="by then"), at_once),
+            "rank 1 does not commit step 0: its engine was closed at an earlier or later place",
         ),
         (lambda rank: rank.end(), "rank 1 does not commit step 0: its engine was closed"),
         (lambda rank: None, r"waited \d+ s for the others to commit step 0; rank 1 has step 0"),
@@ -112,7 +125,7 @@ def test_a_wait_in_vain_ends_with_the_reason(
     first, second = make(0), make(1)
     other(second)
     with pytest.raises(InfinityError, match=match):
-        first.reach(1, 0, never)
+        first.reach(of(1, 0), never)
 
 
 def test_a_failure_on_either_side_ends_it(make: Make, latches: list[Latch]) -> None:
@@ -120,19 +133,19 @@ def test_a_failure_on_either_side_ends_it(make: Make, latches: list[Latch]) -> N
     first.pause = 0.0
     latches[1].fail(OSError("no space is left"), "a commit")
     with pytest.raises(InfinityError, match=r"rank 1 does not commit step 0: .* no space"):
-        first.reach(1, 0, never)
+        first.reach(of(1, 0), never)
     with pytest.raises(EngineClosedError, match="no space is left"):
-        second.reach(1, 1, never)
+        second.reach(of(1, 1), never)
 
 
 def test_what_was_said_last_of_an_end_stays(make: Make) -> None:
     """A rank that has a record is in no wait for it, whatever became of it since."""
     first, second = make(0), make(1)
-    assert not second.reach(1, 0, at_once)
+    assert not second.reach(of(1, 0), at_once)
     second.end()
-    assert first.reach(1, 0, never)
+    assert first.reach(of(1, 0), never)
     with pytest.raises(InfinityError, match="rank 1 does not commit step 1"):
-        first.reach(2, 1, never)
+        first.reach(of(2, 1), never)
 
 
 def test_a_store_that_is_gone(make: Make, store: Notes) -> None:
@@ -140,7 +153,7 @@ def test_a_store_that_is_gone(make: Make, store: Notes) -> None:
     second.end()
     store.gone = True
     with pytest.raises(InfinityError, match=r"rank 0 cannot ask the others .*Connection reset"):
-        first.reach(1, 0, never)
+        first.reach(of(1, 0), never)
 
 
 def test_who_waits_looks_less_and_less_often(
@@ -149,5 +162,41 @@ def test_who_waits_looks_less_and_less_often(
     pauses: list[float] = []
     monkeypatch.setattr(agreement.time, "sleep", pauses.append)
     first = make(0, timeout=math.inf)
-    assert not first.reach(1, 0, lambda waited: len(pauses) == 20)
+    assert not first.reach(of(1, 0), lambda waited: len(pauses) == 20)
     assert pauses == sorted(pauses) and pauses[-1] == 0.05
+
+
+def test_who_refuses_is_named_on_all_ranks(make: Make) -> None:
+    ranks = [make(rank, 3) for rank in range(3)]
+    meeting = threading.Barrier(3)
+
+    def ask(reasons: list[str]) -> list[str]:
+        said = [""] * 3
+
+        def work(rank: int) -> None:
+            def meet(refuses: bool) -> bool:
+                meeting.wait()
+                return any(reasons)
+
+            said[rank] = ranks[rank].refusals(reasons[rank], meet)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    assert ask(["", "", ""]) == [""] * 3
+    assert ask(["", "it is gone", ""]) == ["rank 1 refuses it: it is gone"] * 3
+    two = "rank 0 refuses it: no room; rank 2 refuses it: it is late"
+    assert ask(["no room", "", "it is late"]) == [two] * 3
+    assert ask(["", "", ""]) == [""] * 3
+
+
+def test_a_refusal_without_a_store_names_nobody(make: Make, store: Notes) -> None:
+    store.gone = True
+    store.set = lambda *values: 1 / 0  # type: ignore[method-assign]
+    said = [make(0).refusals("it is gone", lambda refuses: True)]
+    said.append(make(1).refusals("", lambda refuses: True))
+    assert said == ["another rank refuses it"] * 2

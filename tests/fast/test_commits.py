@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from infinity import CheckpointError
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
-from infinity.tiers.durable import KeptRecord, LeftStates, Member, common_step
+from infinity.tiers.durable import KeptRecord, LeftStates, Member, RecordKey, common_step
 
 SECTOR = 16  # bytes that are written as a whole; small, so that records have many
 
@@ -225,7 +225,8 @@ class Rank:
         kept = self.log.kept()
         member = Member(rank, ranks)
         assert all(int(each.content) in self.records for each in kept), "states are overwritten"
-        records = tuple(KeptRecord(each.sequence, int(each.content), "a life") for each in kept)
+        keys = [RecordKey(each.sequence, int(each.content), 0, "") for each in kept]
+        records = tuple(KeptRecord(key, "a life") for key in keys)
         return LeftStates(f"rank{rank}", "a run", member, is_committed=True, records=records)
 
     def make(self, sequence: int) -> None:
@@ -269,8 +270,8 @@ def run_with_kills(data: st.DataObject, ranks: int, settles_at_once: bool) -> No
 
     for _ in range(data.draw(st.integers(1, 6), "lives")):
         found = common_step({at: each.left(at, ranks) for at, each in enumerate(group)}, members)
-        assert found is not None and found.sequence in (common, common + 1)
-        common = found.sequence
+        assert found is not None and found.key.sequence in (common, common + 1)
+        common = found.key.sequence
         for rank in group:
             rank.files.kill_at = data.draw(st.integers(-1, 9), "kill")
             rank.files.mask = data.draw(st.integers(0, (1 << 24) - 1), "mask")

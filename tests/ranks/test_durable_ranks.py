@@ -34,7 +34,7 @@ from infinity.directories.directory import Directory
 from infinity.optim import committer
 from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME
+from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, RecordKey
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
@@ -451,12 +451,12 @@ def records(number: int, before: Callable[[], object]) -> Iterator[None]:
     """`before` comes before record `number` of this rank, counted from 0."""
     record, left = Store.record, number
 
-    def counted(store: Store, *values: Any) -> int:
+    def counted(store: Store, *values: Any) -> None:
         nonlocal left
         if left == 0:
             before()
         left -= 1
-        return record(store, *values)
+        record(store, *values)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "record", counted)
@@ -566,11 +566,95 @@ def a_rank_is_closed_while_it_waits(directory: Path, rank: int) -> None:
             engine.close()
 
 
+CLOSED = {
+    "within a step and in a forward": ("step", "forward", 1),
+    "within a step and after it": ("step", "after", 1),
+    "after a step and in a forward": ("after", "forward", 1),
+    "after a step and after a write": ("after", "write", 1),
+    "within a step": ("step", "step", 2),
+    "after a step": ("after", "after", 2),
+}
+"""Where the two ranks are closed after two steps, and the step that they go on from."""
+
+
+def ranks_are_closed_at_different_places(directory: Path, rank: int) -> None:
+    """What a scheduler and another object that is tracked have become is the same on all ranks."""
+    for number, (first, second, step) in enumerate(CLOSED.values()):
+        place = directory / str(number)
+        place.mkdir(exist_ok=True)
+        found = [_closed_at(place, rank, (first, second)[rank]), _goes_on(place)]
+        assert found[0][:step] == found[1], (first, second)
+
+
+class _Steps:
+    """Counts them, whatever the rates are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, values: dict[str, int]) -> None:
+        vars(self).update(values)
+
+
+def _tracked(
+    engine: infinity.Engine, optimizer: infinity.AdamW
+) -> tuple[torch.optim.lr_scheduler.LRScheduler, _Steps]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    steps = _Steps()
+    engine.track(scheduler=scheduler, steps=steps)
+    return scheduler, steps
+
+
+def _closed_at(directory: Path, rank: int, where: str) -> list[float]:
+    """The rate of each step."""
+    model, engine, optimizer = start(directory, collective_timeout=600.0)
+    scheduler, steps = _tracked(engine, optimizer)
+    rates = []
+    for number in range(2):
+        rates.append(optimizer.param_groups[0]["lr"])
+        step(model, optimizer)
+        if where != "step" or number == 0:
+            scheduler.step()
+            steps.count += 1
+    if where == "forward":
+        await_rank(directory, "closed", 1 - rank)
+        with contextlib.suppress(infinity.InfinityError):  # in the forward, or the step after it
+            step(model, optimizer)
+            pytest.fail("it goes on without the other rank")
+    if where == "write":
+        weight = next(model.parameters())
+        infinity.set(weight, "value", infinity.get(weight, "value", local=True), local=True)
+    engine.close()
+    come(directory, "closed")
+    await_rank(directory, "closed", 1 - rank)
+    return rates
+
+
+def _goes_on(directory: Path) -> list[float]:
+    """The rates of the steps that were made, by what a resume finds."""
+    model = Model()
+    config = config_of(nvme=[directory / "nvme"], **LEAST | {"collective_timeout": 600.0})
+    infinity.wrap(model, config, resume=True)
+    engine = infinity.engine(model)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    scheduler, steps = _tracked(engine, optimizer)
+    committed = engine.committed_step or 0
+    said = [None] * RANKS
+    dist.all_gather_object(said, (committed, steps.count, scheduler.last_epoch))
+    assert len(set(said)) == 1, said
+    engine.close()
+    return [1e-2 / (1 + number) for number in range(committed)]
+
+
 def ranks_make_different_steps(directory: Path, rank: int) -> None:
     model, engine, optimizer = start(directory, collective_timeout=8.0)
     step(model, optimizer)
     if rank == 1:
-        Probe(engine).committer.seal(7, lambda versions: b"of no step that rank 0 makes")
+        key = RecordKey(3, 7, 0, "")
+        Probe(engine).committer.seal(key, lambda versions: b"of no step that rank 0 makes")
     with pytest.raises(infinity.EngineClosedError) as caught:
         for _ in range(3):
             step(model, optimizer)
@@ -664,6 +748,7 @@ def work(name: str, where: Path, rank: int) -> None:
         a_rank_closes_before_the_others_have_committed,
         a_rank_closes_and_lacks_what_comes_before,
         a_rank_is_closed_while_it_waits,
+        ranks_are_closed_at_different_places,
         ranks_make_different_steps,
         ranks_differ_in_what_they_want,
         updates_in_backward_wait_for_the_commits_of_others,

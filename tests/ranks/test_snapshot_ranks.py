@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -169,12 +170,41 @@ def one_refuses(directory: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
     run = Run(directory / "nvme")
     run.step(0)
     extra = {"what": threading.Event} if rank == 0 else {}
-    text = "another rank refuses" if rank else "extra may have numbers"
+    text = (
+        "no rank begins this snapshot: rank 0 refuses it: extra may have" if rank else "^extra may"
+    )
     with pytest.raises(infinity.CheckpointError, match=text):
         run.engine.snapshot(directory / "snap", extra)
     task = run.engine.snapshot(directory / "snap", {})
     run.engine.close()
     assert task.done() and task.wait() and (directory / "snap").exists()
+
+
+def one_has_no_optimizer(directory: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
+    """Which shows when all know which step it is: nobody waits for the one that refuses."""
+    run = Run(directory / "nvme", collective_timeout=600.0)
+    run.step(0)
+    run.model(**text_batch(rank))
+    if rank == 1:
+        run.optimizer = None  # type: ignore[assignment]
+        gc.collect()
+    reason = r"the optimizer \(AdamW\) of the committed step 1 is gone"
+    kind, text = (
+        (infinity.ConfigError, f"^{reason}")
+        if rank == 1
+        else (
+            infinity.CheckpointError,
+            f"^no rank begins this snapshot: rank 1 refuses it: {reason}",
+        )
+    )
+    for _ in range(2):
+        with pytest.raises(kind, match=text):
+            run.engine.snapshot(directory / "snap")
+    assert not any(b.home.pinned is not None for b in Probe(run.engine).store.durable_blocks())
+    run.optimizer = run.optimizer or infinity.AdamW(run.model.parameters(), lr=1e-2)
+    task = run.engine.snapshot(directory / "snap")
+    run.engine.close()
+    assert task.wait() and (directory / "snap").exists()
 
 
 def work(name: str, where: Path, rank: int) -> None:
@@ -183,7 +213,15 @@ def work(name: str, where: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [parts, parts_that_begin_in_backward, replicas, one_fails, one_refuses]
+    "work",
+    [
+        parts,
+        parts_that_begin_in_backward,
+        replicas,
+        one_fails,
+        one_refuses,
+        one_has_no_optimizer,
+    ],
 )
 def test_on_two_ranks(
     work: Callable[[Path, int, pytest.MonkeyPatch], None], on_ranks: OnRanks

@@ -6,6 +6,10 @@ or, where it is a write, torn at sectors of 512 or 4096 bytes. Those that are ke
 order, and the length of a file is a change like any other. A name is lost, or points to the file
 before, until its folder is flushed. A kill alone loses nothing but what was under way. Yet what was
 not flushed still is not: the next process reads it, and a power cut may take it from that.
+
+[Note: a flush that fails]
+The system takes what it could not write for written, as Linux does: all read it as before, no later
+flush brings it to the drive, and a power cut takes it.
 """
 
 from __future__ import annotations
@@ -56,6 +60,10 @@ class Plain:
         for change in changes:
             _apply(self._flushed, change)
         del self._changes[: len(changes)]
+
+    def drop(self) -> None:
+        """A flush failed: no later one brings these changes."""
+        self._changes = []
 
     def arrive(self, under_way: Sequence[Change], chance: Chance) -> None:
         """The process was killed: some of what it was writing arrives later."""

@@ -55,7 +55,12 @@ class DriveFile:
 def flush(machine: Machine, kind: str, name: str, file: Plain) -> None:
     """What has ended before this begins survives a power cut when it returns."""
     with machine.lock:
-        operation = machine.begin(kind, name)
+        try:
+            operation = machine.begin(kind, name)
+        except OSError:
+            if not machine.is_off:
+                file.drop()
+            raise
         changes = file.changes()
     machine.take_time(operation)
     with machine.lock:

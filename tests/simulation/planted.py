@@ -22,11 +22,13 @@ from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DurableStates, KeptRecord
+from infinity.tiers.durable import DurableStates, KeptRecord, RecordKey
 from infinity.tiers.home import Home
 from infinity.tiers.store import Store
+from simulation.drive import DriveFile
 from simulation.many import simulating
 from simulation.processes import here
+from simulation.system import SimulatedSystem
 from support.threads import one_thread
 
 WITHIN = 1000
@@ -45,13 +47,12 @@ class Bug(NamedTuple):
 def _record_before_the_flush() -> AbstractContextManager[object]:
     record, flush = Store.record, NvmeTier.flush
 
-    def late(store: Store, *values: Any) -> int:
+    def late(store: Store, *values: Any) -> None:
         drives: list[NvmeTier] = []
         with mock.patch.object(NvmeTier, "flush", lambda tier: drives.append(tier)):
-            number = record(store, *values)
+            record(store, *values)
         for each in drives:
             flush(each)
-        return number
 
     return mock.patch.object(Store, "record", late)
 
@@ -78,11 +79,10 @@ def _record_before_the_last_write() -> Iterator[None]:
         awaited.append(lambda: await_ended(queue, jobs))
         return True
 
-    def early(states: DurableStates, *values: Any) -> int:
-        number = record(states, *values)
+    def early(states: DurableStates, *values: Any) -> None:
+        record(states, *values)
         while awaited:
             awaited.pop()()
-        return number
 
     with (
         mock.patch.object(JobQueue, "await_ended", put_off),
@@ -142,15 +142,40 @@ def _unflushed_directories() -> AbstractContextManager[object]:
     return mock.patch.object(Directory, "sync", skipping)
 
 
-def _uncounted_writes() -> AbstractContextManager[object]:
-    """A rank that is closed before it writes to parameters, and one that goes on after that, make
+def _closed_like_a_forward() -> AbstractContextManager[object]:
+    """A rank that is closed before its scheduler steps, and one that goes on after that, make
     records that look the same."""
     seal = Committer.seal
 
-    def uncounted(committer: Committer, step: int, content: Any, writes: int = 0) -> None:
-        seal(committer, step, content)
+    def same(committer: Committer, key: RecordKey, content: Any) -> None:
+        seal(committer, key._replace(closed=""), content)
 
-    return mock.patch.object(Committer, "seal", uncounted)
+    return mock.patch.object(Committer, "seal", same)
+
+
+def _flushed_alone() -> AbstractContextManager[object]:
+    """The same bytes are not written again, which a flush that failed may have dropped."""
+    write = SimulatedSystem.pwrite
+
+    def sparing(system: SimulatedSystem, descriptor: int, data: Any, offset: int) -> int:
+        if system.pread(descriptor, len(data), offset) == bytes(data):
+            return len(data)
+        return write(system, descriptor, data, offset)
+
+    return mock.patch.object(SimulatedSystem, "pwrite", sparing)
+
+
+def _flushed_again() -> AbstractContextManager[object]:
+    """A flush of the states that fails is tried once more."""
+    sync = DriveFile.sync
+
+    def patiently(file: DriveFile) -> None:
+        try:
+            sync(file)
+        except OSError:
+            sync(file)
+
+    return mock.patch.object(DriveFile, "sync", patiently)
 
 
 BUGS = (
@@ -165,7 +190,9 @@ BUGS = (
     Bug("one rank is a step ahead", _own_last_record, 10),
     Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
     Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
-    Bug("writes outside of steps are not counted", _uncounted_writes, 732),
+    Bug("a rank closed within a step is not told from others", _closed_like_a_forward, 158),
+    Bug("a record that is read is flushed, and not written again", _flushed_alone, 1768),
+    Bug("a flush that failed is tried again", _flushed_again, 526),
 )
 
 

@@ -318,6 +318,11 @@ class Run:
         self.optimizer.step()
         return total
 
+    def step_alone(self, step: int) -> None:
+        """A step, and nothing of what comes after it."""
+        self._before(step)
+        self._train(step)
+
     def accumulate(self, step: int) -> float:
         """The forwards and backwards of a step; returns the sum of the losses."""
         wanted, total = self.program, 0.0

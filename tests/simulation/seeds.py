@@ -65,8 +65,10 @@ ROT = 0.1
 LEAVES = (*[""] * 8, "between steps", "in a step", "looks", "lets go")
 """How a process leaves that nothing strikes before: it is closed, after a backward or not, was
 there to evaluate only, or lets go of its model."""
-LEAVES_OF_RANKS = (*LEAVES, "alone")
-"""One of several ranks may also do so alone, and the others find it gone."""
+LEAVES_OF_RANKS = (*LEAVES, "alone", "alone within")
+"""One of several ranks may also do so alone, between steps or after one whose scheduler did not
+step yet, and the others find it gone."""
+ALONE = {"alone": "between steps", "alone within": "before its scheduler"}
 LASTING = ("write", "read", "flush", "sync")
 
 
@@ -382,7 +384,7 @@ class _Trial:
         machines = simulation.machines(
             self._program, self._disks, chance.child("machine"), blows, life
         )
-        loner = chance.below(ranks, "loner") if leaves == "alone" else -1
+        loner = chance.below(ranks, "loner") if leaves.startswith("alone") else -1
         try:
             errors = self._end_of_processes(machines, leaves, loner, chance)
             if any(map(self._is_refusal, errors)):
@@ -394,7 +396,7 @@ class _Trial:
                     raise Wrong("".join(traceback.format_exception(error)))
             for machine in machines:
                 simulation.look_behind(machine)
-            if not struck and leaves not in ("looks", "lets go", "alone"):
+            if not struck and loner < 0 and leaves not in ("looks", "lets go"):
                 self._least = self._at
         except Wrong as wrong:
             told = ", ".join(f"rank {rank} by {blow}" for rank, blow in blows.items())
@@ -433,7 +435,9 @@ class _Trial:
         seen = [_Seen() for _ in machines]
 
         def work(rank: int, run: Run) -> None:
-            way = leaves if leaves != "alone" else "between steps" if rank == loner else ""
+            way = leaves
+            if loner >= 0:
+                way = "" if rank != loner else ALONE[leaves]
             try:
                 if way == "looks":
                     run.wrap(resume=True)
@@ -490,6 +494,9 @@ class _Trial:
         run.go_on(see, until)
         if leaves == "in a step" and until < steps:
             run.accumulate(until)
+            return
+        if leaves == "before its scheduler" and until < steps:
+            run.step_alone(until)
             return
         if leaves == "lets go":
             run.leave()

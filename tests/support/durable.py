@@ -23,6 +23,7 @@ import infinity
 from infinity.directories.commits import CommitLog, DurableFiles
 from infinity.sharding.agreement import Agreement
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.durable import RecordKey
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.models import text_batch, transformer
@@ -148,14 +149,14 @@ def _kill_behind(left: int) -> None:
         made.append(self)
         make(self, *values)
 
-    def late(store: Store, step: int, writes: int, *values: Any) -> int:
+    def late(store: Store, key: RecordKey, *values: Any) -> None:
         nonlocal left
         while left == 0:
-            if made[-1].is_awaited(step, writes):
+            if made[-1].is_awaited(key):
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait(0.01)  # which nobody sets
         left -= 1
-        return record(store, step, writes, *values)
+        record(store, key, *values)
 
     Agreement.__init__ = noted  # type: ignore[method-assign]
     Store.record = late  # type: ignore[method-assign]
