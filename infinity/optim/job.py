@@ -31,10 +31,11 @@ SPECULATIVE job makes is put into the copy that the backward has just left.
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -431,18 +432,16 @@ class JobQueue:
 
     def _next(self, may_hold: bool, ready: bool) -> Job | None:
         """See `take`."""
-        hurried = ready and self._is_waited_for
+        is_waited_for = functools.cache(self._is_waited_for)  # asked once, where a place is lacking
 
         def able(job: Job) -> bool:
             if job.state is JobState.AWAITED:
                 return may_hold and self._is_at_hand(job)
-            placed = hurried or self._has_place(job)
-            return ready and placed and job.may_update(job.chunks[0])
+            placed = ready and (self._has_place(job) or is_waited_for())
+            return placed and job.may_update(job.chunks[0])
 
-        able_jobs = (job for job in self.jobs if job.chunks and able(job))
-        return min(able_jobs, key=lambda job: job.place, default=None)
+        return _needed_first((job for job in self.jobs if job.chunks), able)
 
-    @property
     def _is_waited_for(self) -> bool:
         """Whether an update waits for a commit, which waits for those that have no place."""
         return self._store.is_durable and any(
@@ -450,8 +449,8 @@ class JobQueue:
         )
 
     def _next_in_memory(self) -> Job | None:
-        able_jobs = (job for job in self.jobs if job.in_memory and job.may_update(job.in_memory[0]))
-        return min(able_jobs, key=lambda job: job.place, default=None)
+        jobs = (job for job in self.jobs if job.in_memory)
+        return _needed_first(jobs, lambda job: job.may_update(job.in_memory[0]))
 
     def _is_at_hand(self, job: Job) -> bool:
         """Whether all that the update reads exists, and what it reads of the parameter is not on
@@ -472,6 +471,12 @@ class JobQueue:
         hurried = job.hurried or self._hurries or self._state is not QueueState.OPEN
         waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
         return not waits or self._store.resident.has_copy(block)
+
+
+def _needed_first(jobs: Iterable[Job], able: Callable[[Job], bool]) -> Job | None:
+    """Of the `jobs` that are `able`, the one that the next forward needs first. None is asked that
+    is needed later."""
+    return next(filter(able, sorted(jobs, key=lambda job: job.place)), None)
 
 
 def reads(unit: Unit, kind: Kind) -> bool:
