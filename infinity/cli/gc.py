@@ -56,7 +56,7 @@ def collect(*directories: Path, committed: bool = False) -> dict[str, int]:
     return found
 
 
-class _Place(NamedTuple):
+class _OpenPlace(NamedTuple):
     """A directory, or one of a rank or an engine in its `parent`."""
 
     place: Directory
@@ -64,11 +64,11 @@ class _Place(NamedTuple):
     parent: Directory | None = None
 
 
-def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_Place]:
+def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_OpenPlace]:
     """All of them, each once, those above first; open as long as `stack` is."""
     seen = set[tuple[int, int]]()
     coming = [
-        _Place(stack.enter_context(Directory(each, "nvme directory"))) for each in directories
+        _OpenPlace(stack.enter_context(Directory(each, "nvme directory"))) for each in directories
     ]
     while coming:
         each = coming.pop(0)
@@ -79,10 +79,10 @@ def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_Place]
         yield each
         for own in own_directories(each.place.path):
             inner = stack.enter_context(each.place.below(own.name))
-            coming.append(_Place(inner, own.name, each.place))
+            coming.append(_OpenPlace(inner, own.name, each.place))
 
 
-class _Left(NamedTuple):
+class _Leftovers(NamedTuple):
     """What dead runs left in one directory: the folders of benchmarks, and the paths of states and
     others, with their bytes."""
 
@@ -97,7 +97,7 @@ class _Left(NamedTuple):
         return bool(self.found or checkpoints.leftovers(self.place.path))
 
 
-def _look(place: Directory, committed: bool) -> _Left:
+def _look(place: Directory, committed: bool) -> _Leftovers:
     benchmark = leftovers(place.path)
     has_states = committed or not holds_committed(place)
     states = (STATES_NAME, *DURABLE_NAMES) if has_states else ()
@@ -108,10 +108,10 @@ def _look(place: Directory, committed: bool) -> _Left:
         if status is not None
     }
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
-    return _Left(place, has_states, benchmark, found)
+    return _Leftovers(place, has_states, benchmark, found)
 
 
-def _remove(left: _Left) -> dict[str, int]:
+def _remove(left: _Leftovers) -> dict[str, int]:
     """Remove it, after the records of all directories; returns paths and bytes."""
     place, found = left.place, dict(left.found)
     if left.is_any:
