@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """How fast a checkpoint is saved and loaded, beside what the drive gives in the same round.
 
-A save reads states from the drive and writes as many bytes to it, and a load does the same. So the
-limit is the rate of half reads and half writes, in pieces of `infinity bench io`, through the same
-I/O engine in the same directory. It counts both directions, and so does the value of a save or
-load: bytes of states that were moved, plus bytes of the checkpoint, per second. `over_mixed_ratio`
-is beside the mode "mixed" of `infinity bench io`, of which 70% are reads. GB = 1e9 bytes.
+A save reads states from the drive and writes as many bytes to a new file, and a load reads the
+checkpoint and writes as many bytes to states that are there. All rates count both directions: bytes
+of states that were moved, plus bytes of the checkpoint, per second. GB = 1e9 bytes.
+
+- The limit of a load is "half": half reads and half writes of a file that is there, in pieces of
+  `infinity bench io`, through the same I/O engine in the same directory.
+- The limit of a save is "half, to a new file": such reads beside writes to a file that is made for
+  them, is as long as the checkpoint, is written in the pieces and requests of a save, and is
+  flushed. A virtual disk takes longer for blocks that no file has had since they were discarded.
+- `over_half_ratio` is beside "half" for both, and `over_mixed_ratio` beside the mode "mixed" of
+  `infinity bench io`, of which 70% are reads.
 
 Parameters, masters and moments are on NVMe, nothing is cached. Everything that a save wrote is
 flushed when it ends. "save" makes a new directory. "save over another" replaces the last
 checkpoint, and so also removes as many bytes, which takes long where the file system discards what
-it frees. The file of the drive was written before, as with `infinity bench io`. A new file may be
-slower to write, on a virtual disk above all: see "write to a new file".
+it frees. The file of the drive was written before, as with `infinity bench io`.
 
 With --slowed the I/O engines of the states and of the checkpoint are slowed to a rate, each in its
 direction. The limit is then the time that the bytes of one direction take. This shows what is lost
@@ -30,6 +35,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -42,17 +48,18 @@ import infinity
 from infinity import native
 from infinity.bench.io import patterns
 from infinity.bench.io.patterns import Transfer
-from infinity.bench.io.rig import PIECE_BYTES, Drive, Rig
+from infinity.bench.io.rig import PIECE_BYTES, Drive, Rig, make_engine
 from infinity.bench.io.search import Setting
 from infinity.bench.io.workspace import workspace
 from infinity.bench.summary import Row, Spread, Summary
+from infinity.checkpoint.data_file import BUFFER_BYTES, BUFFERS
 from infinity.device import HostMemory
 from infinity.quantities import parse_bytes
 
 QUESTION = "How near do saving and loading a checkpoint come to the drive?"
 LIMIT = (
-    "half reads and half writes on the same drive, in the same round; of a slowed drive, its rate "
-    "in each direction"
+    "half reads and half writes on the same drive, in the same round, and to a new file for a "
+    "save; of a slowed drive, its rate in each direction"
 )
 
 
@@ -116,6 +123,34 @@ class Bench:
         path.unlink()
         return rate
 
+    def rate_of_half_to_new(self, path: Path, nbytes: int) -> float:
+        """GB/s of reads of the drive's file beside writes of about `nbytes` to a file that is made
+        for them, flush included."""
+        setting, memory, old = self._setting, self._drive.memory.tensor, self._drive.file
+        slots = memory.split(BUFFER_BYTES)[: 2 * BUFFERS]
+        count = nbytes // BUFFER_BYTES
+        places = itertools.cycle(range(0, self._drive.size - BUFFER_BYTES + 1, BUFFER_BYTES))
+        with (
+            closing(native.aio().File(os.fspath(path), create=True)) as new,
+            closing(make_engine(setting)) as reading,
+            closing(native.make_engine(setting.engine)) as writing,
+        ):
+            start = time.perf_counter()
+            new.allocate(count * BUFFER_BYTES)
+            tickets: deque[Any] = deque()
+            for number in range(count):
+                while len(tickets) > len(slots) - 2:
+                    tickets.popleft().wait()
+                to, of = (slots[(2 * number + each) % len(slots)].data_ptr() for each in (0, 1))
+                tickets.append(reading.read(old, next(places), to, BUFFER_BYTES))
+                tickets.append(writing.write(new, number * BUFFER_BYTES, of, BUFFER_BYTES))
+            for ticket in tickets:
+                ticket.wait()
+            new.sync()
+            seconds = time.perf_counter() - start
+        path.unlink()
+        return 2 * count * BUFFER_BYTES / seconds / 1e9
+
 
 class Run:
     """A wrapped model whose states are all on NVMe and were updated once."""
@@ -152,10 +187,14 @@ class Run:
         self.engine.load_checkpoint(self.checkpoint, self.optimizer)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Of the checkpoint."""
+        return sum(path.stat().st_size for path in self.checkpoint.iterdir())
+
+    @property
     def moved_bytes(self) -> int:
         """Of states, which take 12 bytes a parameter, and of the checkpoint."""
-        files = sum(path.stat().st_size for path in self.checkpoint.iterdir())
-        return files + 12 * self.parameters
+        return self.checkpoint_bytes + 12 * self.parameters
 
 
 @contextmanager
@@ -193,13 +232,16 @@ def measure(run: Run, bench: Bench, options: argparse.Namespace) -> list[Row]:
     """A row for each mode of the drive, and for a save and a load."""
     rates: dict[str, list[float]] = {mode: [] for mode in MODES}
     news: list[float] = []
+    halves_to_new: list[float] = []
     works = {"save": run.save, "save over another": run.save, "load": run.load}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for _ in range(options.rounds):
         for mode, measured in rates.items():
             measured.append(bench.rate(mode, options.seconds))
-        news.append(bench.rate_of_new(run.checkpoint.with_name("new")))
-        before = rates["half"][-1]
+        new, nbytes = run.checkpoint.with_name("new"), run.checkpoint_bytes
+        news.append(bench.rate_of_new(new))
+        halves_to_new.append(bench.rate_of_half_to_new(new, nbytes))
+        before, before_new = rates["half"][-1], halves_to_new[-1]
         shutil.rmtree(run.checkpoint)
         for name, work in works.items():
             os.sync()
@@ -207,15 +249,20 @@ def measure(run: Run, bench: Bench, options: argparse.Namespace) -> list[Row]:
             # A shared drive is not as fast now as it was a moment ago.
             after = bench.rate("half", options.seconds)
             moved, half = run.moved_bytes / 1e9, statistics.mean((before, after))
-            rate, before = moved / seconds, after
+            rate, before, limit = moved / seconds, after, half
+            if work == run.save:
+                after = bench.rate_of_half_to_new(new, nbytes)
+                limit, before_new = statistics.mean((before_new, after)), after
+                halves_to_new.append(after)
             found[name].append(
                 {
                     "value": rate,
-                    "ratio": rate / half,
+                    "ratio": rate / limit,
+                    "over_half_ratio": rate / half,
                     "over_mixed_ratio": rate / rates["mixed"][-1],
                     "seconds": seconds,
                     "cpu_seconds_per_gb": cpu / moved,
-                    "drive_gb_per_second": half,
+                    "drive_gb_per_second": limit,
                 }
             )
         for rate in options.slowed:
@@ -232,6 +279,7 @@ def measure(run: Run, bench: Bench, options: argparse.Namespace) -> list[Row]:
                         "cpu_seconds_per_gb": cpu / moved,
                     }
                 )
+    to_new = {"write to a new file": news, "half, to a new file": halves_to_new}
     rows = [
         Row(
             name=f"the drive, {mode}",
@@ -239,7 +287,7 @@ def measure(run: Run, bench: Bench, options: argparse.Namespace) -> list[Row]:
             rounds=options.rounds,
             value=Spread.of(measured),
         )
-        for mode, measured in (rates | {"write to a new file": news}).items()
+        for mode, measured in (rates | to_new).items()
     ]
     for name, measured in found.items():
         columns = {key: Spread.of([one[key] for one in measured]) for key in measured[0]}

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -21,38 +24,83 @@ from infinity.quantities import format_bytes
 from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed, remove_records
 
 
-def collect(directory: Path, committed: bool = False) -> dict[str, int]:
-    """Remove the leftovers of a dead run from `directory`, and from those of its ranks and engines;
-    returns the removed paths with their bytes on disk. States that outlive their process are left
-    there, unless what is `committed` shall go, too.
+def collect(*directories: Path, committed: bool = False) -> dict[str, int]:
+    """Remove the leftovers of dead runs from `directories`, and from those of their ranks and
+    engines; returns the removed paths with their bytes on disk. States that outlive their process
+    are left there, unless what is `committed` shall go, too: give all directories of a run then.
 
-    Raises `PathInUseError` while a live process trains or measures there, and `NotADirectoryError`
-    for a path that is not a directory. Raises `ConfigError` when a foreign file has the name of one
-    of ours, or lies in the folder of a benchmark.
+    Raises `PathInUseError` while a live process trains or measures in one of them, and
+    `NotADirectoryError` for a path that is not a directory. Raises `ConfigError` when a foreign
+    file has the name of one of ours, or lies in the folder of a benchmark. Nothing is removed then.
     """
-    if not directory.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
-    with Directory(directory, "nvme directory") as place:
-        return _collect_all(place, committed)
-
-
-def _collect_all(place: Directory, committed: bool) -> dict[str, int]:
-    """`collect` in an open directory."""
-    found = _collect(place, committed)
-    for own in own_directories(place.path):
-        with place.below(own.name) as inner:
-            left = _collect_all(inner, committed)
-        found |= left
-        if left:
-            place.remove_directory(own.name)  # unless somebody else's files are in it
+    for directory in directories:
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
+    with ExitStack() as stack:
+        places = list(_open_all(stack, directories))
+        left = [_look(each.place, committed) for each in places]
+        found: dict[str, int] = {}
+        with ExitStack() as locks:
+            for each in left:
+                if each.is_any:
+                    locks.enter_context(lock(each.place))
+            # All of them before any states: states may be striped over several directories.
+            remove_records([each.place for each in left if each.is_any and each.has_states])
+            for each in left:
+                found |= _remove(each)
+        for inner in reversed(places):
+            if inner.parent is not None and any(
+                Path(path).is_relative_to(inner.place.path) for path in found
+            ):
+                inner.parent.remove_directory(inner.name)  # unless somebody else's files are in it
     return found
 
 
-def _collect(place: Directory, committed: bool) -> dict[str, int]:
-    """`collect` without what is below."""
+class _OpenPlace(NamedTuple):
+    """A directory, or one of a rank or an engine in its `parent`."""
+
+    place: Directory
+    name: str = ""
+    parent: Directory | None = None
+
+
+def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_OpenPlace]:
+    """All of them, each once, those above first; open as long as `stack` is."""
+    seen = set[tuple[int, int]]()
+    coming = [
+        _OpenPlace(stack.enter_context(Directory(each, "nvme directory"))) for each in directories
+    ]
+    while coming:
+        each = coming.pop(0)
+        status = os.fstat(each.place.descriptor)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield each
+        for own in own_directories(each.place.path):
+            inner = stack.enter_context(each.place.below(own.name))
+            coming.append(_OpenPlace(inner, own.name, each.place))
+
+
+class _Leftovers(NamedTuple):
+    """What dead runs left in one directory: the folders of benchmarks, and the paths of states and
+    others, with their bytes."""
+
+    place: Directory
+    has_states: bool
+    benchmark: list[Path]
+    found: dict[str, int]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to be removed under the lock."""
+        return bool(self.found or checkpoints.leftovers(self.place.path))
+
+
+def _look(place: Directory, committed: bool) -> _Leftovers:
     benchmark = leftovers(place.path)
-    kept = holds_committed(place) and not committed
-    states = () if kept else (STATES_NAME, *DURABLE_NAMES)
+    has_states = committed or not holds_committed(place)
+    states = (STATES_NAME, *DURABLE_NAMES) if has_states else ()
     ours = {name: place.check(name) for name in (*states, LOCK_NAME)}
     found = {
         str(place.path / name): status.st_blocks * 512
@@ -60,16 +108,19 @@ def _collect(place: Directory, committed: bool) -> dict[str, int]:
         if status is not None
     }
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
-    if found or checkpoints.leftovers(place.path):
-        with lock(place):
-            if states:
-                remove_records([place])
-                place.reclaim(STATES_NAME)
-            remove(place, benchmark)
-            # Asked again: a save may have been under way.
-            found |= checkpoints.remove(checkpoints.leftovers(place.path))
-    found |= {str(place.path / name): used for name, used in remove_leftovers(place).items()}
-    return found
+    return _Leftovers(place, has_states, benchmark, found)
+
+
+def _remove(left: _Leftovers) -> dict[str, int]:
+    """Remove it, after the records of all directories; returns paths and bytes."""
+    place, found = left.place, dict(left.found)
+    if left.is_any:
+        if left.has_states:
+            place.reclaim(STATES_NAME)
+        remove(place, left.benchmark)
+        # Asked again: a save may have been under way.
+        found |= checkpoints.remove(checkpoints.leftovers(place.path))
+    return found | {str(place.path / name): used for name, used in remove_leftovers(place).items()}
 
 
 def gc(
@@ -93,8 +144,7 @@ def gc(
     with plain_failures(debug):
         removed: dict[str, int] = {}
         try:
-            for directory in directories:
-                removed |= collect(directory, committed)
+            removed = collect(*directories, committed=committed)
         finally:
             if as_json:
                 typer.echo(json.dumps({"removed": removed, "bytes": sum(removed.values())}))

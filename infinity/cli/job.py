@@ -188,8 +188,7 @@ class FinetuneJob:
     def _remove_committed(self, config: Config, world: World) -> None:
         """Remove the steps that an earlier run committed; returns when all ranks have done so."""
         if world.local_rank == 0:
-            for directory in config.nvme:
-                collect(directory, committed=True)
+            collect(*config.nvme, committed=True)
         world.wait()
 
     def _checkpoints(

@@ -541,9 +541,6 @@ class JobQueue:
             return next(
                 (job for job in self._awaited if self._may_take(job, may_hold, False)), None
             )
-        if self._is_waited_for:
-            self._look_again()
-            return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)
         found, placeless = None, []
         for job in self._reading:
             if job.state is not JobState.AWAITED and not self._has_place(job):
@@ -554,6 +551,9 @@ class JobQueue:
         for job in placeless:
             self._reading.discard(job)
             self._placeless[job.unit.index].append(job)
+        if self._placeless and self._is_waited_for():
+            self._look_again()
+            return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)
         return found
 
     def _may_take(self, job: Job, may_hold: bool, ready: bool) -> bool:
@@ -562,7 +562,6 @@ class JobQueue:
             return may_hold and self._is_at_hand(job)
         return ready and job.may_update(job.chunks[0])
 
-    @property
     def _is_waited_for(self) -> bool:
         """Whether an update waits for a commit, which waits for those that have no place."""
         return self._store.is_durable and any(

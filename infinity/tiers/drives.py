@@ -103,6 +103,7 @@ class NvmeTier:
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
         self._places: list[Directory] = []
+        self._ours: list[Directory] = []  # those of which the states file is ours to remove
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
         # Shares, and stripes of the directories that are full.
@@ -198,9 +199,9 @@ class NvmeTier:
             return
         self.find()
         try:
+            self._parts.callback(self._remove)
             for place in self._places:
                 self._files.append(self._open_file(place))
-            self._parts.callback(self._remove_records)
             for _ in self._directories:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
@@ -234,13 +235,13 @@ class NvmeTier:
         """The states file that is taken over, or a new one in place of one that a dead run left."""
         path = str(place.path / STATES_NAME)
         if self._taken_over:
-            self._parts.callback(self._remove, place)
+            self._ours.append(place)
             file = native.file_at(place.open(STATES_NAME), path)
         else:
             if self._durable is None:
                 refuse_kept(place)
             self._reclaim(place)
-            self._parts.callback(self._remove, place)
+            self._ours.append(place)
             file = native.file_at(place.create(STATES_NAME), path)
         self._parts.callback(file.close)
         if not file.direct:
@@ -250,18 +251,16 @@ class NvmeTier:
             )
         return file
 
-    def _remove(self, place: Directory) -> None:
-        """What is closed leaves nothing, unless it was committed."""
-        if self._durable is not None and self._durable.outlive:
-            return
+    def _remove(self) -> None:
+        """What is closed leaves nothing, unless it was committed. Where what lies beside the states
+        cannot be removed they stay, too: a record may name them."""
         if self._durable is not None:
-            remove_records([place])
-        place.remove(STATES_NAME)
-
-    def _remove_records(self) -> None:
-        """The same for what lies beside the states, of all directories before any of these go."""
-        if self._durable is not None and not self._durable.outlive:
-            remove_records(self._places)
+            if self._durable.outlive:
+                return
+            remove_records(self._ours)
+        with ExitStack() as stack:  # each of them, whatever the others meet
+            for place in self._ours:
+                stack.callback(place.remove, STATES_NAME)
 
     def _reclaim(self, place: Directory) -> None:
         status = place.check(STATES_NAME)

@@ -18,6 +18,7 @@ also for the manifest: what only some ranks have of a run without a committed st
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -354,16 +355,22 @@ def remove_records(places: Sequence[Directory]) -> None:
     """Remove what lies beside states that nobody shall go on from, in all directories of a run. The
     states are to go after that.
 
-    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. First
-    the manifests say that nothing was committed; without a record that is believed. Then the
-    records go for good, the last one last, and then the rest.
+    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. So
+    does an error of the drive: it is raised, and nothing goes after that. First the manifests say
+    that nothing was committed; without a record that is believed. Then the records go for good, the
+    last one last, and then the rest.
     """
     for place in places:
-        with suppress(CheckpointError, OSError):  # it is damaged, or there is no room
+        try:
             manifest, number = _read(place)
             if manifest.is_committed:
                 shown = replace(manifest, is_committed=False)
                 DurableFiles(place).create(MANIFEST_NAME, shown.encode(number))
+        except CheckpointError:
+            pass  # it is damaged, and refused before as after
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # else what is removed is to make room
     for place in places:
         commits = CommitLog(DurableFiles(place))
         with suppress(CheckpointError):

@@ -40,7 +40,11 @@ from support.threads import one_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = 6
+STEPS = 10
+AT: dict[int | str, int] = {"step": 2, 2: 2, 3: 3}
+"""Which step a snapshot has, by the durability of the run."""
+UNTIL = {"step": 4, 2: 6, 3: 9}
+"""The step whose update would overwrite what that snapshot reads, where all is cached."""
 
 
 def nothing() -> None:
@@ -140,6 +144,32 @@ class Held:
 
         self.until = until
 
+    def until_somebody_waits(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The same, or when who closes waits for the snapshot, or for what it has yet to read."""
+        probe = Probe(run.engine)
+        finish, wait = SnapshotTask.finish, type(probe.store).await_unpinned
+
+        def waits() -> None:
+            self.go_on.set()
+            probe.jobs.poke()
+
+        def finishing(task: SnapshotTask, timeout: float | None = None) -> bool:
+            waits()
+            return finish(task, timeout)
+
+        def awaited(store: Any, blocks: Any) -> None:
+            if any(block.home.is_pinned() for block in blocks):
+                waits()
+            wait(store, blocks)
+
+        def until() -> None:
+            probe.await_jobs(lambda: self.go_on.is_set() or bool(self.waiting(probe)), 60)
+            self.go_on.set()
+
+        monkeypatch.setattr(SnapshotTask, "finish", finishing)
+        monkeypatch.setattr(type(probe.store), "await_unpinned", awaited)
+        self.until = until
+
     @staticmethod
     def waiting(probe: Probe) -> list[Any]:
         """The units whose updates wait for the snapshot."""
@@ -190,7 +220,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return found
 
 
-@pytest.mark.parametrize("durability", ["step", 2])
+@pytest.fixture(params=["step", 2, 3])
+def durability(request: pytest.FixtureRequest) -> int | str:
+    """Which steps are committed."""
+    found: int | str = request.param
+    return found
+
+
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_it_has_the_bits_of_a_save_and_training_those_of_an_undisturbed_run(
     update: str,
@@ -200,8 +236,7 @@ def test_it_has_the_bits_of_a_save_and_training_those_of_an_undisturbed_run(
     tmp_path: Path,
     held: Held,
 ) -> None:
-    """Updates of step 4 wait for what the snapshot of step 2 has yet to read; or of step 6, where
-    every second step is committed."""
+    """Later updates wait for what the snapshot has yet to read."""
     place, losses, weights = undisturbed
     run = Run(tmp_path / "nvme", update=update, cache=cache, durability=durability)
     tasks: list[SnapshotTask] = []
@@ -211,12 +246,12 @@ def test_it_has_the_bits_of_a_save_and_training_those_of_an_undisturbed_run(
         tasks.append(run.snapshot(tmp_path / "snap"))
 
     for number in range(STEPS):
-        run.step(number, snapshot if number == 2 else nothing)
+        run.step(number, snapshot if number == AT[durability] else nothing)
     (task,) = tasks
-    assert task.step == 2 and task.wait(60) and task.done()
+    assert task.step == AT[durability] and task.wait(60) and task.done()
     assert held.go_on.is_set() and run.losses == losses and same(run.weights(), weights)
     run.engine.close()
-    assert same(content(tmp_path / "snap"), content(place / "2"))
+    assert same(content(tmp_path / "snap"), content(place / f"{task.step}"))
 
 
 class Layers(nn.Module):
@@ -391,16 +426,26 @@ def test_another_placement_loads_it(undisturbed: Reference, tmp_path: Path) -> N
 # How it ends
 
 
+def saved_once(place: Path, durability: int | str, **options: Any) -> Run:
+    """A run before the step whose forward commits what a snapshot has, with a checkpoint of step
+    1."""
+    run = Run(place / "nvme", durability=durability, **options)
+    for number in range(AT[durability]):
+        run.step(number)
+        if number == 0:
+            run.save(place / "snap")
+    return run
+
+
 @pytest.fixture
-def stopped(tmp_path: Path, held: Held) -> Iterator[tuple[Run, SnapshotTask]]:
-    """A run with a snapshot of step 2 that is held, over a checkpoint of step 1."""
-    run = Run(tmp_path / "nvme")
-    run.step(0)
-    run.save(tmp_path / "snap")
-    run.step(1)
-    run.model(**text_batch(2))
+def stopped(
+    tmp_path: Path, held: Held, durability: int | str
+) -> Iterator[tuple[Run, SnapshotTask]]:
+    """A run with a snapshot that is held, over a checkpoint of step 1."""
+    run = saved_once(tmp_path, durability)
+    run.model(**text_batch(AT[durability]))
     task = run.snapshot(tmp_path / "snap")
-    assert task.step == 2 and held.came.wait(60)
+    assert task.step == AT[durability] and held.came.wait(60)
     yield run, task
     held.go_on.set()
     run.engine.close()
@@ -442,12 +487,13 @@ def test_cancelled(
     go_on_when_it_is_waited_for(held, monkeypatch)
     task.cancel()
     assert task.done() and is_untouched(run, undisturbed, tmp_path) and not said(caplog)
-    with pytest.raises(infinity.CheckpointError, match="the snapshot of step 2 was cancelled"):
+    text = f"the snapshot of step {task.step} was cancelled"
+    with pytest.raises(infinity.CheckpointError, match=text):
         task.wait()
     again = run.engine.snapshot(tmp_path / "snap", run.extra())
-    assert again.step == 2 and again.wait(60)
+    assert again.step == task.step and again.wait(60)
     again.cancel()
-    assert same(content(tmp_path / "snap"), content(undisturbed[0] / "2"))
+    assert same(content(tmp_path / "snap"), content(undisturbed[0] / f"{task.step}"))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -489,15 +535,14 @@ def fails_to_read(held: Held, run: Run, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("fault", [full, damaged, fails_to_read])
 def test_what_fails_harms_neither_training_nor_the_checkpoint_before(
     fault: Callable[[Held, Run, pytest.MonkeyPatch], str],
+    durability: int | str,
     held: Held,
     undisturbed: Reference,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(tmp_path / "nvme", update="exact")
-    run.step(0)
-    run.save(tmp_path / "snap")
-    run.step(1)
+    run = saved_once(tmp_path, durability, update="exact")
+    at = AT[durability]
     probe, faults = Probe(run.engine), list[str]()
     with pytest.MonkeyPatch.context() as patch:
 
@@ -508,16 +553,17 @@ def test_what_fails_harms_neither_training_nor_the_checkpoint_before(
 
         held.until = until
         tasks = list[SnapshotTask]()
-        run.step(2, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
-        run.step(3)
+        run.step(at, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
+        for number in range(at + 1, UNTIL[durability]):
+            run.step(number)
         with pytest.raises(infinity.CheckpointError) as raised:
             tasks[0].wait(60)
     assert re.search(faults[0], str(raised.value))
     assert isinstance(raised.value.__cause__, (OSError, infinity.CorruptStateError))
     (record,) = said(caplog)
-    assert "the snapshot of step 2 in" in record and "training goes on" in record
-    run.step(4)
-    run.step(5)
+    assert f"the snapshot of step {at} in" in record and "training goes on" in record
+    for number in range(UNTIL[durability], STEPS):
+        run.step(number)
     assert is_untouched(run, undisturbed, tmp_path) and run.losses == undisturbed[1]
     assert same(run.weights(), undisturbed[2])
     run.engine.close()
@@ -537,28 +583,40 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     run.engine.close()
 
 
-@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize(
+    ("durability", "cache", "last"),
+    [
+        *[("step", "auto", 3), ("step", 0, 4)],
+        *[(2, "auto", 3), (2, 0, 5), (2, "auto", 5), (2, "auto", 6)],
+        *[(3, 0, 5), (3, 0, 7), (3, "auto", 8), (3, "auto", 9)],
+    ],
+)
 def test_close_finishes_it(
-    more: int, held: Held, undisturbed: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    durability: int | str,
+    cache: int | str,
+    last: int,
+    held: Held,
+    undisturbed: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where the last commit waits for updates, and these for the snapshot."""
-    run = Run(tmp_path / "nvme")
-    run.step(0)
-    run.step(1)
+    """Also where the last commit waits for updates, or for what it has to write beside them, and
+    these for the snapshot."""
+    run, at = saved_once(tmp_path, durability, cache=cache), AT[durability]
     tasks = list[SnapshotTask]()
-    if more:
-        held.until_updates_wait(run)
-    else:
-        go_on_when_it_is_waited_for(held, monkeypatch)
-    run.step(2, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
-    if more:
-        run.step(3)
+    held.until_somebody_waits(run, monkeypatch)
+    run.step(at, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
+    for number in range(at + 1, last):
+        run.step(number)
     run.engine.close()
     assert tasks[0].done() and tasks[0].wait()
-    assert same(content(tmp_path / "snap"), content(undisturbed[0] / "2"))
-    run = Run(tmp_path / "nvme", resume=True)
-    assert run.engine.committed_step == (4 if more else 3)
+    assert same(content(tmp_path / "snap"), content(undisturbed[0] / f"{at}"))
+    run = Run(tmp_path / "nvme", resume=True, durability=durability, cache=cache)
+    assert run.engine.committed_step == last
+    run.save(tmp_path / "last")
     run.engine.close()
+    for name in ("model", "optimizer"):
+        assert same(content(tmp_path / "last")[name], content(undisturbed[0] / f"{last}")[name])
 
 
 @pytest.mark.parametrize("where", ["last step", "snapshot"])
@@ -595,16 +653,22 @@ def test_ctrl_c_in_close_cancels_it(
 
 @pytest.mark.parametrize("how", ["gathered", "load"])
 def test_writes_outside_of_steps_wait_for_it(
-    how: str, held: Held, undisturbed: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    durability: int | str,
+    held: Held,
+    undisturbed: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A frozen parameter has one place, and a load rewrites it."""
-    run = Run(tmp_path / "nvme", update="exact")
-    run.step(0)
-    run.step(1)
+    """They overwrite what the commit before the last one speaks of."""
+    run, at = saved_once(tmp_path, durability, update="exact"), AT[durability]
     run.save(tmp_path / "saved")
     tasks, waited = list[SnapshotTask](), list[bool]()
-    run.step(2, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
-    run.model(**text_batch(3))
+    run.step(at, lambda: tasks.append(run.snapshot(tmp_path / "snap")))
+    next_commit = at + (1 if durability == "step" else int(durability))
+    for number in range(at + 1, next_commit):
+        run.step(number)
+    run.model(**text_batch(next_commit))
     run.commit()
     wait = type(Probe(run.engine).store).await_unpinned
 
@@ -622,14 +686,11 @@ def test_writes_outside_of_steps_wait_for_it(
             weight.zero_()
     assert waited[0] and tasks[0].wait(60)
     run.engine.close()
-    assert same(content(tmp_path / "snap"), content(undisturbed[0] / "2"))
+    assert same(content(tmp_path / "snap"), content(undisturbed[0] / f"{at}"))
 
 
-def die_in_a_snapshot(place: Path, rank: int, number: int) -> None:
-    run = Run(place / "nvme")
-    run.step(0)
-    run.save(place / "snap")
-    run.step(1)
+def die_in_a_snapshot(place: Path, rank: int, number: int, durability: int | str) -> None:
+    run = saved_once(place, durability)
     reads, read = itertools.count(), BlockIo.read_version
 
     def counted(*values: Any) -> Ticket:
@@ -638,20 +699,23 @@ def die_in_a_snapshot(place: Path, rank: int, number: int) -> None:
         return read(*values)
 
     BlockIo.read_version = counted  # type: ignore[method-assign]
-    run.step(2, lambda: run.snapshot(place / "snap"))
-    run.step(3)
+    run.step(AT[durability], lambda: run.snapshot(place / "snap"))
+    for at in range(AT[durability] + 1, UNTIL[durability]):
+        run.step(at)
     run.engine.close()
 
 
 def test_a_kill_leaves_the_checkpoint_before_and_what_is_committed(
-    undisturbed: Reference, tmp_path: Path
+    durability: int | str, undisturbed: Reference, tmp_path: Path
 ) -> None:
-    assert ranks_in_processes(tmp_path, die_in_a_snapshot, 7, ranks=1) == [-signal.SIGKILL]
+    exits = ranks_in_processes(tmp_path, die_in_a_snapshot, 7, durability, ranks=1)
+    assert exits == [-signal.SIGKILL]
     assert sibling(tmp_path / "snap", "partial").exists()
     assert same(content(tmp_path / "snap"), content(undisturbed[0] / "1"))
-    run = Run(tmp_path / "nvme", resume=True)
+    run = Run(tmp_path / "nvme", resume=True, durability=durability)
     run.engine.track(scheduler=run.scheduler)
-    assert run.engine.committed_step in (2, 3)
+    at = AT[durability]
+    assert run.engine.committed_step in (at, at + (1 if durability == "step" else int(durability)))
     run.engine.load_checkpoint(tmp_path / "snap", run.optimizer)
     task = run.engine.snapshot(tmp_path / "snap", {"again": 1})
     assert task.step == 1 and task.wait(60)

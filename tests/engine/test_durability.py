@@ -3,8 +3,10 @@ bits."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import itertools
 import json
 import math
 import shutil
@@ -690,6 +692,64 @@ def test_a_kill_while_committed_states_are_removed_leaves_all_or_nothing(
         found = train([copy / name for name in names], log)
         began.append(logged(copy)[0][0])
         assert same(found, uninterrupted[1])
+    assert began == sorted(began, reverse=True) and set(began) == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("by", "lasts"),
+    [("the engine", False), ("the engine", True), ("infinity gc", True)],
+)
+def test_an_error_while_committed_states_are_removed_leaves_all_or_nothing(
+    by: str,
+    lasts: bool,
+    uninterrupted: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of states that are striped over two directories, one of which fails at one operation, or from
+    then on: a run goes on from the committed step, or begins anew."""
+    names = ("nvme0", "nvme1")
+    train(folders_in(tmp_path / "run", count=2), tmp_path / "log", steps=3)
+    began = []
+    for at in itertools.count():
+        home = tmp_path / f"copy{at}"
+        shutil.copytree(tmp_path / "run", home)
+        folders = [home / name for name in names]
+        if by == "the engine":
+            model = Model()
+            infinity.wrap(model, config_of(nvme=folders, **LEAST), resume=True)
+            infinity.engine(model).discard_committed()
+        left, broken = at, set[Path]()
+
+        def failing(name: str, folders: list[Path] = folders, broken: set[Path] = broken) -> None:
+            real = getattr(Directory, name)
+
+            def call(directory: Directory, *values: Any) -> Any:
+                nonlocal left
+                if directory.path in folders and values[:1] != (LOCK_NAME,):
+                    if left == 0 or (lasts and directory.path in broken):
+                        broken.add(directory.path)
+                        left -= 1
+                        raise OSError(errno.EIO, "Input/output error")
+                    left -= 1
+                return real(directory, *values)
+
+            patch.setattr(Directory, name, call)
+
+        with monkeypatch.context() as patch:
+            for name in ("remove", "rename", "reclaim", "create", "sync"):
+                failing(name)
+            with contextlib.suppress(OSError):
+                if by == "the engine":
+                    infinity.engine(model).close()
+                else:
+                    collect(*folders[::-1], committed=True)
+        if not broken:
+            break
+        log = home / "log"
+        assert same(train(folders, log), uninterrupted[1]), f"after operation {at}"
+        began.append(logged(home)[0][0])
+    assert not any(list(folder.iterdir()) for folder in folders)
     assert began == sorted(began, reverse=True) and set(began) == {0, 3}
 
 

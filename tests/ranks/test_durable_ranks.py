@@ -696,7 +696,7 @@ def updates_in_backward_wait_for_the_commits_of_others(directory: Path, rank: in
     has no place on the compute device, and on the second rank nothing else needs that it ends."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(JobQueue, "_is_waited_for", property(lambda queue: False))
+            patch.setattr(JobQueue, "_is_waited_for", lambda queue: False)
         _train_with_updates_in_backward(directory, rank)
 
 
