@@ -497,6 +497,37 @@ def test_every_byte_is_written_once(start: Start, tmp_path: Path) -> None:
     )
 
 
+def test_every_file_is_flushed_when_all_of_it_is_written(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch flushes `.metadata` before Python has written what it keeps back, which is as much as
+    the file system wants."""
+
+    @contextmanager
+    def keeping_back(files: FileSystem, path: Path, mode: str) -> Iterator[Any]:
+        with path.open(mode, buffering=1 << 20) as stream:
+            yield stream
+
+    monkeypatch.setattr(FileSystem, "create_stream", keeping_back)
+    flushed: dict[int, int] = {}  # bytes by inode
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        flushed[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", noting)
+    training = start()
+    training.steps(range(1))
+    training.save(tmp_path / "checkpoint")
+    statuses = {path.name: path.stat() for path in (tmp_path / "checkpoint").iterdir()}
+    assert ".metadata" in statuses
+    assert {name: flushed.get(status.st_ino) for name, status in statuses.items()} == {
+        name: status.st_size for name, status in statuses.items()
+    }
+
+
 class Allocations(TorchDispatchMode):
     """The most bytes of tensors, of those made inside, that were alive at once on this thread."""
 
