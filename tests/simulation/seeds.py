@@ -58,6 +58,7 @@ from simulation.snapshots import (
     Content,
     Loaded,
     Snapshots,
+    are_wanted,
     check_metadata,
     is_of_files,
     load,
@@ -163,6 +164,8 @@ class Simulation:
         number = number_of(seed)
         if number not in self._shapes:
             self._shapes[number] = self._look(program(number))
+        if are_wanted(seed):
+            self.places_saved(program(number))
         return self._shapes[number]
 
     def _look(self, wanted: Program) -> Shape:
@@ -390,7 +393,7 @@ class _Trial:
         self._is_over = False  # nothing is left to go on from, as is said
         self._is_rotten = self._was_loading = False
         self._is_complete = False
-        self._snapshots = Snapshots(simulation, self._program, self._chance.child("snapshots"))
+        self._snapshots = Snapshots(simulation, self._program, seed)
 
     def run(self) -> None:
         """All machines."""

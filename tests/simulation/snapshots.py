@@ -98,12 +98,18 @@ def _error_of(task: SnapshotTask) -> CheckpointError | None:
     return None
 
 
+def are_wanted(seed: int) -> bool:
+    """Whether the processes of a seed make snapshots."""
+    return Chance("snapshots", seed).of("wanted") < SHARE
+
+
 class Snapshots:
     """Those of one seed."""
 
-    def __init__(self, simulation: Simulation, wanted: Program, chance: Chance) -> None:
-        self._simulation, self._program, self._chance = simulation, wanted, chance
-        self.are_wanted = chance.of("wanted") < SHARE
+    def __init__(self, simulation: Simulation, wanted: Program, seed: int) -> None:
+        self._simulation, self._program = simulation, wanted
+        self._chance = Chance("snapshots", seed)
+        self.are_wanted = are_wanted(seed)
         self.folder = Folder()
         """Where they are."""
         self._possible: list[Snapshot | None] = [None]  # what the folder may have
