@@ -480,6 +480,7 @@ class _Trial:
             self._snapshots.end(came, loner >= 0 or self._is_rotten)
             if any(map(self._is_refusal, errors)):
                 self._is_over = True
+                self._snapshots.left(False, chance)
                 return
             struck = bool(came)
             for error in errors:

@@ -57,9 +57,7 @@ def watched(run: Run, contents: list[Content]) -> None:
             assert run.engine is not None
             report, states = run.engine.report(), run.states()
             states.pop("progress")
-            contents.append(
-                Content(run.progress.step, report.steps + report.skipped_steps, states)
-            )
+            contents.append(Content(run.progress.step, report.steps + report.skipped_steps, states))
 
     run.between = note
 
@@ -160,7 +158,9 @@ class Snapshots:
                 if not struck and not may_fail and not mine.is_cancelled:
                     raise Wrong(f"a snapshot that nothing strikes ends with: {error}")
             self._possible = [mine] if mine.is_done else [*self._possible, mine]
-        left = set(self.folder.names) - {NAME} if any(s.is_done for s in self._life.values()) else ()
+        left = (
+            set(self.folder.names) - {NAME} if any(s.is_done for s in self._life.values()) else ()
+        )
         self._life = {}
         if not struck and not may_fail and left:
             raise Wrong(f"snapshots leave {', '.join(sorted(left))}")
@@ -201,9 +201,7 @@ class Snapshots:
             ]
             differences = [same(each.states, content.states) for content in possible]
             if rank:  # it has the buffers of the first one
-                buffers = [
-                    name for name in found[0].states if name.startswith("norm.")
-                ]
+                buffers = [name for name in found[0].states if name.startswith("norm.")]
                 differences = [[n for n in names if n not in buffers] for names in differences]
             if all(differences):
                 least = min(differences, key=len, default=["all, for there is no such step"])

@@ -358,9 +358,7 @@ class SimulatedSystem:
             return None
         assert isinstance(handle.node, Plain)
         again = self._add(handle)
-        return DriveFile(
-            handle.machine, handle.node, handle.name, path, lambda: self.close(again)
-        )
+        return DriveFile(handle.machine, handle.node, handle.name, path, lambda: self.close(again))
 
 
 _file_at = native.file_at
