@@ -383,6 +383,8 @@ class CheckpointWriter(FileSystemWriter):
                     f"{self._directory} is being saved by another process; give each its "
                     "own directory"
                 )
+            if self._old.exists():
+                make_durable(self._directory.parent)  # the newer one may have its name since
             for left in (self._old, self._partial):
                 if left.exists():
                     shutil.rmtree(left)

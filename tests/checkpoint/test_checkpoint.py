@@ -528,6 +528,34 @@ def test_every_file_is_flushed_when_all_of_it_is_written(
     }
 
 
+def test_an_older_checkpoint_goes_when_the_name_of_the_newer_one_is_flushed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that was killed between its last rename and the flush leaves both. Where the power
+    were cut after the older one was removed, the newer one could lose its name."""
+    directory, old = tmp_path / "checkpoint", tmp_path / ".checkpoint.old"
+    training = start()
+    training.steps(range(1))
+    training.save(directory)
+    shutil.copytree(directory, old)
+    calls: list[str] = []
+    make_durable, rmtree = saving.make_durable, shutil.rmtree
+
+    def flushing(path: Path) -> None:
+        make_durable(path)
+        calls.append(f"flush {path.name}")
+
+    def removing(path: Path, **options: Any) -> None:
+        calls.append(f"remove {path.name}")
+        rmtree(path, **options)
+
+    monkeypatch.setattr(saving, "make_durable", flushing)
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    training.save(directory)
+    before = calls[: calls.index(f"remove {old.name}")]
+    assert f"flush {tmp_path.name}" in before
+
+
 class Allocations(TorchDispatchMode):
     """The most bytes of tensors, of those made inside, that were alive at once on this thread."""
 
