@@ -211,7 +211,7 @@ BUGS = (
     Bug("a checksum is not compared", _checksums_are_skipped, 3),
     Bug("what is cached in host memory is not written", _cached_part_in_memory_alone, 7),
     Bug("random generators are not restored", _other_random_numbers, 0),
-    Bug("the record is written before the last write has ended", _record_before_the_last_write, 5),
+    Bug("the record is written before the last write has ended", _record_before_the_last_write, 64),
     Bug("one rank is a step ahead", _own_last_record, 10),
     Bug("a rank gives its older record up before all have the last one", _given_up_at_once, 34),
     Bug("the name of a rank's directory is not flushed", _unflushed_directories, 10),
