@@ -26,7 +26,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate kills native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -75,6 +75,11 @@ simulate: $(VENV)/installed  ## Run SEEDS=5000 simulations of durable steps from
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m simulation --seeds $(SEEDS) --first $(FIRST)
+
+planted-seeds: $(VENV)/installed  ## Look for the first seed that finds each bug of tests/simulation/planted.py (BUGS=words of one)
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m simulation.planted $(if $(BUGS),"$(BUGS)")
 
 # The moments are of a clock: `simulate` kills at the same operation again.
 kills: $(VENV)/installed  ## Kill training processes at KILLS=200 random moments, and compare what they end with

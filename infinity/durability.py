@@ -519,6 +519,7 @@ class Durability:
             known.saved = self._waiting.pop(0)
         elif self._is_resumed:
             optimizer.forget_states()
+            self._is_sealed = False  # what was taken over lacks it
         self._optimizers = [
             other for other in self._optimizers if not other.parameters & known.parameters
         ] + [known]

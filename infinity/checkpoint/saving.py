@@ -53,7 +53,7 @@ from torch.futures import Future
 from infinity.checkpoint import manifest
 from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.digest import as_text
-from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
+from infinity.checkpoint.files import MANIFEST, METADATA, hold, is_held, is_whole, sibling
 from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
@@ -383,6 +383,8 @@ class CheckpointWriter(FileSystemWriter):
                     f"{self._directory} is being saved by another process; give each its "
                     "own directory"
                 )
+            if self._old.exists():
+                make_durable(self._directory.parent)  # the newer one may have its name since
             for left in (self._old, self._partial):
                 if left.exists():
                     shutil.rmtree(left)
@@ -465,6 +467,8 @@ class CheckpointWriter(FileSystemWriter):
                 metadata,
                 [[WriteResult(index, length, info) for index, (length, info) in infos.items()]],
             )
+            # Torch has flushed it before Python had written all of it.
+            make_durable(self._partial / METADATA)
             self._write_manifest(metadata, places)
             make_durable(self._partial)
             if self._directory.exists():

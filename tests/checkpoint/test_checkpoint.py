@@ -497,6 +497,65 @@ def test_every_byte_is_written_once(start: Start, tmp_path: Path) -> None:
     )
 
 
+def test_every_file_is_flushed_when_all_of_it_is_written(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch flushes `.metadata` before Python has written what it keeps back, which is as much as
+    the file system wants."""
+
+    @contextmanager
+    def keeping_back(files: FileSystem, path: Path, mode: str) -> Iterator[Any]:
+        with path.open(mode, buffering=1 << 20) as stream:
+            yield stream
+
+    monkeypatch.setattr(FileSystem, "create_stream", keeping_back)
+    flushed: dict[int, int] = {}  # bytes by inode
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        flushed[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", noting)
+    training = start()
+    training.steps(range(1))
+    training.save(tmp_path / "checkpoint")
+    statuses = {path.name: path.stat() for path in (tmp_path / "checkpoint").iterdir()}
+    assert ".metadata" in statuses
+    assert {name: flushed.get(status.st_ino) for name, status in statuses.items()} == {
+        name: status.st_size for name, status in statuses.items()
+    }
+
+
+def test_an_older_checkpoint_goes_when_the_name_of_the_newer_one_is_flushed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that was killed between its last rename and the flush leaves both. Where the power
+    were cut after the older one was removed, the newer one could lose its name."""
+    directory, old = tmp_path / "checkpoint", tmp_path / ".checkpoint.old"
+    training = start()
+    training.steps(range(1))
+    training.save(directory)
+    shutil.copytree(directory, old)
+    calls: list[str] = []
+    make_durable, rmtree = saving.make_durable, shutil.rmtree
+
+    def flushing(path: Path) -> None:
+        make_durable(path)
+        calls.append(f"flush {path.name}")
+
+    def removing(path: Path, **options: Any) -> None:
+        calls.append(f"remove {path.name}")
+        rmtree(path, **options)
+
+    monkeypatch.setattr(saving, "make_durable", flushing)
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    training.save(directory)
+    before = calls[: calls.index(f"remove {old.name}")]
+    assert f"flush {tmp_path.name}" in before
+
+
 class Allocations(TorchDispatchMode):
     """The most bytes of tensors, of those made inside, that were alive at once on this thread."""
 

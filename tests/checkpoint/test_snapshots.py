@@ -770,3 +770,27 @@ def test_a_model_that_is_collected_leaves_it_whole(
         progress[-1][0] == progress[-1][1] > 0 and extra == content(tmp_path / "snap")["extra"]["0"]
     )
     assert same(content(tmp_path / "snap"), content(undisturbed[0] / "1"))
+
+
+def test_a_run_that_was_killed_before_it_made_its_optimizer_has_it_in_snapshots(
+    tmp_path: Path,
+) -> None:
+    """The record that is taken over lacks it, and so the first forward makes another one."""
+    (tmp_path / "nvme").mkdir()
+    model = Model()
+    infinity.wrap(model, config_of(nvme=[tmp_path / "nvme"], **LEAST))
+    infinity.engine(model).close()
+
+    run = Run(tmp_path / "nvme", resume=True)
+    tasks: list[SnapshotTask] = []
+    run.step(0, lambda: tasks.append(infinity.snapshot(run.model, tmp_path / "snapshot")))
+    assert tasks[0].step == 0
+    tasks[0].wait()
+
+    other = Run(tmp_path / "other")
+    other.engine.load_checkpoint(tmp_path / "snapshot", other.optimizer)
+    other.step(0)
+    assert other.losses == run.losses
+    assert same(other.weights(), run.weights())
+    for each in (run, other):
+        each.engine.close()

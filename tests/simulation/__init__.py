@@ -2,12 +2,14 @@
 
 `disk` has files and folders, and what a power cut leaves of them. `machine` runs from a boot to its
 end, and is struck at one operation. `drive` gives what the native module gives, `system` what `os`
-gives, `distributed` what `torch.distributed` gives to the ranks of `processes`. Store, scheduler,
-pipeline, exchange, committer and commit log are the package's own.
+gives, `distributed` what `torch.distributed` gives to the ranks of `processes`, and
+`checkpoint_files` what those calls give that name checkpoints by paths. Store, scheduler, pipeline,
+exchange, committer, commit log and checkpoints are the package's own.
 
 `programs` has tiny programs that train, `life` runs one on a machine for each rank, and `seeds`
 says what becomes of it: each machine that stops leaves a disk, and the next process goes on from
-that. The bits must be those of a run that nobody disturbed. `many` runs seeds in processes, and
+that. The bits must be those of a run that nobody disturbed. `snapshots` has those that processes
+make, and loads what is left of them. `many` runs seeds in processes, and
 `planted` breaks the package on purpose. `python -m simulation --help`, in the folder `tests`.
 
 [Note: what a seed decides]
@@ -35,7 +37,12 @@ cut takes all machines, or those alone that were struck.
 
 All ranks must go on with the same step, and each with the bits of the same rank undisturbed.
 
-What is not simulated: snapshots, checkpoints of several ranks, commits of every N-th step on them,
-ranks that share a drive, gloo itself, and the native engines, which have tests of their own
-for transfers that are continued.
+[Note: snapshots]
+One seed of four has some. All ranks begin them at one moment of the program, which is drawn; what
+of the commit has been read when an update or a blow comes is left to threads. The snapshots of all
+ranks lie in one folder, of which a power cut takes what was not flushed, whichever machine wrote
+it. They are loaded from a real folder, by a run without durability and with the same ranks.
+
+What is not simulated: loads of checkpoints on several ranks that commit, ranks that share a drive,
+gloo itself, and the native engines, which have tests of their own for transfers that are continued.
 """

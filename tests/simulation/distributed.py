@@ -7,6 +7,7 @@ come, and fails when one of them is gone. What a rank has sent arrives whatever 
 from __future__ import annotations
 
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -212,6 +213,48 @@ class SimulatedDistributed:
                 each.copy_(total)
 
         _of(group).meet("reduce", tensor, reduce)
+
+    # Objects, which travel as bytes
+
+    def get_global_rank(self, group: Any, number: int) -> int:
+        return _of(group).members[number]
+
+    def gather_object(
+        self, obj: Any, object_gather_list: list[Any] | None, dst: int, group: Any = None
+    ) -> None:
+        self._exchange("gather", group, obj, object_gather_list)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        self._exchange("all gather", group, obj, object_list)
+
+    def broadcast_object_list(self, object_list: list[Any], src: int, group: Any = None) -> None:
+        found: list[Any] = [None] * len(_of(group).members)
+        self._exchange("broadcast", group, object_list[0], found)
+        object_list[0] = found[_of(group).members.index(src)]
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None,
+        src: int,
+        group: Any = None,
+    ) -> None:
+        found: list[Any] = [None] * len(_of(group).members)
+        self._exchange("scatter", group, scatter_object_input_list, found)
+        scatter_object_output_list[0] = found[_of(group).members.index(src)][_of(group).at]
+
+    @staticmethod
+    def _exchange(what: str, group: Any, brings: Any, found: list[Any] | None) -> None:
+        """`found` gets what each rank brings, where it is a list."""
+
+        def give(pairs: list[tuple[bytes, list[bytes]]]) -> None:
+            for _, all_of_them in pairs:
+                all_of_them += [data for data, _ in pairs]
+
+        met: list[bytes] = []
+        _of(group).meet(what, (pickle.dumps(brings), met), give)
+        if found is not None:
+            found[:] = map(pickle.loads, met)
 
     def isend(self, tensor: torch.Tensor, group: Group, group_dst: int) -> None:
         group.send(tensor, group_dst)

@@ -27,6 +27,10 @@ SHAPES_OF_RANKS = 12
 SHARE_OF_RANKS = 0.2
 """How many seeds run one of those."""
 MOST_RANKS = 3
+SNAPSHOTS = "snapshots"
+"""The name of the folder of snapshots, beside those of drives."""
+MOMENTS = ("begin", "prepared", "in forward", "forward", "backward", "stepped", "scheduled")
+"""Of a step; "end" is after the last one."""
 ROWS = 4
 TIMEOUT = 4.0
 """`Tuning.collective_timeout` of several ranks, in seconds that pass when one is in trouble."""
@@ -35,9 +39,14 @@ TIMEOUT = 4.0
 class Noise(nn.Module):
     """Draws from all three generators of its process while it trains."""
 
+    comes: Callable[[], object] | None = None
+    """Is called before."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
+        if self.comes is not None:
+            self.comes()
         python, numpy, generator = generators()
         factor = 1 + 0.1 * (python.random() + float(numpy.rand()))
         return x * factor + 0.01 * torch.randn(x.shape, dtype=x.dtype, generator=generator)
@@ -205,8 +214,9 @@ def budgets(
 
 
 def _config(
-    wanted: Program, drives: Sequence[Path], durability: int | str, given: dict[str, int]
+    wanted: Program, drives: Sequence[Path], durability: int | str, given: dict[str, Any]
 ) -> infinity.Config:
+    """`given` has the budgets, and may have another cache."""
     return config_of(
         nvme=list(drives),
         durability=durability,
@@ -214,13 +224,12 @@ def _config(
         moment_precision=wanted.moment_precision,
         algorithm=wanted.algorithm,
         update=wanted.update,
-        cache="auto" if wanted.cached else 0,
         device="cpu",
         threads=1,
         poison=True,
         stage=wanted.stage,
         **({"collective_timeout": TIMEOUT} if wanted.ranks > 1 else {}),
-        **given,
+        **{"cache": "auto" if wanted.cached else 0} | given,
     )
 
 
@@ -237,12 +246,17 @@ class Run:
         wanted: Program,
         drives: Sequence[Path],
         checkpoint: Path,
-        given: dict[str, int],
+        given: dict[str, Any],
         durability: int | str = "step",
         rank: int = 0,
     ) -> None:
+        self.between: Callable[[str], object] = lambda moment: None
+        """Is told of each of `MOMENTS` as it comes."""
+        self.saved = drives[0].with_name(SNAPSHOTS)
+        """The folder of snapshots."""
         self.program, self._checkpoint, self._rank = wanted, checkpoint, rank
         self.model = wanted.model(rank)
+        self.model.noise.comes = lambda: self.between("in forward")
         self.engine: infinity.Engine | None = None
         self._config = _config(wanted, drives, durability, given)
         self.steps_per_commit = self._config.steps_per_commit
@@ -277,14 +291,18 @@ class Run:
         and what it shows: its loss and its rate."""
         progress, end = self.progress, self.program.steps if until is None else until
         while progress.step < end:
+            self.between("begin")
             self._before(progress.step)
+            self.between("prepared")
             loss = self._train(progress.step)
             rate = self.optimizer.param_groups[0]["lr"]
             if self.scheduler is not None:
                 self.scheduler.step()
             progress.step += 1
+            self.between("scheduled")
             self.optimizer.zero_grad()
             see(progress.step - 1, f"loss {loss!r}, rate {rate!r}")
+        self.between("end")
 
     def _before(self, step: int) -> None:
         wanted, progress = self.program, self.progress
@@ -316,6 +334,7 @@ class Run:
             assert self.engine is not None
             self.engine.clip_grad_norm_(0.05)
         self.optimizer.step()
+        self.between("stepped")
         return total
 
     def step_alone(self, step: int) -> None:
@@ -330,7 +349,9 @@ class Run:
             loss = self.model(wanted.batch(step, micro, self._rank))
             if step == wanted.skip_at:
                 loss = loss * float("nan")
+            self.between("forward")
             loss.backward()
+            self.between("backward")
             total += loss.item()
         return total
 
@@ -338,6 +359,7 @@ class Run:
         """Let go of the model, which ends the engine."""
         with _leaving:
             self.engine = self.optimizer = self.scheduler = None
+            self.model.noise.comes = None
             del self.model
             gc.collect()
 

@@ -24,25 +24,51 @@ budgets are the smallest ones that the refusals name.
 from __future__ import annotations
 
 import errno
+import itertools
+import shutil
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES
+from infinity.errors import CheckpointError
 from infinity.tiers.durable import STATES_NAME
 from simulation.chance import Chance
 from simulation.disk import Folder, Plain
 from simulation.life import Life, Work, Wrong, failures_elsewhere, in_time
 from simulation.machine import Blow, Machine, Operation, Place
 from simulation.processes import Together
-from simulation.programs import MOST_RANKS, Program, Run, budgets, number_of, program, same
-from simulation.system import SimulatedSystem
+from simulation.programs import (
+    MOST_RANKS,
+    SNAPSHOTS,
+    Program,
+    Run,
+    budgets,
+    number_of,
+    program,
+    same,
+)
+from simulation.snapshots import (
+    NAME,
+    Content,
+    Loaded,
+    Snapshots,
+    are_wanted,
+    check_metadata,
+    is_of_files,
+    load,
+    put,
+    watched,
+)
+from simulation.system import SAVED, SimulatedSystem
 
 MOST_BLOWS = 3
+ROOMY = {"gpu_memory": 1 << 24, "cpu_memory": 1 << 24}
 STEADY = 3  # steps until what is moved repeats itself
 KINDS = {
     "write": 6,
@@ -69,6 +95,8 @@ LEAVES_OF_RANKS = (*LEAVES, "alone", "alone within")
 """One of several ranks may also do so alone, between steps or after one whose scheduler did not
 step yet, and the others find it gone."""
 ALONE = {"alone": "between steps", "alone within": "before its scheduler"}
+IN_SNAPSHOTS = 0.6
+"""Of how many blows of a seed with snapshots are at their files."""
 LASTING = ("write", "read", "flush", "sync")
 
 
@@ -92,6 +120,8 @@ class Shape:
     states: Sequence[dict[str, object]]
     new: Sequence[Counter[Place]]
     resumed: Sequence[Counter[Place]]
+    contents: Sequence[Sequence[Content]]
+    """Between its steps."""
 
 
 class Simulation:
@@ -103,6 +133,8 @@ class Simulation:
         self._where = where
         self._shapes: dict[int, Shape] = {}
         self._smallest: dict[int, dict[str, int]] = {}
+        self._saved: dict[int, Sequence[Counter[Place]]] = {}
+        self._loads = itertools.count()
         for number in range(2):
             for rank in range(MOST_RANKS):
                 (self._path(number) / f"rank{rank}").mkdir(parents=True, exist_ok=True)
@@ -134,12 +166,14 @@ class Simulation:
         number = number_of(seed)
         if number not in self._shapes:
             self._shapes[number] = self._look(program(number))
+        if are_wanted(seed):
+            self.places_saved(program(number))
         return self._shapes[number]
 
     def _look(self, wanted: Program) -> Shape:
         shown: list[dict[int, str]] = [{} for _ in range(wanted.ranks)]
         states: list[dict[str, object]] = [{} for _ in range(wanted.ranks)]
-        roomy = {"gpu_memory": 1 << 24, "cpu_memory": 1 << 24}
+        contents: list[list[Content]] = [[] for _ in range(wanted.ranks)]
 
         def save(rank: int, run: Run) -> None:
             run.begin(resume=False)
@@ -148,6 +182,7 @@ class Simulation:
 
         def train(rank: int, run: Run) -> None:
             run.begin(resume=False)
+            watched(run, contents[rank])
             run.go_on(shown[rank].__setitem__)
             states[rank] |= run.states()
 
@@ -159,16 +194,15 @@ class Simulation:
             run.go_on(lambda step, text: None, until=wanted.half)
 
         for work in (save, train) if wanted.load_at >= 0 else (train,):
-            self._undisturbed(wanted, self.machines(wanted), work, "off", roomy)
+            self._undisturbed(wanted, self.machines(wanted), work, "off", ROOMY)
         new, halfway = self.machines(wanted), self.machines(wanted)
         self._undisturbed(wanted, new, follow)
         self._undisturbed(wanted, halfway, stop)
         left = [machine.left(True, Chance("halfway")) for machine in halfway]
         resumed = self.machines(wanted, left)
         self._undisturbed(wanted, resumed, follow)
-        return Shape(
-            shown, states, [each.counts for each in new], [each.counts for each in resumed]
-        )
+        counts = ([each.counts for each in machines] for machines in (new, resumed))
+        return Shape(shown, states, *counts, contents)
 
     def _undisturbed(
         self,
@@ -226,23 +260,75 @@ class Simulation:
         wanted: Program,
         machines: Sequence[Machine],
         work: Work,
-        given: dict[str, int],
+        given: dict[str, Any],
         durability: int | str = "step",
         keeps_store: bool = False,
+        saved: Folder | None = None,
     ) -> list[BaseException | None]:
         """`work` in a process on each machine, whose engine is closed after it; returns what ended
-        each, and raises what must not end one. `keeps_store`: see `Together`."""
+        each, and raises what must not end one. `keeps_store`: see `Together`. Snapshots are in
+        `saved`."""
+        there = self._where / SNAPSHOTS, Folder() if saved is None else saved
         drives = self._drives(wanted)
         checkpoint = self._where / f"checkpoint{wanted.number}"
         life = Life(wanted, machines, work, (drives, checkpoint, given, durability))
         if wanted.ranks == 1:
-            self._system.boot({None: machines[0]}, drives)
+            self._system.boot({None: machines[0]}, drives, there)
             life.alone()
         else:
             together = Together(machines, keeps_store)
-            self._system.boot(dict(zip(together.ranks, machines, strict=True)), drives)
+            self._system.boot(dict(zip(together.ranks, machines, strict=True)), drives, there)
             life.together(together)
         return life.errors
+
+    # Snapshots
+
+    def contents(self, wanted: Program) -> Sequence[Sequence[Content]]:
+        """What an undisturbed run has between its steps, by rank."""
+        return self._shapes[wanted.number].contents
+
+    def places_saved(self, wanted: Program) -> Sequence[Counter[Place]]:
+        """All operations on the files of a snapshot that replaces another one, by rank."""
+        if wanted.number not in self._saved:
+            machines = self.machines(wanted)
+
+            def save(rank: int, run: Run) -> None:
+                run.begin(resume=False)
+                assert run.engine is not None
+                run.go_on(lambda step, text: None, until=1)
+                for _ in range(2):
+                    run.engine.snapshot(run.saved / NAME).wait()
+
+            self._undisturbed(wanted, machines, save)
+            self._saved[wanted.number] = [
+                Counter({p: n for p, n in each.counts.items() if p.name.startswith(f"{SAVED}/")})
+                for each in machines
+            ]
+        return self._saved[wanted.number]
+
+    def loaded(self, wanted: Program, saved: Folder) -> Sequence[Loaded] | CheckpointError:
+        """What the snapshot in `saved` gives each rank of another run."""
+        where = self._where / f"loads{next(self._loads)}"
+        put(saved, where)
+        found: dict[int, Loaded] = {}
+        loads = load(where)
+        try:
+            errors = self.life(
+                wanted,
+                self.machines(wanted),
+                lambda rank, run: found.__setitem__(rank, loads(run)),
+                ROOMY,
+                "off",
+            )
+            refused = next((e for e in errors if isinstance(e, CheckpointError)), None)
+            if refused is not None:
+                return refused
+            for error in filter(None, errors):
+                raise error
+            check_metadata(where)
+            return [found[rank] for rank in range(wanted.ranks)]
+        finally:
+            shutil.rmtree(where)
 
     def look_behind(self, machine: Machine) -> None:
         """A process on `machine` has ended. Raises `Wrong` for what it has left, or did."""
@@ -309,6 +395,7 @@ class _Trial:
         self._is_over = False  # nothing is left to go on from, as is said
         self._is_rotten = self._was_loading = False
         self._is_complete = False
+        self._snapshots = Snapshots(simulation, self._program, seed)
 
     def run(self) -> None:
         """All machines."""
@@ -351,20 +438,24 @@ class _Trial:
     def _blow(self, chance: Chance, rank: int, life: int) -> Blow:
         is_new = life == 0 or not self._disks
         places = (self._shape.new if is_new else self._shape.resumed)[rank]
+        is_saved = self._snapshots.are_wanted and chance.of("saved") < IN_SNAPSHOTS
+        if is_saved and (saved := self._simulation.places_saved(self._program)[rank]):
+            places = saved
         kinds = [kind for kind in KINDS if any(place.kind == kind for place in places)]
         kind = chance.one([kind for kind in kinds for _ in range(KINDS[kind])], "kind")
         there = sorted(place for place in places if place.kind == kind)
         records = [place for place in there if place.name.endswith(COMMIT_NAMES)]
         place = chance.one(records if records and chance.of("record") < 0.5 else there, "place")
         count = places[place]
-        if not is_new:  # that of the second half
+        if not is_new and not place.name.startswith(SAVED):  # that of the second half
             half = self._program.steps - self._program.half
             count = -(-count * (self._program.steps - self._ended) // half)
         when = chance.of("when")
         number = chance.below(count, "number") if when < 0.5 else 0 if when < 0.8 else count - 1
         moment = self._moment(chance, kind)
         if kind in ("read", "write"):
-            code = chance.one((errno.EIO, 0), "code")
+            full = errno.ENOSPC if place.name.startswith(SAVED) else 0
+            code = chance.one((errno.EIO, full), "code")
         else:
             code = errno.ENOSPC if kind in ("allocate", "store", "create") else errno.EIO
         return Blow(Operation(place, number), moment, code)
@@ -386,13 +477,16 @@ class _Trial:
         )
         loner = chance.below(ranks, "loner") if leaves.startswith("alone") else -1
         try:
-            errors = self._end_of_processes(machines, leaves, loner, chance)
+            errors = self._end_of_processes(life, machines, leaves, loner, chance)
+            came = [blow for rank, blow in blows.items() if machines[rank].was_struck]
+            self._snapshots.end(came, loner >= 0 or self._is_rotten)
             if any(map(self._is_refusal, errors)):
                 self._is_over = True
+                self._snapshots.left(False, chance)
                 return
-            struck = any(machine.was_struck for machine in machines)
+            struck = bool(came)
             for error in errors:
-                if error is not None and not struck and loner < 0:
+                if error is not None and all(map(is_of_files, came)) and loner < 0:
                     raise Wrong("".join(traceback.format_exception(error)))
             for machine in machines:
                 simulation.look_behind(machine)
@@ -405,6 +499,7 @@ class _Trial:
         self._count(machines, blows, leaves)
         self._is_complete = not struck and not leaves
         power = chance.of("power") < 0.65
+        self._snapshots.left(power, chance.child("left", "saved"))
         lone = ranks > 1 and chance.of("lone") < 0.3
         self._disks = [
             machine.left(
@@ -429,7 +524,7 @@ class _Trial:
         self._found.blows.update(what if ranks == 1 else f"of {ranks}: {what}" for what in came)
 
     def _end_of_processes(
-        self, machines: Sequence[Machine], leaves: str, loner: int, chance: Chance
+        self, life: int, machines: Sequence[Machine], leaves: str, loner: int, chance: Chance
     ) -> list[BaseException | None]:
         """Processes on all machines; returns the error that ended each."""
         seen = [_Seen() for _ in machines]
@@ -443,20 +538,22 @@ class _Trial:
                     run.wrap(resume=True)
                     run.evaluate(0)
                 else:
-                    self._train(run, rank, machines[rank], way, seen[rank])
+                    self._train(run, rank, machines[rank], way, seen[rank], life)
             finally:
                 seen[rank].at = run.progress.step
                 seen[rank].was_loading = run.is_loading
 
         room = chance.one((1, 1, 3), "room")
-        given = {
+        given: dict[str, Any] = {
             name: room * value for name, value in self._simulation.budgets(self._program).items()
         }
+        if chance.of("other cache") < 0.4:
+            given["cache"] = chance.one(("auto", 0), "cache")
         keeps_store = chance.of("store") < 0.5
-        apart = chance.one(("step", "step", 2, 3), "apart") if len(machines) == 1 else "step"
+        apart = chance.one(("step", "step", 2, 3), "apart")
         try:
             errors = self._simulation.life(
-                self._program, machines, work, given, apart, keeps_store=keeps_store
+                self._program, machines, work, given, apart, keeps_store, self._snapshots.folder
             )
         finally:
             began = {each.first for each in seen if each.first is not None}
@@ -470,7 +567,9 @@ class _Trial:
             raise Wrong(f"the ranks go on with different steps: {sorted(began)}")
         return errors
 
-    def _train(self, run: Run, rank: int, machine: Machine, leaves: str, seen: _Seen) -> None:
+    def _train(
+        self, run: Run, rank: int, machine: Machine, leaves: str, seen: _Seen, life: int
+    ) -> None:
         first = run.begin(resume=True)
         if first < max(self._ended, self._least):
             raise Wrong(
@@ -480,6 +579,7 @@ class _Trial:
         if first > self._reached:
             raise Wrong(f"it goes on with step {first}, and had not passed {self._reached}")
         seen.first = first
+        self._snapshots.begin_with(life, run, first)
         shown = self._shape.shown[rank]
 
         def see(step: int, text: str) -> None:

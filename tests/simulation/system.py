@@ -26,6 +26,7 @@ from infinity import durability, native
 from infinity.device import ComputeDevice
 from infinity.sharding import agreement, collectives, watch
 from infinity.tiers import drives, store
+from simulation.checkpoint_files import checkpoints_on_machines
 from simulation.disk import Change, Folder, Naming, Plain
 from simulation.distributed import SimulatedDistributed, SimulatedStores, gather
 from simulation.drive import DriveEngine, DriveFile, flush
@@ -40,6 +41,8 @@ from simulation.processes import (
     threads_of_ranks,
 )
 
+SAVED = "saved"
+"""How operations call the folder of snapshots."""
 STRIPE_BYTES = 16 << 10
 """So that tiny blocks lie on several drives."""
 _BLOCK = 512
@@ -60,6 +63,7 @@ class SimulatedSystem:
         self._descriptors: dict[int, Handle] = {}
         self._free = itertools.count(1 << 24)
         self._roots: dict[tuple[Rank | None, str], Handle] = {}
+        self._saved = ""  # where snapshots are
         self._locks: dict[int, int] = {}  # by the number of a file: the descriptor
 
     def __getattr__(self, name: str) -> Any:
@@ -67,14 +71,23 @@ class SimulatedSystem:
 
     # Machines
 
-    def boot(self, machines: Mapping[Rank | None, Machine], paths: Sequence[Path]) -> None:
+    def boot(
+        self,
+        machines: Mapping[Rank | None, Machine],
+        paths: Sequence[Path],
+        saved: tuple[Path, Folder],
+    ) -> None:
         """The folders of each machine are at these paths from now on, for the threads of a rank;
-        None: for those of none."""
+        None: for those of none. That of snapshots, `saved`, is one for all."""
         self._roots = {
             (rank, str(path)): Handle(machine, folder, str(number))
             for rank, machine in machines.items()
             for number, (path, folder) in enumerate(zip(paths, machine.folders, strict=True))
         }
+        where, shared = saved
+        self._saved = str(where)
+        for rank, machine in machines.items():
+            self._roots[rank, self._saved] = Handle(machine, shared, SAVED)
 
     def open_names(self, machine: Machine) -> list[str]:
         """What the process has left open on `machine`; closes it."""
@@ -89,12 +102,35 @@ class SimulatedSystem:
         return descriptor
 
     def _named(self, name: Any, dir_fd: int | None) -> tuple[Machine, Folder, str, str] | None:
-        """The machine, the folder and the whole name of what `name` is in the folder `dir_fd`."""
-        folder = None if dir_fd is None else self._descriptors.get(dir_fd)
+        """The machine, the folder and the whole name of what `name` is in the folder `dir_fd`, or
+        below the folder of snapshots."""
+        if dir_fd is None:
+            return self._below_saved(str(name))
+        folder = self._descriptors.get(dir_fd)
         if folder is None:
             return None
         assert isinstance(folder.node, Folder)
         return folder.machine, folder.node, str(name), f"{folder.name}/{name}"
+
+    def has(self, path: Any) -> bool:
+        """Whether `path` is below the folder of snapshots, of a process on a machine."""
+        text = str(path)
+        return text.startswith(f"{self._saved}/") and (here(), self._saved) in self._roots
+
+    def _below_saved(self, path: str) -> tuple[Machine, Folder, str, str] | None:
+        if not self.has(path):
+            return None
+        machine, node, whole = self._roots[here(), self._saved]
+        *folders, name = path[len(self._saved) + 1 :].split("/")
+        for each in folders:
+            assert isinstance(node, Folder)
+            whole = f"{whole}/{each}"
+            if each not in node.names:
+                machine.check()
+                raise _error(errno.ENOENT, whole)
+            node = node.names[each]
+        assert isinstance(node, Folder)
+        return machine, node, name, f"{whole}/{name}"
 
     # Names
 
@@ -168,7 +204,6 @@ class SimulatedSystem:
         if found is None:
             os.rename(path, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
-        assert src_dir_fd == dst_dir_fd or dst_dir_fd is not None
         machine, folder, name, _ = found
         target = self._named(to, dst_dir_fd)
         assert target is not None and target[1] is folder, "names move inside of a folder only"
@@ -178,12 +213,19 @@ class SimulatedSystem:
                 raise _error(errno.ENOENT, name)
             operation = machine.begin("rename", target[3])
             folder.change(
-                Naming(machine.key(operation), ((name, None), (str(to), folder.names[name])))
+                Naming(machine.key(operation), ((name, None), (target[2], folder.names[name])))
             )
             machine.strike(operation, "after")
 
     def listdir(self, path: Any) -> list[str]:
-        handle = self._descriptors.get(path) if isinstance(path, int) else None
+        found = self._named(path, None) if isinstance(path, Path) else None
+        if found is not None:
+            machine, folder, name, whole = found
+            if name not in folder.names:
+                raise _error(errno.ENOENT, whole)
+            handle: Handle | None = Handle(machine, folder.names[name], name)
+        else:
+            handle = self._descriptors.get(path) if isinstance(path, int) else None
         if handle is None:
             return os.listdir(path)  # noqa: PTH208 (it may be a descriptor)
         handle.machine.check()
@@ -279,7 +321,11 @@ class SimulatedSystem:
         if descriptor not in self._descriptors:
             return os.fdopen(descriptor, mode, *values, **named)
         raw = _Raw(self, descriptor)
-        return io.BufferedReader(raw) if mode == "rb" else io.BufferedRandom(raw, 1 << 20)
+        if mode == "rb":
+            return io.BufferedReader(raw)
+        # That of a checkpoint keeps back as much as Python's files do.
+        room = io.DEFAULT_BUFFER_SIZE if mode in ("wb", "xb") else 1 << 20
+        return io.BufferedRandom(raw, room)
 
     # Locks
 
@@ -292,7 +338,7 @@ class SimulatedSystem:
         if self._locks.setdefault(handle.node.number, descriptor) != descriptor:
             raise _error(errno.EWOULDBLOCK, handle.name)
 
-    LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
+    LOCK_EX, LOCK_SH, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 
     # What the native module does
 
@@ -304,6 +350,15 @@ class SimulatedSystem:
         return DriveFile(
             handle.machine, handle.node, handle.name, path, lambda: self.close(descriptor)
         )
+
+    def file_again(self, descriptor: int, path: str) -> DriveFile | None:
+        """The file of `descriptor`, opened once more; None where that is a real one."""
+        handle = self._descriptors.get(descriptor)
+        if handle is None:
+            return None
+        assert isinstance(handle.node, Plain)
+        again = self._add(handle)
+        return DriveFile(handle.machine, handle.node, handle.name, path, lambda: self.close(again))
 
 
 _file_at = native.file_at
@@ -404,4 +459,5 @@ def simulated() -> Iterator[SimulatedSystem]:
             lambda device, states: generators().torch.set_state(states[0]),
         )
         patches.enter_context(threads_of_ranks())
+        patches.enter_context(checkpoints_on_machines(system, distributed))
         yield system
