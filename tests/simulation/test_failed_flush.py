@@ -34,7 +34,7 @@ def boot(
     system: SimulatedSystem, path: Path, folders: Sequence[Folder], blow: Blow | None = None
 ) -> Machine:
     machine = Machine(folders, Chance("quiet"), blow)
-    system.boot({None: machine}, [path])
+    system.boot({None: machine}, [path], (path / "saved", Folder()))
     return machine
 
 
