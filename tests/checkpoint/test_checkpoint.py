@@ -701,6 +701,8 @@ def test_no_chunk_is_waited_for_alone(
         for name in ("check_out", "try_check_out"):
             patch.setattr(Staging, name, count(name, getattr(Staging, name), 1))
         patch.setattr(Checkout, "release", count("release", Checkout.release, -1))
+        # However fast the drive is: a chunk is written when somebody waits for it.
+        patch.setattr(Checkout, "committed", lambda checkout: False)
         training.save(tmp_path / "checkpoint")
         assert most.pop("try_check_out") > 1, "chunks of the store that are read at a time"
         training.load(tmp_path / "checkpoint")
