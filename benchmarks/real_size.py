@@ -22,10 +22,10 @@ touched or not. It counts heap, anonymous memory, stacks of threads and the data
 does not count shared or read-only mappings, whose pages the kernel can take back, and no files on a
 tmpfs. `most_anonymous_bytes` is the highest RssAnon that a thread of the process saw, every 20 ms.
 
-A step is beside the longest time that one device under it needs alone, as in `roofline.py`. The
-first two steps do not count: fresh moments are not read. DIR takes 14 bytes per parameter and SHELF
-2. A checkpoint takes a further 12 with `--checkpoint-optimizer adamw`, and 4 (of 8 in all) with
-sgd, whose states are the parameters alone.
+A step is beside what its parts need that follow each other, as in `roofline.py` with clipping: each
+as long as the device that needs longest for it. The first two steps do not count: fresh moments are
+not read. DIR takes 14 bytes per parameter and SHELF 2. A checkpoint takes a further 12 with
+`--checkpoint-optimizer adamw`, and 4 (of 8 in all) with sgd, whose states are the parameters alone.
 
     benchmarks/real_size.py --parameters 5e9 --directory DIR [--shelf DIR] [--json FILE]
 """
@@ -75,7 +75,10 @@ QUESTION = (
     "Does a model of billions of parameters load, train, generate, export and resume under a hard "
     "limit of memory?"
 )
-LIMIT = "the longest time that one device under the step needs alone"
+LIMIT = (
+    "forward and backward, and then the whole clipped update, each as long as the device that "
+    "needs longest for it"
+)
 SEED = 0
 PHASES = ("source", "roofline", "train", "compare", "generate", "checkpoint")
 WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -593,12 +596,20 @@ def figures_file(options: argparse.Namespace, name: str) -> Path:
     return Path(options.directory, f"real-size-{name}.json")
 
 
+def identity(options: argparse.Namespace) -> list[Any]:
+    """What figures of phases that belong together have in common."""
+    budgets = [options.gpu_memory, options.cpu_memory, options.limit]
+    return [json.loads(options.llama.to_json_string()), *budgets]
+
+
 def read_figures(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """What it left; ends the run where it has not run with this model."""
     file = figures_file(options, name)
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    if found.get("model") != options.llama.to_json_string():
-        raise SystemExit(f"{file} is not there, or of another model: run phase {name} first")
+    if found.get("of") != identity(options):
+        raise SystemExit(
+            f"{file} is not there, or of another model or budget: run phase {name} first"
+        )
     return found
 
 
@@ -613,7 +624,7 @@ def child(options: argparse.Namespace) -> None:
         watch.look()
         say(f"{format_bytes(watch.most['VmData'])} private and writable after the imports")
         found = LIMITED[name](options, watch)
-    found["model"] = options.llama.to_json_string()
+    found["of"] = identity(options)
     figures_file(options, name).write_text(json.dumps(found))
 
 

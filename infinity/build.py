@@ -657,6 +657,7 @@ class Build:
             self._recorder,
             names,
             executions.running,
+            lambda: executions.backwards,
         )
 
     def _update_mode(self) -> str:

@@ -154,7 +154,8 @@ class Durability:
         self._random: dict[str, Any] | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
         self._noted: _Said | None = None  # what a record says of it
-        self._began: Mapping[str, str] = {}  # the marks of the last one that began
+        self._made: dict[str, str] = {}  # the marks of what was made before the first one
+        self._began: Mapping[str, str] | None = None  # those of the last one that began
         self._is_sealed = self._is_loading = self._is_discarded = False
         self._writes = 0  # outside of steps, since the last record
         self._has_begun = self._found is None or not self._found.in_forward
@@ -308,7 +309,9 @@ class Durability:
                 self._last.sequence + 1,
                 self._step,
                 self._writes,
-                _changes(self._began, noted.marks) if closed else "",
+                _changes(self._made if self._began is None else self._began, noted.marks)
+                if closed
+                else "",
             )
             self._committer.seal(key, functools.partial(_packed, noted.content))
             self._last, self._is_sealed, self._writes = key, True, 0
@@ -470,11 +473,22 @@ class Durability:
         }
         stream = io.BytesIO()
         torch.save(values, stream)
-        marks: dict[str, str] = {}
-        if self._agreement is not None:
-            marks = {name: _digest(bytes_.numpy().tobytes()) for name, bytes_ in saved.items()}
-            marks[""] = _digest(repr([each["param_groups"] for each in headers]).encode())
-        return _Said(stream.getvalue(), marks)
+        return _Said(stream.getvalue(), self._marks(headers, saved))
+
+    def _marks(
+        self, headers: Sequence[Mapping[str, Any]], saved: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        if self._agreement is None:
+            return {}
+        groups = repr([each["param_groups"] for each in headers]).encode()
+        return {"": _digest(groups)} | {n: _digest(each.numpy().data) for n, each in saved.items()}
+
+    def _mark_made(self) -> None:
+        """An optimizer was made, or objects are tracked: before the first forward, what they are
+        now is no change."""
+        if self._began is None:
+            tracked = {name: each.state_dict() for name, each in self._tracked.items()}
+            self._made = self._marks(self._headers(), _saved(self._states | tracked))
 
     def _headers(self) -> list[dict[str, Any]]:
         """What the record says of each optimizer, in the order in which they were made; of those
@@ -523,6 +537,7 @@ class Durability:
         self._optimizers = [
             other for other in self._optimizers if not other.parameters & known.parameters
         ] + [known]
+        self._mark_made()
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See `Engine.track`."""
@@ -544,6 +559,7 @@ class Durability:
             optimizer = known.optimizer()
             if optimizer is not None and known.saved is not None and self._random is None:
                 optimizer.take_groups(known.saved)  # a scheduler has set its first rate
+        self._mark_made()
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -552,7 +568,7 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return _digest(repr(names).encode())
 
 
-def _digest(content: bytes) -> str:
+def _digest(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -24,9 +24,12 @@ from infinity.quantities import format_bytes
 from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed, remove_records
 
 
-def collect(*directories: Path, committed: bool = False) -> dict[str, int]:
+def collect(
+    *directories: Path, committed: bool = False, removed: dict[str, int] | None = None
+) -> dict[str, int]:
     """Remove the leftovers of dead runs from `directories`, and from those of their ranks and
-    engines; returns the removed paths with their bytes on disk. States that outlive their process
+    engines; returns the removed paths with their bytes on disk, which are added to `removed` one
+    after the other. States that outlive their process
     are left there, unless what is `committed` shall go, too: give all directories of a run then.
 
     Raises `PathInUseError` while a live process trains or measures in one of them, and
@@ -39,7 +42,7 @@ def collect(*directories: Path, committed: bool = False) -> dict[str, int]:
     with ExitStack() as stack:
         places = list(_open_all(stack, directories))
         left = [_look(each.place, committed) for each in places]
-        found: dict[str, int] = {}
+        found = {} if removed is None else removed
         with ExitStack() as locks:
             for each in left:
                 if each.is_any:
@@ -90,11 +93,7 @@ class _Leftovers(NamedTuple):
     has_states: bool
     benchmark: list[Path]
     found: dict[str, int]
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to be removed under the lock."""
-        return bool(self.found or checkpoints.leftovers(self.place.path))
+    is_any: bool  # of what is removed under the lock
 
 
 def _look(place: Directory, committed: bool) -> _Leftovers:
@@ -108,7 +107,8 @@ def _look(place: Directory, committed: bool) -> _Leftovers:
         if status is not None
     }
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
-    return _Leftovers(place, has_states, benchmark, found)
+    is_any = bool(found or checkpoints.leftovers(place.path))
+    return _Leftovers(place, has_states, benchmark, found, is_any)
 
 
 def _remove(left: _Leftovers) -> dict[str, int]:
@@ -144,7 +144,7 @@ def gc(
     with plain_failures(debug):
         removed: dict[str, int] = {}
         try:
-            removed = collect(*directories, committed=committed)
+            collect(*directories, committed=committed, removed=removed)
         finally:
             if as_json:
                 typer.echo(json.dumps({"removed": removed, "bytes": sum(removed.values())}))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils import _pytree as trees
 
 from infinity.errors import ConfigError
 from infinity.sharding.copied import writes
@@ -141,9 +142,12 @@ class BankView(torch.Tensor):
 
 
 def used_everywhere(output: Any, banks: Sequence[TiledBank]) -> Any:
-    """`output`, which the tiles of `banks` that were not used have a part in: a gradient of zeros.
+    """`output`, a tensor or a structure with tensors, in the first of which that needs a gradient
+    the tiles of `banks` that were not used have a part: a gradient of zeros.
     See [Note: experts without tokens]."""
-    if not (isinstance(output, torch.Tensor) and output.requires_grad):
+    values, structure = trees.tree_flatten(output)
+    joined = next((at for at, value in enumerate(values) if _is_differentiable(value)), None)
+    if joined is None:
         return output
     tokens = [
         bank.call(number, _token)
@@ -152,7 +156,14 @@ def used_everywhere(output: Any, banks: Sequence[TiledBank]) -> Any:
         for number in range(len(bank.tiles))
         if number not in bank.used
     ]
-    return _JoinNothing.apply(output, *tokens) if tokens else output  # type: ignore[no-untyped-call]
+    if not tokens:
+        return output
+    values[joined] = _JoinNothing.apply(values[joined], *tokens)  # type: ignore[no-untyped-call]
+    return trees.tree_unflatten(values, structure)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _name_of(func: Any) -> str:
@@ -216,7 +227,12 @@ def _product(
             for number, part in enumerate(given.split(lengths))
         ]
         return torch.cat(parts)
-    offsets = named.pop("offs") if "offs" in named else rest[0]
+    if len(rest) > 1 or not (rest or named.get("offs") is not None):
+        raise ConfigError(
+            "a bank of experts in tiles takes grouped_mm(tokens, bank, offs=...), with any other "
+            "argument by its name; or give wrap units=[...], so that the bank stays whole"
+        )
+    offsets = rest[0] if rest else named.pop("offs")
     ends, parts, begin, first = [0, *offsets.tolist()], [], 0, 0
     for number, piece in enumerate(bank.pieces):
         last = first + piece.shape[0]

@@ -55,6 +55,7 @@ class BlockGauge:
         self.seconds = 0.0
         """Of one forward, in the step that had the shortest on average."""
         self.recomputable = True
+        """Whether every forward so far could run again."""
         self.timings: list[tuple[Any, Any, float]] = []
         """Of the forwards of this step: begin, end, and seconds between that do not count."""
 
@@ -123,7 +124,7 @@ class Gauge:
         """A forward of the block `name` is about to begin; its `inputs` count from now on."""
         self._close_what_ended()
         block = self.blocks.setdefault(name, BlockGauge())
-        block.recomputable = recomputable
+        block.recomputable &= recomputable
         self._has_counted = True
         for storage in self._storages(inputs):
             if self._given.add(storage):

@@ -83,7 +83,7 @@ class Partition:
 
     __slots__ = (
         *("__weakref__", "asked", "checksums", "memory", "module", "nbytes", "part", "saved"),
-        *("origin", "partitions", "saves"),
+        *("origin", "partitions"),
     )
 
     def __init__(
@@ -94,8 +94,7 @@ class Partition:
         self.origin = StorageWeakRef(storage)  # keeps its number from another one
         self.part: torch.Tensor | None = part  # None: it is offloaded
         self.saved: SavedStorage | None = None
-        self.checksums: list[torch.Tensor] = []  # one for each save that differs or may
-        self.saves = 1
+        self.checksums: list[torch.Tensor] = []  # one for each save
         self.asked = 0  # how many of the saves have had `memory`
         self.memory: torch.Tensor | None = None
 
@@ -106,7 +105,9 @@ class Partition:
             self.memory = self.partitions.gather(self)
         storage = self.memory.untyped_storage()
         self.asked += 1
-        if self.asked >= self.saves:  # with retain_graph they may ask again, and all ranks do
+        if self.asked >= len(
+            self.checksums
+        ):  # with retain_graph they may ask again, and all ranks do
             self.asked, self.memory = 0, None
         return storage
 
@@ -131,7 +132,7 @@ class Partitions:
 
     A part goes to `tier`, or stays on the device where that is None or has no room. `latch` is told
     where one is lost, so that other ranks hear of it. `names` are those of the modules; `running`
-    gives the innermost that is called.
+    gives the innermost that is called, `backwards` how many backwards have ended.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Partitions:
         recorder: Recorder,
         names: Mapping[nn.Module, str],
         running: Callable[[], nn.Module | None],
+        backwards: Callable[[], int],
     ) -> None:
         self._exchange, self._tier = exchange, tier
         self._latch, self._recorder = latch, recorder
@@ -151,8 +153,10 @@ class Partitions:
         self._rank, self._number = collectives.rank(group), collectives.size(group)
         self._members = None if group is None else dist.get_process_group_ranks(group)
         # By the number and the version of a storage, and on the host by its checksum, too.
+        # Both are of saves since a backward ended last: all ranks have the same then.
         self._known = weakref.WeakValueDictionary[tuple[int, ...], Partition]()
-        self._places = weakref.WeakValueDictionary[tuple[int, int], Partition]()
+        self._places: dict[tuple[int, int], StorageWeakRef] = {}
+        self._backwards, self._ended = backwards, 0
         self._traffic = self._before = self.last_step = PartitionTraffic()
 
     @contextmanager
@@ -169,27 +173,36 @@ class Partitions:
     ) -> OffloadedTensor | PartitionedDTensor | None:
         """What autograd keeps of `tensor`, whose memory is `storage`; None where it is not to be
         divided."""
+        if self._backwards() != self._ended:
+            self._ended = self._backwards()
+            self._known.clear()
+            self._places.clear()
         form, mine, nbytes = form_of(tensor), local(tensor), storage.nbytes()
         if nbytes < LEAST_BYTES or not _covers(mine, nbytes):
             return None
-        is_replica = _saves_for_checkpoint() if form is None else self._has_copies(form)
+        if form is None:
+            is_replica = self._entered is not None or _saves_for_checkpoint()
+        else:
+            is_replica = self._has_copies(form)
         place = storage._cdata, mine._version
         if not is_replica and not (form is None and place in self._places):
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         checksum = _checksum(memory)
-        key = (*place, int(checksum)) if memory.device.type == "cpu" else place
+        key = self._key(place, checksum)
         found = self._known.get(key)
-        if found is None and not is_replica:
-            return None
         if found is None:
-            found = self._known[key] = self._places[place] = self._divided(memory)
-            found.checksums = [checksum]
-        else:
-            found.saves += 1
-            found.checksums += [checksum] if memory.device.type != "cpu" else []
+            found = self._known[key] = self._divided(memory)
+            self._places[place] = found.origin
+        found.checksums.append(checksum)
         packed = OffloadedTensor(mine, found)
         return packed if form is None else PartitionedDTensor(packed, form)
+
+    @staticmethod
+    def _key(place: tuple[int, int], checksum: torch.Tensor) -> tuple[int, ...]:
+        """What saves that share their bytes have in common, as far as it is known when they are
+        made."""
+        return (*place, int(checksum)) if checksum.device.type == "cpu" else place
 
     def _has_copies(self, form: Form) -> bool:
         """Whether all tensor parallel ranks have all of a DTensor."""
@@ -229,8 +242,9 @@ class Partitions:
         def join() -> bool:
             group = self._exchange.ranks.tensor
             own, *others = read_values(torch.stack(partition.checksums))
-            saved = own ^ partition.nbytes if all(each == own for each in others) else -1
-            if group is None or not collectives.same(saved, group):
+            is_one = all(each == own for each in others)
+            saved = own ^ partition.nbytes if is_one else -1
+            if group is None or not collectives.same(saved, group) or not is_one:
                 return False
             collectives.all_gather(full, ours, group)
             came = read_values(_checksum(full[: partition.nbytes]).view(1))

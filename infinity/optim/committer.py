@@ -159,7 +159,7 @@ class Committer:
         way_out = (
             "nothing was committed yet"
             if step is None
-            else f"wrap with resume=True goes on from step {step}, which is committed"
+            else f"wrap with resume=True goes on from step {step}, or from the commit after it"
         )
         failure = InfinityError(f"{sentence(error)}; {way_out}")
         failure.__cause__ = error

@@ -360,14 +360,16 @@ def remove_records(places: Sequence[Directory]) -> None:
     that nothing was committed; without a record that is believed. Then the records go for good, the
     last one last, and then the rest.
     """
-    for place in places:
+    for place in filter(has_manifest, places):
         try:
             manifest, number = _read(place)
             if manifest.is_committed:
                 shown = replace(manifest, is_committed=False)
                 DurableFiles(place).create(MANIFEST_NAME, shown.encode(number))
-        except CheckpointError:
-            pass  # it is damaged, and refused before as after
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            # else it is damaged, and refused before as after
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise  # else what is removed is to make room

@@ -150,9 +150,9 @@ def test_checkpoints_between_sizes_of_tiles(config: Make, tmp_path: Path) -> Non
 class Loop(nn.Module):
     """Experts that are taken out of a bank in `way`."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, used: int = 3) -> None:
         super().__init__()
-        self.num_experts, self.way = 3, way
+        self.num_experts, self.way, self.used = 3, way, used
         self.bank = nn.Parameter(torch.randn(3, 8, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,6 +162,8 @@ class Loop(nn.Module):
             return sum(functional.linear(x, self.bank[i].t()) for i in range(3))  # type: ignore[return-value]
         if self.way == "copied":
             return sum((x[..., None] * self.bank[i]).sum(-2) for i in range(3))  # type: ignore[return-value]
+        if self.way == "beside":
+            return {"beside": 1, "outputs": (None, sum(x @ self.bank[i] for i in range(self.used)))}  # type: ignore[return-value]
         return torch.bmm(x.expand(3, *x.shape), self.bank).sum(0)
 
 
@@ -180,6 +182,20 @@ def test_uses_of_a_bank(way: str) -> None:
         output.pow(2).sum().backward()
         found.append({"output": output, "input": x.grad, "bank": model.bank.grad})
     assert_same(found[1], found[0])
+
+
+def test_experts_without_tokens_beside_other_outputs() -> None:
+    """They have gradients of zeros, as in the whole bank."""
+    model = infinity.tile(Loop("beside", used=1), 512)
+    model(torch.randn(5, 8))["outputs"][1].sum().backward()
+    gradient = model.bank.grad
+    assert gradient[0].any() and not gradient[1:].any()
+
+
+def test_a_grouped_product_with_more_than_is_known_is_refused() -> None:
+    bank = infinity.tile(Loop("bmm"), 512).bank
+    with pytest.raises(infinity.ConfigError, match="any other argument by its name"):
+        torch._grouped_mm(torch.randn(5, 8), bank, torch.tensor([1, 2, 5]), None)
 
 
 def test_refusals(caplog: pytest.LogCaptureFixture) -> None:

@@ -573,8 +573,10 @@ CLOSED = {
     "after a step and after a write": ("after", "write", 1),
     "within a step": ("step", "step", 2),
     "after a step": ("after", "after", 2),
+    "before any step": ("made", "scheduled", 0),
 }
-"""Where the two ranks are closed after two steps, and the step that they go on from."""
+"""Where the two ranks are closed after two steps or before any, and the step that they go on
+from."""
 
 
 def ranks_are_closed_at_different_places(directory: Path, rank: int) -> None:
@@ -613,7 +615,10 @@ def _closed_at(directory: Path, rank: int, where: str) -> list[float]:
     model, engine, optimizer = start(directory, collective_timeout=600.0)
     scheduler, steps = _tracked(engine, optimizer)
     rates = []
-    for number in range(2):
+    if where == "scheduled":
+        scheduler.step()
+        steps.count += 1
+    for number in range(0 if where in ("made", "scheduled") else 2):
         rates.append(optimizer.param_groups[0]["lr"])
         step(model, optimizer)
         if where != "step" or number == 0:

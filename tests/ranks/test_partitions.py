@@ -327,9 +327,13 @@ class Rank:
     def refused(self) -> str:
         """What is said of a model without DTensors, which stays as it was."""
         model = Model()
+        before = {name: (type(p), p.data_ptr()) for name, p in model.named_parameters()}
+        values = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(infinity.ConfigError) as error:
             self.wrap(model, next(iter(self.meshes.values())))
-        assert torch.equal(model.head.weight, model.head.weight + 0)
+        after = {name: (type(p), p.data_ptr()) for name, p in model.named_parameters()}
+        assert after == before
+        assert all(map(torch.equal, model.parameters(), values))
         return str(error.value)
 
 

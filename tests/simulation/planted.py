@@ -35,7 +35,7 @@ from simulation.processes import here
 from simulation.system import SimulatedSystem
 from support.threads import one_thread
 
-WITHIN = 1000
+WITHIN = 2000
 """Seeds in which each bug is to be found."""
 
 
