@@ -169,10 +169,10 @@ MUTATIONS = (
         job.UnitUpdate,
         "__eq__",
         _always,
-        5,
+        19,
     ),
     Mutation(
-        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 14
+        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2
     ),
     Mutation(
         "what a speculative update put in place is not rolled back",
@@ -193,14 +193,14 @@ MUTATIONS = (
         optimizer,
         "segments_of",
         _everything_is_updated,
-        3,
+        7,
     ),
     Mutation(
         "a load forgets the number of updates",
         optimizer.Optimizer,
         "load_header",
         _steps_are_forgotten,
-        6,
+        34,
     ),
     Mutation(
         "a saved view begins at the first parameter",
@@ -214,7 +214,7 @@ MUTATIONS = (
         codec,
         "decode_master",
         _low_bits_are_lost,
-        26,
+        6,
     ),
     Mutation(
         "copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0
@@ -224,14 +224,14 @@ MUTATIONS = (
         OffloadedTensor,
         "unpack",
         _another_activation,
-        3,
+        5,
     ),
     Mutation(
         "what a checkpoint recomputes may leave at once",
         execution.Execution,
         "sweep",
         _all_uses_end,
-        35,
+        7,
     ),
     Mutation("a copy that is in use is evicted", Residency, "_next_use_of", _pins_are_ignored, 1),
     Mutation(
