@@ -47,6 +47,7 @@ def collect(
             for each in left:
                 if each.is_any:
                     locks.enter_context(lock(each.place))
+            left = [_without_new(each, committed) for each in left]
             # All of them before any states: states may be striped over several directories.
             remove_records([each.place for each in left if each.is_any and each.has_states])
             for each in left:
@@ -109,6 +110,15 @@ def _look(place: Directory, committed: bool) -> _Leftovers:
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
     is_any = bool(found or checkpoints.leftovers(place.path))
     return _Leftovers(place, has_states, benchmark, found, is_any)
+
+
+def _without_new(left: _Leftovers, committed: bool) -> _Leftovers:
+    """What goes under the lock: not what a run has committed between the look and the lock."""
+    if committed or not left.has_states or not holds_committed(left.place):
+        return left
+    states = {str(left.place.path / name) for name in (STATES_NAME, *DURABLE_NAMES)}
+    found = {path: nbytes for path, nbytes in left.found.items() if path not in states}
+    return left._replace(has_states=False, found=found)
 
 
 def _remove(left: _Leftovers) -> dict[str, int]:

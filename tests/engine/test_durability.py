@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli import gc as gc_command
 from infinity.cli.gc import collect
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
@@ -429,6 +430,25 @@ def test_gc_removes_what_is_committed_only_when_it_is_told_to(tmp_path: Path) ->
     assert list(folder.iterdir()) == []
     train([folder], tmp_path / "log", steps=1)
     assert logged(tmp_path)[-1][0] == 0
+
+
+def test_gc_leaves_what_is_committed_after_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found what a run had left that was killed before its first commit, and another run takes
+    the directory before it does."""
+    (folder,) = folders_in(tmp_path)
+    (folder / STATES_NAME).touch()
+    real = gc_command.lock
+
+    def lock(place: Directory) -> Any:
+        train([folder], tmp_path / "log", steps=2)
+        return real(place)
+
+    monkeypatch.setattr(gc_command, "lock", lock)
+    assert collect(folder) == {}
+    train([folder], tmp_path / "log", steps=3)
+    assert logged(tmp_path)[-1][0] == 2
 
 
 # What is refused

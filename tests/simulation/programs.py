@@ -337,6 +337,16 @@ class Run:
         self.between("stepped")
         return total
 
+    @property
+    def least_committed(self) -> int:
+        """The step that a resume goes on with, or a later one, now that a step has ended: it began
+        when what was to be committed before it was. A load is committed, and goes back to the
+        number of the step that it was saved after."""
+        assert self.engine is not None
+        updater = Probe(self.engine).updater
+        before = updater.posted_steps + updater.skipped_steps - 1
+        return max(self.progress.step - 1 - before % self.steps_per_commit, self.progress.loaded)
+
     def step_alone(self, step: int) -> None:
         """A step, and nothing of what comes after it."""
         self._before(step)

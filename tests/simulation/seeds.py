@@ -586,8 +586,7 @@ class _Trial:
             if text != shown[step]:
                 raise Wrong(f"step {step} shows {text}, and {shown[step]} undisturbed")
             if not machine.is_off:
-                # The next step begins when the last one that has a commit is committed.
-                seen.ended = step - step % run.steps_per_commit
+                seen.ended = run.least_committed
 
         steps = self._program.steps
         until = first + self._chance.below(steps - first + 1, "until", first) if leaves else steps
