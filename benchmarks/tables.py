@@ -20,7 +20,10 @@ from infinity.bench.summary import Row, Spread, Summary
 
 TOP = Path(__file__).resolve().parents[1]
 RESULTS = TOP / "benchmarks" / "results"
-PAGES = (TOP / "README.md", TOP / "docs" / "benchmarks.md", TOP / "docs" / "training.md")
+PAGES = (
+    TOP / "README.md",
+    *(TOP / "docs" / f"{name}.md" for name in ("benchmarks", "durability", "training")),
+)
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 Lines = Iterator[str]
@@ -468,6 +471,111 @@ def tensor_files() -> Lines:
     )
 
 
+def checkpoints() -> Lines:
+    rows = rows_of("checkpoints")
+    of_mixed = "over_mixed_ratio"
+    yield from lines(
+        ["", "over half reads, half writes", "over the 70/30 mix of `infinity bench io`"],
+        (
+            [name, spread(rows[name].ratio), spread(rows[name].others[of_mixed])]
+            for name in ("save", "save over another", "load")
+        ),
+    )
+
+
+def durable() -> Lines:
+    yield from lines(
+        [
+            "states, commits",
+            'step, over `durability="off"` with the same `cpu_memory`',
+            "bytes written per parameter",
+            "without commits",
+        ],
+        (
+            [
+                name,
+                spread(row.ratio),
+                fact(row, "step_written_bytes_per_parameter"),
+                fact(row, "off_written_bytes_per_parameter"),
+            ]
+            for name, row in rows_of("durable").items()
+        ),
+    )
+
+
+def generation() -> Lines:
+    yield from lines(
+        ["weights", "tokens per second over the limit", "bytes read per token"],
+        (
+            [name, spread(row.ratio), fact(row, "read_bytes_per_token", ".3g")]
+            for name, row in rows_of("generate").items()
+        ),
+    )
+
+
+def many_units() -> Lines:
+    rows = rows_of("many-units")
+    yield from lines(
+        [
+            "",
+            "step over plain PyTorch's",
+            "engine's Python, of the step",
+            "hooks",
+            "schedule and residency",
+            "`wrap` (s)",
+            "plan (ms)",
+        ],
+        (
+            [
+                name,
+                spread(row.ratio),
+                spread(row.others["engine_share_ratio"]),
+                fact(row, "hooks_share_ratio", ".2f"),
+                f"{_share(row, 'schedule') + _share(row, 'residency'):.2f}",
+                fact(row, "wrap_seconds"),
+                fact(row, "plan_seconds", ".0f", 1e3),
+            ]
+            for name, row in rows.items()
+            if not name.startswith("growth")
+        ),
+    )
+
+
+def _share(row: Row, component: str) -> float:
+    return float(row.facts[f"{component}_share_ratio"] or 0)
+
+
+def overhead() -> Lines:
+    yield from lines(
+        [
+            "parameters",
+            "step over the longer of compute and I/O",
+            "I/O over compute",
+            "over compute and then the clipped update",
+            "read per parameter",
+            "written",
+        ],
+        (
+            [
+                name,
+                spread(row.ratio),
+                f"{_seconds(row, 'io') / _seconds(row, 'compute'):.2f}",
+                f"{row.value.median / _seconds(row, 'clipped'):.2f}" if row.value else "-",
+                *(
+                    f"{float(row.facts[f'nvme_{way}_bytes'] or 0) / count:.1f}"
+                    for count in [float(row.facts["parameters_count"] or 0)]
+                    for way in ("read", "write")
+                ),
+            ]
+            for name, row in rows_of("overhead").items()
+        ),
+    )
+
+
+def _seconds(row: Row, name: str) -> float:
+    return float(row.facts[f"{name}_seconds"] or 0)
+
+
 def look_ahead() -> Lines:
     def range_of(row: Row, what: str) -> str:
         mean, least, most = (
@@ -511,6 +619,11 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "drive": drive,
     "tensors": tensors,
     "tensor-files": tensor_files,
+    "checkpoints": checkpoints,
+    "durable": durable,
+    "generate": generation,
+    "many-units": many_units,
+    "overhead": overhead,
     "look-ahead": look_ahead,
     "plan": plan,
 }
