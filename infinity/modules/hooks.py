@@ -140,7 +140,7 @@ class Hooks(Border):
                     collect = _refuse
                 else:
                     continue
-                self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
+                self._handles.append(unit.data.on_gradient(index, collect))
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
@@ -440,13 +440,9 @@ class Hooks(Border):
         """A parameter of a unit that is not there was touched: by a recomputation that no hook saw,
         or by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls
         its `out_proj`). False outside of both."""
-        recomputing = in_backward()
-        if not recomputing:
-            self.check_thread(f"a parameter of {unit.name} was touched")
-            self._now.unwind()
-            if not self._now.calls:
-                return False
-        calls = self._now.calls
+        if not self._is_inside(unit):
+            return False
+        recomputing, calls = in_backward(), self._now.calls
         if calls and calls[-1].recomputing == recomputing:
             calls[-1].uses.append(self._enter(unit))
             return True
@@ -454,6 +450,32 @@ class Hooks(Border):
         self._now.sweep()
         found.touched.append(self._enter(unit))
         return True
+
+
+    def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """A copy of parameter `index`, for what passes Python's API by; None outside of a forward
+        and a backward."""
+        if not self._is_inside(unit):
+            return None
+        self._now.sweep()
+        if self._executions.interleaver is not None:
+            self._executions.interleaver.switch_at(unit)
+        if in_backward():
+            self._executions.begin_turn(unit)
+        place = unit.layout.places[index]
+        flat = self._flat(unit)
+        try:
+            return flat[place.offset : place.end].view(place.shape).clone()
+        finally:
+            unit.release()
+
+    def _is_inside(self, unit: Unit) -> bool:
+        """Whether this thread is inside of a forward or a backward of the model."""
+        if in_backward():
+            return True
+        self.check_thread(f"a parameter of {unit.name} was touched")
+        self._now.unwind()
+        return bool(self._now.calls)
 
 
 def _refuse(parameter: torch.Tensor) -> None:

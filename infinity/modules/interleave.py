@@ -48,6 +48,7 @@ from infinity.modules.execution import Execution, Executions
 from infinity.modules.hooks import Hooks
 from infinity.optim.scaler import Noted, Scales
 from infinity.schedule.trace import Trace
+from infinity.sharding.parameter import parameter_of
 from infinity.sharding.unit import Unit
 
 RandomState = list[torch.Tensor]
@@ -348,7 +349,7 @@ def _leaves(loss: torch.Tensor) -> frozenset[int]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.add(id(leaf))
+            found.add(id(parameter_of(leaf)))
         pending += [following for following, _ in node.next_functions]
     return frozenset(found)
 

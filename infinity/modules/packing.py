@@ -45,6 +45,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from infinity.modules.partitions import PartitionedDTensor
 from infinity.modules.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.placement.spec import Kind
+from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.parameter import handled
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
 
@@ -175,6 +177,8 @@ class Packer:
         get all that `passes`."""
         found = None if passes else self.locate(tensor)
         if found is None:
+            if under is None and isinstance(tensor, LazyTensor):
+                return tensor  # it has no memory
             if not passes and not recomputing:
                 self._saves(tensor)
             if under is not None:
@@ -188,7 +192,7 @@ class Packer:
             stride = tensor.stride()
             conjugate = tensor.is_conj()
             negative = tensor.is_neg()
-            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else type(tensor)
+            kind = _kind_of(tensor)
             updates = unit.blocks[Kind.PARAM].home.updates
             return PackedView(
                 unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates, form
@@ -208,6 +212,10 @@ class Packer:
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset
         there."""
+        handle = handled(tensor)
+        if handle is not None:
+            unit, index = handle
+            return unit, unit.layout.places[index].offset * unit.dtype.itemsize
         tensor = local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided:
@@ -339,6 +347,13 @@ def _in_front() -> list[_Pack]:
         found.setdefault(hooks[0].packer, hooks[0])
         hooks = hooks[0].under
     return [*reversed(found.values())]
+
+
+def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class of what autograd saved, when it comes back with memory."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter
+    return torch.Tensor if isinstance(tensor, LazyTensor) else type(tensor)
 
 
 def _as(kind: type[torch.Tensor], view: torch.Tensor) -> torch.Tensor:

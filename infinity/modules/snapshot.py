@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
 
@@ -50,6 +51,8 @@ class Snapshot:
             table.clear()  # what comes back to it keeps its place
             table.update(entries)
         for parameter, form, data in self._parameters:
+            if isinstance(parameter, ShardedParameter):
+                type(parameter).unit.data.make_dense()
             parameter.__class__ = form
             if is_dtensor(parameter):
                 attach(parameter, data)

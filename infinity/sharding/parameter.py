@@ -1,5 +1,20 @@
-"""What a parameter is while its data lives on another tier: name, identity, shape and dtype, but no
-data."""
+"""What a parameter is while its data lives on another tier: a handle with name, identity, shape and
+dtype, without memory.
+
+[Note: reading outside of a forward]
+Where this rank keeps all of a parameter (one rank, and stages 0 to 2), code outside of a forward
+may read it. Every operator that autograd, functorch or a script calls on a handle arrives in
+`__torch_dispatch__`, below autograd, and gets a copy of the value. So a loss that is built outside
+of a forward (weight decay, for example) has the gradients of plain torch. A write raises: use
+`gathered(write=True)`. `parameter.data`, `parameter.detach()` and views are handles themselves.
+
+With stages 1 and 2 the ranks post a gather of what they write when they write it (`Unit.renew`), so
+one of them may read alone. Where ranks have shards (stage 3), and of DTensors, reading raises: all
+ranks would have to read alike, and a script that prints on the first one would hang.
+
+Inside of a forward or a backward a touch by Python's API shows the unit (`Border.touched`). What
+passes Python's API by gets a copy there, too.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +24,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.copied import writes
-from infinity.sharding.recognize import is_dtensor_class
-from infinity.sharding.value import LazyValue, on_values, readable, same
+from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.recognize import is_dtensor, is_dtensor_class
+from infinity.sharding.twins import passing
+from infinity.sharding.value import WRITE, LazyValue, read, readable
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
+
+_ATEN: Any = torch.ops.aten
 
 METADATA = {
     "shape",
@@ -50,8 +70,6 @@ METADATA = {
     "is_complex",
     "is_contiguous",
     "__len__",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
     "requires_grad_",
     "storage_offset",
     "__hash__",
@@ -92,6 +110,10 @@ _BACKWARD = {torch.autograd.backward, torch.autograd.grad}
 
 _SAME = {"view_as", "expand_as"}
 """Methods that give the parameter as it is when it is their argument, too."""
+
+_HOOKED = {"_backward_hooks", "_post_accumulate_grad_hooks"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+"""Attributes and methods that belong to the tensor whose gradient autograd accumulates."""
 
 _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"),
@@ -152,12 +174,13 @@ _WAYS = {
 """What to do instead of functions that touch parameters, by module and name."""
 
 
-class ShardedParameter(nn.Parameter, ZeroNames):
+class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     """A parameter that is not gathered, or the local tensor of one. Each unit has its own
     subclasses, so that the type knows the unit."""
 
     unit: ClassVar[Unit]
     ds_status = ZeroStatus.NOT_AVAILABLE
+    way = WRITE
 
     def __repr__(self) -> str:  # type: ignore[override]
         unit = type(self).unit
@@ -176,6 +199,19 @@ class ShardedParameter(nn.Parameter, ZeroNames):
         unit = type(self).unit
         return unit.layout.overlap(unit.position(self), unit.rank).length
 
+    def is_double(self) -> bool:
+        """Whether this is the engine's object for a parameter that is shown now."""
+        return type(self).unit.data.parameter_of(self) is not self
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the value. Raises `ShardedParameterError` where this rank may not read it."""
+        unit = type(self).unit
+        return read(unit, unit.position(self))
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Refused."""
+        raise ShardedParameterError(f"{WRITE} ({type(self).unit.name_of(self)})")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         accessor = getattr(func, "__name__", "")
@@ -185,11 +221,16 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             else ""
         )
         name = attribute or accessor
+        if any(isinstance(each, ShardedParameter) and each.is_double() for each in args):
+            args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
+            return func(*args, **kwargs)
         plain = name in METADATA and accessor != "__set__"
         plain = plain or (attribute == "requires_grad" and accessor == "__set__")
         plain = plain or func in _BACKWARD
         if attribute == "grad":
             return _grad(args[0], *args[1:])
+        if name in _HOOKS or (name in _HOOKED and accessor == "__set__"):
+            return _hook(func, name, *args, **(kwargs or {}))
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
         if plain:
@@ -213,12 +254,11 @@ class ShardedParameter(nn.Parameter, ZeroNames):
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():
-            return same(args[0], unit, unit.position(args[0]))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)  # of which callers want the place in the graph
         way = _way_out()
         if not way and _reads(name, accessor, args, kwargs):
-            if name in ("data", "detach"):
-                return LazyValue(unit, unit.position(args[0]))
-            return on_values(func, args, kwargs, _place)
+            return super().__torch_function__(func, types, args, kwargs)
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) "
             f"outside of its module's forward; {way or _GATHER}"
@@ -242,6 +282,29 @@ class ShardedParameter(nn.Parameter, ZeroNames):
             )
 
 
+class HiddenLeaf(nn.Parameter):
+    """The object that holds the dense tensor of a parameter while that is a handle, as the node
+    that accumulates its gradient gives it (`node.variable`). It answers as the parameter."""
+
+    unit: ClassVar[Unit]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(parameter_of(self))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def parameter_of(value: Any) -> Any:
+    """The object that users have, where `value` is the engine's for the same parameter; else
+    `value` itself."""
+    if not isinstance(value, (HiddenLeaf, ShardedParameter)):
+        return value
+    return type(value).unit.data.parameter_of(value)
+
+
 def _grad(parameter: ShardedParameter, *value: torch.Tensor | None) -> torch.Tensor | None:
     """Read `.grad`, or set it to `value`."""
     unit = type(parameter).unit
@@ -250,6 +313,24 @@ def _grad(parameter: ShardedParameter, *value: torch.Tensor | None) -> torch.Ten
         return unit.data.grad(index)
     unit.data.set_grad(index, *value)
     return None
+
+
+def _hook(func: Any, name: str, parameter: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Register a hook on the gradient of `parameter`, or set all of them."""
+    unit = type(parameter).unit  # type: ignore[attr-defined]
+    if name == "register_post_accumulate_grad_hook":
+        (hook,) = (*args, *kwargs.values())
+        args, kwargs = (passing(parameter, hook),), {}
+    with unit.data.leaf(unit.position(parameter)):
+        return func(parameter, *args, **kwargs)
+
+
+def _detach(func: Any, parameter: ShardedParameter) -> LazyValue:
+    unit = type(parameter).unit
+    return LazyValue(unit, unit.position(parameter))
+
+
+ShardedParameter.answers = {_ATEN.detach.default: _detach, _ATEN.alias.default: _detach}
 
 
 def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
@@ -281,6 +362,14 @@ def _without_data(parameter: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         some = torch.empty((), dtype=parameter.dtype, device=parameter.device)
         return some.expand(parameter.shape)
+
+
+def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
+    """The unit of the parameter that `tensor` is a handle of, and its index there; None for a
+    tensor that is no handle of a whole parameter."""
+    if isinstance(tensor, LazyValue):
+        return tensor.unit, tensor.index
+    return None if is_dtensor(tensor) else _place(tensor)
 
 
 def _place(value: Any) -> tuple[Unit, int] | None:
@@ -320,6 +409,12 @@ def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
     while they are gathered."""
     bases = (ShardedParameter, kind) if is_dtensor_class(kind) else (ShardedParameter,)
     return type("ShardedParameter", bases, {"unit": unit})
+
+
+def hidden_leaf_for(unit: Unit) -> type[HiddenLeaf]:
+    """The class of the objects that hold the dense tensors of the parameters of `unit` while these
+    are handles."""
+    return type("HiddenLeaf", (HiddenLeaf,), {"unit": unit})
 
 
 def _flatten(value: Any) -> list[Any]:

@@ -1,18 +1,20 @@
-"""What the data of a unit's parameters is: the bytes of the unit while that is shown, else a
-guarded placeholder."""
+"""What the parameters of a unit are: dense tensors of the unit's bytes while that is shown, else
+handles without memory."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from infinity.sharding.parameter import guard_for
+from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
+from infinity.sharding.twins import Twins
 from infinity.sharding.use import GatheredParameter, Views, Window
 
 if TYPE_CHECKING:
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class UnitState(enum.Enum):
-    """What the parameters of a unit point at.
+    """What the parameters of a unit are.
 
-    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run
-    of the compute arena. Of a DTensor that is its local tensor, always the same object.
+    SHARDED: handles without memory, whose operators arrive at the engine. UNSHARDED: views of the
+    unit's run of the compute arena. See [Note: one parameter, two tensors] in `sharding/twins`. Of
+    a DTensor that is its local tensor, always the same object.
     """
 
     SHARDED = enum.auto()
@@ -31,9 +34,9 @@ class UnitState(enum.Enum):
 
 
 class ParameterData:
-    """Points the parameters of one unit at data. For the thread that runs the model.
+    """Shows and hides the parameters of one unit. For the thread that runs the model.
 
-    They hold what they held before until the first `guard`. With `checked` a digest tells of every
+    They hold what they held before until the first `hide`. With `checked` a digest tells of every
     write (`Views`).
     """
 
@@ -46,19 +49,24 @@ class ParameterData:
         parameters = unit.parameters
         self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         self._tensors = [torch.empty(0, dtype=dtype) if is_dtensor(p) else p for p in parameters]
-        held = {id(t): t for t in (*parameters, *self._tensors)}.values()
-        guards = {kind: guard_for(unit, kind) for kind in dict.fromkeys(map(type, held))}
-        # With their classes while gathered, and while not.
-        self._guarded = [(t, type(t), guards[type(t)]) for t in held]
+        guards = {
+            kind: guard_for(unit, kind)
+            for kind in dict.fromkeys(map(type, (*parameters, *self._tensors)))
+        }
+        hidden = hidden_leaf_for(unit)
+        self._twins = [Twins(t, guards[type(t)], hidden) for t in self._tensors]
+        # A DTensor has no memory of its own: its class alone changes.
+        self._dtensors = [(p, type(p), guards[type(p)]) for p in parameters if is_dtensor(p)]
         self._positions = {
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
+        self._doubles: dict[int, torch.Tensor] = {}
         self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._window: Window | None = None
 
     def place_on(self, device: torch.device) -> None:
-        """The placeholder is on `device` from now on."""
+        """The parameters are on `device` from the first `guard` on."""
         self._placeholder = self._placeholder.to(device)
 
     def position(self, tensor: torch.Tensor) -> int | None:
@@ -66,22 +74,25 @@ class ParameterData:
         other."""
         return self._positions.get(id(tensor))
 
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The object that users have, where `tensor` is the other one of its twins; else `tensor`
+        itself."""
+        return self._doubles.get(id(tensor), tensor)
+
     def show(self, flat: torch.Tensor, writable: bool = False) -> None:
         """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired
         with `hide`. See `Showing`."""
         if self.shown == 0:
-            self._lift_guard()
+            self.make_dense()
             self.views.attach(flat)
-            for tensor, plain, _ in self._guarded:
-                if plain is nn.Parameter:
-                    tensor.__class__ = GatheredParameter
-            self.state = UnitState.UNSHARDED
+            for twins in self._twins:
+                if twins.plain is nn.Parameter:
+                    twins.tensor.__class__ = GatheredParameter
         self.shown += 1
         self.views.writers += writable
 
     def hide(self, writable: bool = False) -> None:
-        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded
-        placeholder."""
+        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters are handles."""
         self.shown -= 1
         self.views.writers -= writable
         if self.shown == 0:
@@ -96,38 +107,62 @@ class ParameterData:
         return self._window
 
     def changed(self) -> list[int]:
-        """The parameters that were written to while nobody may, each told once."""
+        """The parameters that were written to without a right to, each told once."""
         return self.views.changed() if self.shown else []
 
     def guard(self) -> None:
-        """Point the parameters at the placeholder; what they held is freed if nobody else holds
-        it."""
-        self._lift_guard()  # it lets nobody touch the data, us included
-        for parameter, tensor, place in zip(
-            self._unit.parameters, self._tensors, self._unit.layout.places, strict=True
-        ):
-            tensor.data = self._placeholder.expand(place.shape)
-            if is_dtensor(parameter) and local(parameter) is not tensor:
-                attach(parameter, tensor)
-        for tensor, _, guard in self._guarded:
+        """Make handles of the parameters; the data that they held is freed with its last view."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, twins, place in zip(
+                self._unit.parameters, self._twins, self._unit.layout.places, strict=True
+            ):
+                if twins.is_handle:
+                    continue
+                twins.tensor.__class__ = twins.plain
+                twins.hide(self._placeholder.expand(place.shape))
+                self._positions[id(twins.other)] = self._positions[id(twins.tensor)]
+                self._doubles[id(twins.other)] = twins.tensor
+                if is_dtensor(parameter) and local(parameter) is not twins.tensor:
+                    attach(parameter, twins.tensor)
+        for tensor, _, guard in self._dtensors:
             tensor.__class__ = guard
         self.shown, self.state = 0, UnitState.SHARDED
 
     def close(self) -> None:
-        """The parameters point at the placeholder for good."""
+        """The parameters are handles without values for good."""
         self.guard()
         self.views.close()
         self._window = None
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """After `close`: the parameters are plain ones again, with these `values`."""
-        self._lift_guard()
+        self.make_dense()
         for parameter, value in zip(self._unit.parameters, values, strict=True):
             parameter.data = value
 
-    def _lift_guard(self) -> None:
-        for tensor, plain, _ in self._guarded:
+    def make_dense(self) -> None:
+        """The parameters are dense tensors, whose data the caller sets."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for twins in self._twins:
+                if twins.is_handle:
+                    twins.show()
+        for tensor, plain, _ in self._dtensors:
             tensor.__class__ = plain
+        self.state = UnitState.UNSHARDED
+
+    @contextmanager
+    def leaf(self, index: int) -> Iterator[None]:
+        """Inside, parameter `index` is the tensor that autograd accumulates the gradient of, which
+        hooks belong to."""
+        with torch._C.DisableTorchFunctionSubclass(), self._twins[index].dense():
+            yield
+
+    def on_gradient(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Have `hook` called with the tensor that has the gradient of parameter `index` in `.grad`,
+        whenever autograd has accumulated one; `remove()` of the handle ends that."""
+        parameter = self._unit.parameters[index]
+        with self.leaf(index):
+            return parameter.register_post_accumulate_grad_hook(hook)
 
     def grad(self, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`; None once the engine is closed."""

@@ -38,6 +38,11 @@ class Border:
         """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
         return False
 
+    def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """A copy of parameter `index` inside of a forward or a backward of this thread; None
+        outside of both."""
+        return None
+
     def call(self, module: nn.Module, function: Callable[..., Result], *inputs: Any) -> Result:
         """`function(*inputs)`, with the parameters of `module` there as in a call of it."""
         return function(*inputs)

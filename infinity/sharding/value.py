@@ -1,30 +1,14 @@
-"""The values of a parameter that is read outside of its module's forward.
-
-[Note: reading outside of a forward]
-Where this rank keeps all of a parameter (one rank, and stages 0 to 2), code outside of a forward
-may read it. It gets a copy of the current value. A write raises, because it would change the copy:
-use `gathered(write=True)`. So does a write to a view of a copy, which is a `ReadOnlyCopy`.
-
-`parameter.data` and `parameter.detach()` are a `LazyValue`, which tells shape, dtype and device
-without reading. With autograd on, a parameter that requires a gradient is read through `_Read`, so
-that a loss built outside of a forward (weight decay, for example) has the gradients of plain torch.
-
-With stages 1 and 2 the ranks post a gather of what they write when they write it (`Unit.renew`), so
-one of them may read alone. Where ranks have shards (stage 3), and of DTensors, reading raises: all
-ranks would have to read alike, and a script that prints on the first one would hang.
-"""
+"""The values of a parameter that is read outside of its module's forward. See [Note: reading
+outside of a forward] in `sharding/parameter`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from infinity.errors import ShardedParameterError
+from infinity.errors import EngineClosedError, ShardedParameterError
 from infinity.placement.spec import Kind
-from infinity.sharding.copied import read_only
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor
 
@@ -32,7 +16,7 @@ if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
 _ATEN: Any = torch.ops.aten
-_WRITE = (
+WRITE = (
     "a copy of a parameter was changed in place, which would be lost; change the parameter inside "
     "`with infinity.gathered(parameter, write=True):`"
 )
@@ -44,7 +28,27 @@ def readable(unit: Unit, index: int) -> bool:
 
 
 def read(unit: Unit, index: int) -> torch.Tensor:
-    """A copy of the value of parameter `index`, on its device; waits for pending updates."""
+    """A copy of the value of parameter `index`, on its device; waits for pending updates.
+
+    Raises `EngineClosedError` after the end of the engine, and `ShardedParameterError` outside of a
+    forward where a rank must not read alone.
+    """
+    if not unit.tier:
+        raise EngineClosedError(
+            f"{unit.names[index]} has no data any more, because its engine was closed; save the "
+            "data first, then close"
+        )
+    if unit.data.shown:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return unit.parameters[index].detach().clone()
+    copy = unit.listeners.border.copied(unit, index)
+    if copy is not None:
+        return copy
+    if not readable(unit, index):
+        raise ShardedParameterError(
+            f"{unit.names[index]} of a wrapped model was read outside of its module's forward, "
+            "where this rank has a part of it; read it inside of `with infinity.gathered(model):`"
+        )
     unit.listeners.border.check_thread(f"{unit.names[index]} was read")
     unit.listeners.updates.look()
     if not unit.shared:
@@ -60,7 +64,7 @@ def read(unit: Unit, index: int) -> torch.Tensor:
 class LazyValue(LazyTensor):
     """The value of parameter `index` of `unit`, detached. Each operator reads it again."""
 
-    way = _WRITE
+    way = WRITE
 
     @staticmethod
     def __new__(cls, unit: Unit, index: int) -> Any:
@@ -69,20 +73,19 @@ class LazyValue(LazyTensor):
             return cls.without_data(parameter.shape, parameter.dtype, parameter.device)
 
     def __init__(self, unit: Unit, index: int) -> None:
-        self._unit = unit
-        self._place = index
+        self.unit, self.index = unit, index
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value."""
-        return read(self._unit, self._place)
+        return read(self.unit, self.index)
 
     def replace(self, values: torch.Tensor) -> None:
         """Refused."""
-        raise ShardedParameterError(f"{_WRITE} ({self._unit.names[self._place]})")
+        raise ShardedParameterError(f"{WRITE} ({self.unit.names[self.index]})")
 
     def detached(self) -> LazyValue:
         """The same again."""
-        return LazyValue(self._unit, self._place)
+        return LazyValue(self.unit, self.index)
 
 
 def _detach(func: Any, tensor: LazyValue) -> LazyValue:
@@ -90,56 +93,3 @@ def _detach(func: Any, tensor: LazyValue) -> LazyValue:
 
 
 LazyValue.answers = {_ATEN.detach.default: _detach, _ATEN.alias.default: _detach}
-
-
-class _Read(torch.autograd.Function):
-    """A copy of a parameter whose gradient is the parameter's."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
-        return read(unit, index)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None, None
-
-
-class _Same(_Read):
-    """The value of a parameter, read when it is needed, right after the parameter in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
-        return LazyValue(unit, index)
-
-
-def same(parameter: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
-    """What `parameter.view_as(parameter)` gives outside of a forward.
-
-    Callers want the node that accumulates the gradient: `.grad_fn.next_functions[0][0]` of the
-    view, as torch.distributed.pipelining asks for. Nothing is read for that.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        view: torch.Tensor = _Same.apply(parameter, unit, index)  # type: ignore[no-untyped-call]
-        return view
-
-
-def on_values(
-    func: Callable[..., Any], args: Any, kwargs: Any, place_of: Callable[[Any], Any]
-) -> Any:
-    """`func` on the values of the parameters among its arguments: `place_of` gives unit and index
-    of one, and None for anything else."""
-    copies: list[torch.Tensor] = []
-
-    def value(given: Any) -> Any:
-        place = place_of(given)
-        if place is None:
-            return given
-        with torch._C.DisableTorchFunctionSubclass():
-            tracked = torch.is_grad_enabled() and given.requires_grad
-            if not tracked:
-                return LazyValue(*place)
-            copies.append(_Read.apply(given, *place))  # type: ignore[no-untyped-call]
-        return copies[-1]
-
-    args, kwargs = tree_map(value, (tuple(args), kwargs or {}))
-    return read_only(func(*args, **kwargs), copies, _WRITE)

@@ -359,8 +359,13 @@ def test_the_node_that_accumulates_a_gradient(wrapped: Any, method: str) -> None
     for name, parameter in wrapped.named_parameters():
         view = getattr(parameter, method)(parameter)
         assert view.shape == parameter.shape
-        assert view.grad_fn.next_functions[0][0].variable is parameter
         assert engine.io.counters()["bytes_read"] == before
+        node = view.grad_fn.next_functions[0][0]
+        assert node is torch.autograd.graph.get_gradient_edge(parameter).node
+        assert node.variable.grad is None and node.variable.shape == parameter.shape
+        node.variable.grad = torch.full_like(parameter, 2.0)
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
+        parameter.grad = None
         (gradient,) = torch.autograd.grad((view * 3).sum(), parameter)
         assert torch.equal(gradient, torch.full_like(gradient, 3.0))
         assert torch.equal(view + 0, plain.get_parameter(name))
