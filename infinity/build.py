@@ -13,9 +13,11 @@ Several ranks meet after the steps that may fail on one of them alone, so that a
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -47,7 +49,7 @@ from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
-from infinity.modules.tiling import tile_places
+from infinity.modules.tiling import InTiles, refuse_retained, relink, tile_places
 from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
@@ -560,7 +562,9 @@ class Build:
         runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
-        executions = Executions(runtime, self._recorder, self.buffer)
+        tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
+        check = functools.partial(refuse_retained, tiled)
+        executions = Executions(runtime, self._recorder, self.buffer, check)
         partitions = self._partitions(executions)
         meter = StepMeter(store, self.device, partitions)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
@@ -599,6 +603,7 @@ class Build:
         grads = LazyGradients(units, updater, self.device.torch)
         for unit in units:
             unit.connect(UnitListeners(updater, hooks, grads))
+        relink(tiled)
         finalizer = end_with(self._model, durability, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
         reporter = Reporter(

@@ -24,12 +24,16 @@ from torch.utils import _pytree as trees
 
 from infinity.errors import ConfigError
 from infinity.sharding.copied import writes
+from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.parameter import METADATA
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.use import GatheredParameter
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-_TURNS = {"t": 2, "T": 2, "mT": 3, "transpose": 3, "swapaxes": 3}
+_CHANGED = (
+    "an expert of a bank in tiles was changed in place, which would be lost; change the bank "
+    "itself (bank[expert] = ...)"
+)
 
 
 class TiledBank(TiledWeight):
@@ -78,10 +82,11 @@ class TiledBank(TiledWeight):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class BankView(torch.Tensor):
+class BankView(LazyTensor):
     """A bank, or one `expert` of it, maybe `turned` (its last two dimensions exchanged). It has no
     memory."""
 
+    way = _CHANGED
     bank: TiledBank
     expert: int | None
     turned: bool
@@ -92,11 +97,21 @@ class BankView(torch.Tensor):
         _, rows, columns = bank.shape
         matrix = (columns, rows) if turned else (rows, columns)
         shape = matrix if expert is not None else (bank.shape[0], *matrix)
-        with torch._C.DisableTorchFunctionSubclass():
-            some = torch.empty((), dtype=bank.tiles[0].weight.dtype, device=bank.device)
-            made = some.expand(shape).as_subclass(cls)
+        made = cls.without_data(shape, bank.dtype, bank.device)
         made.bank, made.expert, made.turned = bank, expert, turned
-        return made
+        if _is_watched(bank):
+            made = _Part.apply(made, bank)  # type: ignore[no-untyped-call]
+        view: BankView = made
+        return view
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values, for what passes Python's API by."""
+        values = self.bank.fetch()
+        return _of(values if self.expert is None else values[self.expert], self.turned).clone()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Refused."""
+        raise ConfigError(_CHANGED)
 
     def copied(self) -> torch.Tensor:
         """The expert, as an ordinary tensor."""
@@ -124,10 +139,7 @@ class BankView(torch.Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if writes(name):
-                raise ConfigError(
-                    "an expert of a bank in tiles was changed in place, which would be lost; "
-                    "change the bank itself (bank[expert] = ...)"
-                )
+                raise ConfigError(_CHANGED)
         if isinstance(second, BankView) and not isinstance(first, BankView):
             if second.expert is None and name in ("bmm", *_GROUPED):
                 return _product(func, first, second.bank, second.turned, *args[2:], **kwargs)
@@ -139,6 +151,35 @@ class BankView(torch.Tensor):
         values = [each.copied() if isinstance(each, BankView) else each for each in args]
         named = {k: v.copied() if isinstance(v, BankView) else v for k, v in kwargs.items()}
         return func(*values, **named)
+
+
+class _Part(torch.autograd.Function):
+    """A view of a bank, whose gradient is a part of the bank's."""
+
+    @staticmethod
+    def forward(ctx: Any, view: BankView, bank: TiledBank) -> BankView:
+        ctx.expert, ctx.turned, ctx.shape = view.expert, view.turned, bank.shape
+        made = BankView.without_data(view.shape, view.dtype, view.device)
+        vars(made).update(vars(view))
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part = _of(gradient, ctx.turned)
+        if ctx.expert is None:
+            return None, part
+        whole = part.new_zeros(ctx.shape)
+        whole[ctx.expert] = part
+        return None, whole
+
+
+def _is_watched(bank: TiledBank) -> bool:
+    """Whether autograd has to know of a view of `bank`."""
+    return (
+        torch.is_grad_enabled()
+        and bank.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def used_everywhere(output: Any, banks: Sequence[TiledBank]) -> Any:

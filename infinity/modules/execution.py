@@ -71,15 +71,20 @@ class Execution:
     """The calls and passes that are under way, the innermost last; one program has one of these.
 
     Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
-    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
+    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass, and
+    `check` at the end of each, and before a forward, to raise where one was asked for too much.
     """
 
     def __init__(
-        self, runtime: Runtime, recorder: Recorder, backward_ended: Callable[[], None]
+        self,
+        runtime: Runtime,
+        recorder: Recorder,
+        backward_ended: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self._runtime = runtime
         self._recorder = recorder
-        self._backward_ended = backward_ended
+        self._backward_ended, self._check = backward_ended, check
         self.calls: list[Call] = []
         self.passes: dict[int, Pass] = {}
         """By autograd's number."""
@@ -140,6 +145,7 @@ class Execution:
     def begin_forward(self) -> None:
         """The outermost forward begins."""
         self.bury()
+        self._check()
         self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
         self._show("forward")
 
@@ -207,6 +213,7 @@ class Execution:
         """The pass is complete. Who still has a saved view would see other bytes there soon."""
         kept = [name for use in found.uses if isinstance(use, Unpacking) for name in collected(use)]
         self._drop(found)
+        self._check()
         if kept:
             raise ShardedParameterError(
                 f"a view of a parameter of {described(kept)}, saved by autograd, outlives the "
@@ -279,8 +286,14 @@ class Executions:
     where gradients are collected; what it holds goes home when the last backward has ended.
     """
 
-    def __init__(self, runtime: Runtime, recorder: Recorder, buffer: GradientBuffer | None) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        runtime: Runtime,
+        recorder: Recorder,
+        buffer: GradientBuffer | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._runtime, self._check = runtime, check
         self._recorder = recorder
         self._buffer = buffer
         self.backwards = 0
@@ -292,7 +305,7 @@ class Executions:
 
     def new(self) -> Execution:
         """An execution of which nothing is under way."""
-        return Execution(self._runtime, self._recorder, self._backward_ended)
+        return Execution(self._runtime, self._recorder, self._backward_ended, self._check)
 
     def exchange(self, execution: Execution) -> Execution:
         """Leave the execution that is under way for another one; returns the one that was left."""

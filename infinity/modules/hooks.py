@@ -451,7 +451,6 @@ class Hooks(Border):
         found.touched.append(self._enter(unit))
         return True
 
-
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for what passes Python's API by; None outside of a forward
         and a backward."""

@@ -20,7 +20,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,7 +82,7 @@ class InTiles(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         weight = vars(self).get("_in_tiles", {}).get(name)
-        return super().__getattr__(name) if weight is None else weight
+        return super().__getattr__(name) if weight is None else weight.relink()
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = vars(self).get("_parameters", {})
@@ -318,6 +318,31 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(module, InTiles):
         yield from module.tiled.items()
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
+
+
+def relink(modules: Iterable[InTiles]) -> None:
+    """Have autograd find the tiles of the weights of `modules`, which `wrap` has changed."""
+    with torch.enable_grad():
+        for module in modules:
+            for weight in module.tiled.values():
+                weight.relink()
+
+
+def refuse_retained(modules: Iterable[InTiles]) -> None:
+    """Raise `ConfigError` where a backward was asked for the gradient of a weight in tiles of
+    `modules` alone, which it has not computed."""
+    fresh: dict[int, TiledWeight] = {}
+    for module in modules:
+        for name, weight in module.tiled.items():
+            if weight.retains():
+                made = fresh.setdefault(id(weight), type(weight)(weight.tiles, weight.dimension))
+                module.tiled[name] = made  # the old one retains gradients for good
+    if fresh:
+        raise ConfigError(
+            "backward(inputs=...) was given a weight in tiles of a wrapped model, which has no "
+            "gradient of its own: give its tiles (module.weight_tiles.parameters()), or take "
+            "torch.autograd.grad(loss, [weight])"
+        )
 
 
 def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:

@@ -368,7 +368,7 @@ def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
     """The unit of the parameter that `tensor` is a handle of, and its index there; None for a
     tensor that is no handle of a whole parameter."""
     if isinstance(tensor, LazyValue):
-        return tensor.unit, tensor.index
+        return tensor.unit, tensor.place
     return None if is_dtensor(tensor) else _place(tensor)
 
 

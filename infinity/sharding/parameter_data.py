@@ -4,6 +4,7 @@ handles without memory."""
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from infinity.placement.spec import Kind
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
@@ -61,6 +63,8 @@ class ParameterData:
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
         self._doubles: dict[int, torch.Tensor] = {}
+        self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._updates = 0  # of the unit, when graphs were last told
         self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._window: Window | None = None
@@ -125,7 +129,7 @@ class ParameterData:
                 if is_dtensor(parameter) and local(parameter) is not twins.tensor:
                     attach(parameter, twins.tensor)
         for tensor, _, guard in self._dtensors:
-            tensor.__class__ = guard
+            tensor.__class__ = guard  # type: ignore[assignment]
         self.shown, self.state = 0, UnitState.SHARDED
 
     def close(self) -> None:
@@ -163,6 +167,19 @@ class ParameterData:
         parameter = self._unit.parameters[index]
         with self.leaf(index):
             return parameter.register_post_accumulate_grad_hook(hook)
+
+    def join(self, tensor: torch.Tensor) -> None:
+        """`tensor` is a handle that has the values of some of these parameters."""
+        self._joined[id(tensor)] = tensor
+
+    def outdate(self) -> None:
+        """The content changes: graphs that have saved handles must not go backward, as in
+        torch."""
+        updates = self._unit.blocks[Kind.PARAM].home.updates
+        if updates != self._updates:
+            self._updates = updates
+            handles = [t.handle for t in self._twins if t.handle is not None]
+            torch.autograd.graph.increment_version([*handles, *self._joined.values()])
 
     def grad(self, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`; None once the engine is closed."""

@@ -1,17 +1,25 @@
 """Weights in tiles: one tensor for people, some parameters for the engine.
 
 [Note: the weight that people see]
-A `TiledWeight` answers shape, dtype and device, and has no memory. What reads it gets its tiles
-joined; what writes it in place writes them. Where the tiles lie side by side in one memory, as
-before `wrap`, they are joined without a copy. Elsewhere a view of what was joined would be a view
-of a copy. So it is a `ReadOnlyCopy`, which raises when it is written.
+A `TiledWeight` is a handle without memory (`LazyTensor`). What reads it gets its tiles joined; what
+writes it in place writes them. Where the tiles lie side by side in one memory, as before `wrap`,
+they are joined without a copy.
+
+[Note: a weight in tiles and autograd]
+Autograd sees the handle as the output of a node, `_Join`, that leads to the tiles. So a custom
+function or a checkpoint that is handed the weight brings gradients of the tiles. The node is made
+anew whenever a module gives its weight away (`TiledWeight.relink`): it leads to the accumulators
+that the tiles have now, and comes late enough in the order of the graph.
+
+`torch.autograd.grad(loss, [weight])` takes the gradients of the tiles. `loss.backward(inputs=
+[weight])` cannot: torch asks the weight for nothing then, but has it retain its gradient. That
+shows (`TiledWeight.retains`), and the backward raises at its end.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +27,9 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.errors import ConfigError
-from infinity.sharding.copied import read_only, writes
-from infinity.sharding.parameter import METADATA
+from infinity.sharding.copied import writes
+from infinity.sharding.lazy_tensor import LazyTensor, brought
+from infinity.sharding.parameter import METADATA, ShardedParameter
 from infinity.sharding.tensor_parallel import LocalPart, part_within
 
 _WAY = (
@@ -50,25 +59,67 @@ class TilePlace(NamedTuple):
         return part_within(self.shape, self.dimension, self.begin, self.end, self.end - self.begin)
 
 
-class TiledWeight(torch.Tensor):
+class TiledWeight(LazyTensor):
     """A parameter that lies in the `weight` of some `tiles`, one after the other along `dimension`.
     See [Note: the weight that people see]."""
 
     _is_param = True  # for `isinstance(weight, nn.Parameter)`
+    way = _WAY
     tiles: tuple[Any, ...]
     dimension: int
 
     @staticmethod
     def __new__(cls, tiles: Sequence[Any], dimension: int) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            some = torch.empty((), dtype=tiles[0].weight.dtype, device=tiles[0].weight.device)
-            made = some.expand(_shape(tiles, dimension)).as_subclass(cls)
+        first = tiles[0].weight
+        made = cls.without_data(_shape(tiles, dimension), first.dtype, first.device)
         made.tiles = tuple(tiles)
         made.dimension = dimension
         return made
 
     def __init__(self, tiles: Sequence[Any], dimension: int) -> None:
         pass
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of its values."""
+        with torch.no_grad():
+            values = [brought(piece) for piece in self.pieces]
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.cat([value.detach() for value in values], self.dimension)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Write `values` to the tiles. Raises `ShardedParameterError` while they are not there."""
+        pieces = self.pieces
+        away = [piece for piece in pieces if isinstance(piece, LazyTensor)]
+        if away:
+            away[0].replace(values)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for piece, part in zip(pieces, self.divided(values), strict=True):
+                piece.detach().copy_(part)
+                torch.autograd.graph.increment_version(piece)
+
+    def retains(self) -> bool:
+        """Whether a backward was asked for the gradient of this weight alone."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.retains_grad
+
+    def relink(self) -> TiledWeight:
+        """This weight, as the output of a new node that leads to its tiles. See [Note: a weight in
+        tiles and autograd]."""
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+        ):
+            pieces = self.pieces
+            if any(piece.requires_grad for piece in pieces) and not self.retains():
+                linked = _Join.apply(self, *pieces)  # type: ignore[no-untyped-call]
+                torch._C._swap_tensor_impl(self, linked)
+                for piece in pieces:
+                    if isinstance(piece, ShardedParameter):
+                        data = type(piece).unit.data
+                        data.join(self)
+                        data.join(linked)
+        return self
 
     @property
     def pieces(self) -> list[torch.Tensor]:
@@ -132,14 +183,33 @@ class TiledWeight(torch.Tensor):
             if answer is not None:
                 return answer(args[0], *args[1:], **kwargs)
             if (attribute or name) in METADATA and name != "__set__":
-                return func(args[0]._stand_in(), *args[1:], **kwargs)
-        return _on_joined(func, args, kwargs, writes(name))
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
+        in_place = writes(name)
+        # Functions of torch.nn.init give it by name.
+        first = next(iter((*args, *kwargs.values())), None) if in_place else None
+        if any(isinstance(value, TiledWeight) for value in tree_iter(kwargs.get("out"))):
+            raise ConfigError("a weight in tiles cannot be out=; give weight.copy_(...) the result")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not isinstance(first, TiledWeight)):
+            return super().__torch_function__(func, types, *_side_by_side_in(args, kwargs))
 
-    def _stand_in(self) -> torch.Tensor:
-        """A tensor of its shape, dtype and device, of one element of memory."""
-        first = self.tiles[0].weight
-        some = torch.empty((), dtype=first.dtype, device=first.device)
-        return some.expand(_shape(self.tiles, self.dimension))
+
+class _Join(torch.autograd.Function):
+    """A weight in tiles, whose gradient is that of its tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: TiledWeight, *pieces: torch.Tensor) -> TiledWeight:
+        ctx.dimension = weight.dimension
+        ctx.sizes = [piece.shape[weight.dimension] for piece in pieces]
+        made = type(weight)(weight.tiles, weight.dimension)
+        vars(made).update(vars(weight))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, *gradient.split(ctx.sizes, ctx.dimension)
 
 
 class JoinedTiles:
@@ -193,36 +263,27 @@ def _side_by_side(pieces: Sequence[torch.Tensor], dimension: int) -> torch.Tenso
     return empty.set_(storage, first.storage_offset(), shape, stride)
 
 
-def _on_joined(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool) -> Any:
-    """`func` on values; what it writes in place is written to the tiles."""
-    if any(isinstance(value, TiledWeight) for value in tree_iter(kwargs.get("out"))):
-        raise ConfigError("a weight in tiles cannot be out=; give weight.copy_(...) the result")
-    # Functions of torch.nn.init give it by name.
-    first = next(iter((*args, *kwargs.values())), None) if in_place else None
-    written = first if isinstance(first, TiledWeight) else None
-    values = dict[int, torch.Tensor]()
-    copies: list[torch.Tensor] = []
+def _side_by_side_in(args: Any, kwargs: Any) -> Any:
+    """The arguments, where each weight whose tiles lie side by side is the memory of these, unless
+    autograd watches."""
 
     def value_of(given: Any) -> Any:
-        if not isinstance(given, TiledWeight):
-            return given
-        if id(given) not in values:
-            shared = None if given is written else given._shared()
-            if shared is None:
-                shared = torch.cat(given.pieces, given.dimension)
-                copies.append(shared)
-            values[id(given)] = shared
-        return values[id(given)]
+        shared = given._shared() if isinstance(given, TiledWeight) else None
+        return given if shared is None else shared
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and written is None):
-        given, named = tree_map(value_of, (tuple(args), kwargs))
-        found = func(*given, **named)
-        if written is None:
-            return read_only(found, copies, _WAY)
-        parts = written.divided(values[id(written)])
-        for piece, part in zip(written.pieces, parts, strict=True):
-            piece.copy_(part)
-    return written
+    return tree_map(value_of, (tuple(args), kwargs))
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """`torch.autograd.grad`, with the gradients of their tiles for weights in tiles."""
+    among = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    found = iter(torch.autograd.grad(outputs, pieces_of(among), *args, **kwargs))
+    return tuple(
+        each.cat([next(found) for _ in each.tiles])
+        if isinstance(each, TiledWeight)
+        else next(found)
+        for each in among
+    )
 
 
 # What a weight in tiles answers itself
@@ -251,20 +312,54 @@ def _grad(weight: TiledWeight, *value: torch.Tensor | None) -> torch.Tensor | No
     return weight.cat([piece.grad for piece in weight.pieces])
 
 
-def _detach(weight: TiledWeight) -> TiledWeight:
-    with torch.no_grad():
-        tiles = [SimpleNamespace(weight=piece.data) for piece in weight.pieces]
-    return TiledWeight(tiles, weight.dimension)
-
-
-def _data(weight: TiledWeight, *value: torch.Tensor) -> TiledWeight | None:
+def _data(weight: TiledWeight, *value: torch.Tensor) -> torch.Tensor | None:
     if not value:
-        return _detach(weight)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            shared = weight._shared()
+            return weight.detach() if shared is None else shared
     given = value[0]
     parts = given.pieces if isinstance(given, TiledWeight) else weight.divided(given)
     for piece, part in zip(weight.pieces, parts, strict=True):
         piece.data = part
     return None
+
+
+class DetachedTiles(LazyTensor):
+    """The values of a weight in tiles, detached. It sees what is written to the weight."""
+
+    way = _WAY
+
+    @staticmethod
+    def __new__(cls, weight: TiledWeight) -> Any:
+        return cls.without_data(weight.shape, weight.dtype, weight.device)
+
+    def __init__(self, weight: TiledWeight) -> None:
+        self._weight = weight
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values."""
+        return self._weight.fetch()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Write `values` to the tiles. Raises `ShardedParameterError` while they are not there."""
+        self._weight.replace(values)
+
+    def detached(self) -> DetachedTiles:
+        """The same again."""
+        return DetachedTiles(self._weight)
+
+
+def _detach_weight(func: Any, weight: TiledWeight) -> DetachedTiles:
+    return DetachedTiles(weight)
+
+
+def _detach_again(func: Any, values: DetachedTiles) -> DetachedTiles:
+    return values.detached()
+
+
+_DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+TiledWeight.answers = dict.fromkeys(_DETACHING, _detach_weight)
+DetachedTiles.answers = dict.fromkeys(_DETACHING, _detach_again)
 
 
 def _refuse_hook(weight: TiledWeight, *_: Any, **__: Any) -> None:
@@ -276,7 +371,12 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "requires_grad_": _requires_grad_,
     "grad": _grad,
     "data": _data,
-    "detach": _detach,
+    "detach": lambda weight: _data(weight),
+    "is_leaf": lambda weight: True,
+    "grad_fn": lambda weight: None,
+    "retains_grad": lambda weight: False,
+    "_is_view": lambda weight: False,
+    "output_nr": lambda weight: 0,
     "register_hook": _refuse_hook,
     "register_post_accumulate_grad_hook": _refuse_hook,
     "__hash__": lambda weight: id(weight),

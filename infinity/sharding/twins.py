@@ -54,6 +54,11 @@ class Twins:
         """The object that holds the other tensor; None before the first `hide`."""
         self._accumulator: Any = None  # the handle refers to it weakly
 
+    @property
+    def handle(self) -> torch.Tensor | None:
+        """The object that holds the handle; None before the first `hide`."""
+        return self.tensor if self.is_handle else self.other
+
     def hide(self, placeholder: torch.Tensor) -> None:
         """The parameter becomes a handle of the shape, dtype and device of `placeholder`, which the
         dense tensor holds meanwhile."""

@@ -405,6 +405,7 @@ class Unit:
     def outdate(self) -> None:
         """The content changes, and the other ranks' parts of it, too."""
         self._gathered_lease = None
+        self.data.outdate()
 
     def close(self) -> None:
         """The engine was closed: the parameters keep shape and dtype, and have no data on any

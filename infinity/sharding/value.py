@@ -73,19 +73,19 @@ class LazyValue(LazyTensor):
             return cls.without_data(parameter.shape, parameter.dtype, parameter.device)
 
     def __init__(self, unit: Unit, index: int) -> None:
-        self.unit, self.index = unit, index
+        self.unit, self.place = unit, index
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value."""
-        return read(self.unit, self.index)
+        return read(self.unit, self.place)
 
     def replace(self, values: torch.Tensor) -> None:
         """Refused."""
-        raise ShardedParameterError(f"{WRITE} ({self.unit.names[self.index]})")
+        raise ShardedParameterError(f"{WRITE} ({self.unit.names[self.place]})")
 
     def detached(self) -> LazyValue:
         """The same again."""
-        return LazyValue(self.unit, self.index)
+        return LazyValue(self.unit, self.place)
 
 
 def _detach(func: Any, tensor: LazyValue) -> LazyValue:
