@@ -72,7 +72,7 @@ class Execution:
 
     Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
     all methods, but `check_thread` is for any. `backward_ended` is called after the last pass, and
-    `check` at the end of each, and before a forward, to raise where one was asked for too much.
+    `check` at the end of each, before a forward and before a step, to raise where one was asked for too much.
     """
 
     def __init__(
@@ -323,6 +323,7 @@ class Executions:
         self.now.unwind()
         if not self.now.calls:
             self.now.bury()
+            self._check()
 
     def check_thread(self, what: str) -> None:
         """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the

@@ -47,7 +47,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.lent import LentParameter
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.parameter_data import UnitState
 from infinity.sharding.unit import Border, Result, Unit
@@ -411,7 +412,9 @@ class Hooks(Border):
             use.end()
         else:
             found.uses.append(use)
-        return saved.restore(view)
+        restored = saved.restore(view)
+        index = saved.whole_of() if _asked_by_hand() else None
+        return restored if index is None else LentParameter.of(unit.parameters[index], restored)
 
     # Backward
 
@@ -475,6 +478,19 @@ class Hooks(Border):
         self.check_thread(f"a parameter of {unit.name} was touched")
         self._now.unwind()
         return bool(self._now.calls)
+
+
+def _asked_by_hand() -> bool:
+    """Whether code of a user, and not a node of autograd or torch itself, asks for a saved
+    tensor."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        # `uncompiled` puts a frame of torch's between.
+        if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
+            return name.partition(".")[0] != "torch"
+        frame = frame.f_back
+    return False
 
 
 def _refuse(parameter: torch.Tensor) -> None:

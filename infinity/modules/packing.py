@@ -79,6 +79,15 @@ class PackedView(NamedTuple):
     updates: int  # of the unit, when it was saved
     form: Form | None  # of the DTensor whose local tensor it is
 
+    def whole_of(self) -> int | None:
+        """The index of the parameter that this is a view of the whole of; None for any other."""
+        if self.form is not None or self.dtype != self.unit.dtype:
+            return None
+        for index, place in enumerate(self.unit.layout.places):
+            if place.offset * self.dtype.itemsize == self.offset:
+                return index if tuple(place.shape) == tuple(self.size) else None
+        return None
+
     def restore(self, view: torch.Tensor) -> torch.Tensor:
         """What autograd saved, given the plain view of the same bytes."""
         if self.conjugate:

@@ -233,6 +233,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             return _hook(func, name, *args, **(kwargs or {}))
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
+        if func in _BACKWARD and any(map(_answers_itself, types)):
+            return NotImplemented
         if plain:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -295,6 +297,11 @@ class HiddenLeaf(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _answers_itself(kind: type) -> bool:
+    """Whether tensors of class `kind` have an answer of their own, as weights in tiles have."""
+    return issubclass(kind, LazyTensor) and not issubclass(kind, ShardedParameter)
 
 
 def parameter_of(value: Any) -> Any:

@@ -1,0 +1,65 @@
+"""What a custom autograd function gets of a parameter from `ctx.saved_tensors`.
+
+[Note: a parameter that comes back]
+In plain PyTorch `ctx.saved_tensors` gives the parameter itself. Here the engine brings its bytes,
+and autograd makes a tensor of them. Libraries ask that tensor for what they know of parameters:
+its class, names of DeepSpeed, attributes of their own. A `LentParameter` has these, and the bytes.
+Autograd keeps the class of a tensor only where operators arrive in `__torch_dispatch__`. So they do
+here, and run on the plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.sharding.zero_names import ZeroNames, ZeroStatus
+
+_DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class LentParameter(nn.Parameter, ZeroNames):
+    """The bytes of `parameter`, as the plain tensor `values`, for as long as a backward needs
+    them."""
+
+    ds_status = ZeroStatus.AVAILABLE
+    _parameter: torch.Tensor
+    _values: torch.Tensor
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, values: torch.Tensor) -> LentParameter:
+        """A new one."""
+        make: Any = torch.Tensor._make_subclass
+        made: LentParameter = make(cls, values)
+        made._parameter, made._values = parameter, values
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self._values!r}"
+
+    @property
+    def ds_id(self) -> int:
+        """That of the parameter."""
+        return id(self._parameter)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that were set on the parameter."""
+        if not name.startswith("_") and name in vars(self._parameter):
+            return vars(self._parameter)[name]
+        raise AttributeError(f"a saved parameter has no attribute {name!r}")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DETACHING:
+            return cls.of(args[0]._parameter, args[0]._values)
+        given, named = tree_map(_plain, (tuple(args), kwargs or {}))
+        return func(*given, **named)
+
+
+def _plain(value: Any) -> Any:
+    return value._values if isinstance(value, LentParameter) else value

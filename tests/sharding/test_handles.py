@@ -1,0 +1,292 @@
+"""A parameter is one object, which is a handle without memory while its unit is away: whatever
+reads it there gets plain PyTorch's numbers, and both of its tensors have one gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.sharding.lent import LentParameter
+from support.smallest import Wrap, wrapping
+
+WIDTH = 16
+SMALLEST = {"poison": True}
+
+
+class Net(nn.Module):
+    """Layers that make each other leave, and a head that may be told what to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Any:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x) if run is None else run(self, x)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def wrap(tmp_path: Path) -> Iterator[Wrap]:
+    with wrapping(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["nvme", "tiles"])
+def pair(request: pytest.FixtureRequest, wrap: Wrap) -> tuple[Any, Any]:
+    """A plain model, and the same one wrapped."""
+    model = Net()
+    if request.param == "tiles":
+        infinity.tile(model.head, WIDTH * WIDTH)
+    return Net(), wrap(model, SMALLEST)
+
+
+def norm(w: torch.Tensor) -> torch.Tensor:
+    return (w * w).sum()
+
+
+class Late(torch.autograd.Function):
+    """Saves the weight, and reads it in its backward."""
+
+    seen: list[Any] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        Late.seen.append((type(w), [getattr(w, n, None) for n in ("mark", "ds_id", "ds_status")]))
+        return g @ w, g.t() @ x
+
+
+def in_checkpoint(w: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    x = inputs().requires_grad_()
+    return checkpoint(lambda x, w: torch.tanh(x @ w), x, w, use_reentrant=reentrant).sum()
+
+
+USES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "product of views": lambda w: (w[:8] @ w).square().mean(),
+    "multi_dot": lambda w: torch.linalg.multi_dot([w, w.t(), w]).mean(),
+    "custom function": lambda w: Late.apply(inputs(), w).square().mean(),
+    "checkpoint": lambda w: in_checkpoint(w, False),
+    "reentrant checkpoint": lambda w: in_checkpoint(w, True),
+    "func.grad": lambda w: torch.func.grad(norm)(w),
+    "func.vjp": lambda w: torch.func.vjp(norm, w)[1](torch.tensor(2.0))[0],
+    "func.jvp": lambda w: torch.func.jvp(norm, (w,), (torch.ones(WIDTH, WIDTH),))[1],
+    "jacrev": lambda w: torch.func.jacrev(lambda w: w.sum(0))(w),
+    "vmap": lambda w: torch.func.vmap(norm)(w),
+    "functionalize": lambda w: torch.func.functionalize(norm)(w),
+    "jacobian": lambda w: torch.autograd.functional.jacobian(norm, w),
+    "script": lambda w: torch.jit.script(norm)(w),
+    "compiled": lambda w: torch.compile(norm, backend="eager")(w),
+    "torch.tensor": lambda w: torch.tensor(w),
+    "new_tensor": lambda w: torch.ones(()).new_tensor(w),
+    "asarray": lambda w: torch.asarray(w, copy=True).sum(),
+    "double backward": lambda w: torch.autograd.grad((w**3).sum(), w, create_graph=True)[0].sum(),
+    "autocast": lambda w: torch.autocast("cpu", torch.bfloat16)(
+        lambda: functional.linear(inputs(), w).float().sum()
+    )(),
+    "detached": lambda w: (w.detach() * w).sum(),
+}
+
+
+def outcome(model: Any, use: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = use(model.head.weight)
+    loss = model(inputs()).square().mean()
+    if found.requires_grad:
+        loss = loss + found.sum()
+    loss.backward()
+    gradients = [layer.weight.grad for layer in (*model.layers, model.head)]
+    return [found.detach(), loss.detach(), *[None if g is None else g + 0 for g in gradients]]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_use_outside_of_a_forward_has_plain_numbers(pair: tuple[Any, Any], name: str) -> None:
+    theirs, ours = (outcome(model, USES[name]) for model in pair)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_use_inside_of_a_forward_has_plain_numbers(pair: tuple[Any, Any], name: str) -> None:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.head(x).square().mean() + USES[name](model.head.weight).sum()
+
+    found = []
+    for model in pair:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = model(inputs(), run)
+        loss.backward()
+        found.append([loss.detach(), *(layer.weight.grad + 0 for layer in model.layers)])
+        found[-1].append(model.head.weight.grad + 0)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_casts_a_handle_once(wrap: Wrap) -> None:
+    found = []
+    for model in (Net(), wrap(Net(), SMALLEST)):
+        weight: Any = model.head.weight
+        with torch.autocast("cpu", torch.bfloat16):
+            once = functional.linear(functional.linear(inputs(), weight), weight)
+        once.float().sum().backward()
+        found.append(weight.grad + 0)
+    assert torch.equal(*found)
+
+
+def test_a_parameter_is_one_object(wrap: Wrap) -> None:
+    model: Any = Net()
+    before = dict(model.named_parameters())
+    wrap(model, SMALLEST)
+    inside: list[bool] = []
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        inside.append(net.head.weight is before["head.weight"])
+        return net.head(x)
+
+    model(inputs(), run)
+    assert inside == [True]
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_a_handle_has_no_memory(wrap: Wrap) -> None:
+    model: Any = wrap(Net(), SMALLEST)
+    weight = model.head.weight
+    assert torch._C._dispatch_keys(weight).has(torch._C.DispatchKey.Python)
+    assert weight.stride() == (WIDTH, 1) and weight.is_contiguous() and weight.is_leaf
+    for what in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
+        with pytest.raises(infinity.ShardedParameterError):
+            what(weight)
+
+
+@pytest.mark.parametrize("when", ["before wrap", "outside", "inside"])
+def test_hooks_see_the_whole_gradient_once(wrap: Wrap, when: str) -> None:
+    """Of a parameter that is used in the forward and outside of it, whenever they were
+    registered."""
+    calls: list[Any] = []
+
+    def register(weight: torch.Tensor) -> list[Any]:
+        return [
+            weight.register_hook(lambda g: calls.append(g.clone())),
+            weight.register_post_accumulate_grad_hook(lambda p: calls.append(p)),
+        ]
+
+    def use(model: Any) -> list[Any]:
+        handles = []
+
+        def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+            if when == "inside":
+                handles.extend(register(net.head.weight))
+            return net.head(x)
+
+        loss = model(inputs(), run).sum() + model.head.weight.square().sum()
+        if when == "outside":
+            handles.extend(register(model.head.weight))
+        loss.backward()
+        return handles
+
+    plain: Any = Net()
+    register(plain.head.weight) if when == "before wrap" else None
+    use(plain)
+    (expected, _), calls[:] = list(calls), []
+    model: Any = Net()
+    early = register(model.head.weight) if when == "before wrap" else []
+    wrap(model, SMALLEST)
+    handles = early + use(model)
+    assert len(calls) == 2 and torch.equal(calls[0], expected)
+    assert calls[1] is model.head.weight
+    for handle in handles:
+        handle.remove()
+    calls.clear()
+    when = ""
+    use(model)
+    assert calls == []
+
+
+def test_autograd_finds_the_parameter(pair: tuple[Any, Any]) -> None:
+    found = []
+    for model in pair:
+        loss = model(inputs()).square().mean() + model.layers[0].weight.square().sum()
+        weights = [model.layers[0].weight, model.head.weight]
+        found.append(torch.autograd.grad(loss, weights, retain_graph=True))
+        loss.backward(inputs=[model.layers[0].weight])
+        found[-1] += (model.layers[0].weight.grad + 0,)
+        assert model.layers[1].weight.grad is None
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_weight_in_tiles_is_no_input_of_a_backward(wrap: Wrap) -> None:
+    model: Any = Net()
+    infinity.tile(model.head, WIDTH * WIDTH)
+    wrap(model, SMALLEST)
+    optimizer = infinity.AdamW(model.parameters())
+    with pytest.raises(infinity.ConfigError, match=r"torch.autograd.grad\(loss, \[weight\]\)"):
+        model(inputs()).sum().backward(inputs=[model.head.weight])
+        optimizer.step()
+    model(inputs()).sum().backward()  # and the next one is as ever
+    assert model.head.weight.grad is not None
+
+
+def test_a_graph_of_old_values_does_not_go_backward(pair: tuple[Any, Any]) -> None:
+    for model, optimizer in zip(pair, (torch.optim.AdamW, infinity.AdamW), strict=True):
+        step = optimizer(model.parameters(), lr=0.1)
+        model(inputs()).sum().backward()
+        loss = model.head.weight.square().sum()
+        step.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.head.weight.square().sum().backward()
+
+
+def test_freezing_holds_inside_and_outside(wrap: Wrap) -> None:
+    model: Any = wrap(Net(), SMALLEST)
+    weight = model.head.weight
+    weight.requires_grad_(False)
+    model(inputs()).sum().backward()
+    assert weight.grad is None and not (weight * 2).requires_grad
+    weight.requires_grad_(True)
+    (model(inputs()).sum() + weight.sum()).backward()
+    assert weight.grad is not None
+
+
+def test_the_node_of_a_parameter_gives_what_answers_as_it(wrap: Wrap) -> None:
+    model: Any = wrap(Net(), SMALLEST)
+    weight = model.head.weight
+    variable = torch.autograd.graph.get_gradient_edge(weight).node.variable
+    assert torch.equal(variable + 0, weight + 0)
+    variable.grad = torch.ones_like(weight)
+    assert torch.equal(weight.grad, torch.ones(WIDTH, WIDTH))
+
+
+def test_what_a_custom_function_saved_is_a_parameter(wrap: Wrap) -> None:
+    model: Any = Net()
+    model.head.weight.mark = 3
+    wrap(model, SMALLEST)
+    Late.seen.clear()
+    model(inputs(), lambda net, x: Late.apply(x, net.head.weight)).sum().backward()
+    ((kind, attributes),) = Late.seen
+    assert issubclass(kind, LentParameter) and issubclass(kind, nn.Parameter)
+    available = infinity.zero.ZeroParamStatus.AVAILABLE
+    assert attributes == [3, model.head.weight.ds_id, available]
