@@ -100,7 +100,7 @@ class BankView(LazyTensor):
         made = cls.without_data(shape, bank.dtype, bank.device)
         made.bank, made.expert, made.turned = bank, expert, turned
         if _is_watched(bank):
-            made = _Part.apply(made, bank)  # type: ignore[no-untyped-call]
+            made = _BankPart.apply(made, bank)  # type: ignore[no-untyped-call]
         view: BankView = made
         return view
 
@@ -153,7 +153,7 @@ class BankView(LazyTensor):
         return func(*values, **named)
 
 
-class _Part(torch.autograd.Function):
+class _BankPart(torch.autograd.Function):
     """A view of a bank, whose gradient is a part of the bank's."""
 
     @staticmethod

@@ -253,6 +253,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
                 f"{who} has no data any more, because its engine was closed; save the data "
                 "first, then close"
             )
+        if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
+            return super().__torch_function__(func, types, args, kwargs)
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():

@@ -168,7 +168,7 @@ class ParameterData:
         with self.leaf(index):
             return parameter.register_post_accumulate_grad_hook(hook)
 
-    def join(self, tensor: torch.Tensor) -> None:
+    def note(self, tensor: torch.Tensor) -> None:
         """`tensor` is a handle that has the values of some of these parameters."""
         self._joined[id(tensor)] = tensor
 

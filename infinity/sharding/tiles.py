@@ -117,8 +117,8 @@ class TiledWeight(LazyTensor):
                 for piece in pieces:
                     if isinstance(piece, ShardedParameter):
                         data = type(piece).unit.data
-                        data.join(self)
-                        data.join(linked)
+                        data.note(self)
+                        data.note(linked)
         return self
 
     @property
