@@ -238,7 +238,7 @@ class LazyTensor(torch.Tensor):
             return _on_copies(func, args, kwargs) if found is NotImplemented else found
 
 
-class _Step(NamedTuple):
+class _Viewing(NamedTuple):
     """How a view is made of a tensor: the operator, what it takes beside, and which of its results
     is the view; None where there is one."""
 
@@ -257,7 +257,7 @@ class LazyView(LazyTensor):
     """A view of a lazy tensor. See [Note: views of lazy tensors]."""
 
     @staticmethod
-    def __new__(cls, root: LazyTensor, steps: Sequence[_Step], stand_in: torch.Tensor) -> Any:
+    def __new__(cls, root: LazyTensor, steps: Sequence[_Viewing], stand_in: torch.Tensor) -> Any:
         return cls.without_data(
             stand_in.shape,
             stand_in.dtype,
@@ -271,7 +271,7 @@ class LazyView(LazyTensor):
             ],
         )
 
-    def __init__(self, root: LazyTensor, steps: Sequence[_Step], stand_in: torch.Tensor) -> None:
+    def __init__(self, root: LazyTensor, steps: Sequence[_Viewing], stand_in: torch.Tensor) -> None:
         self._root = root
         self._steps = tuple(steps)
         self._stand_in = stand_in
@@ -310,7 +310,7 @@ class LazyView(LazyTensor):
         """As of the root."""
         self._root.check_replace()
 
-    def viewed(self, step: _Step, stand_in: torch.Tensor) -> LazyView:
+    def viewed(self, step: _Viewing, stand_in: torch.Tensor) -> LazyView:
         """A view of this one."""
         return LazyView(self._root, (*self._steps, step), stand_in)
 
@@ -357,7 +357,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     several = isinstance(found, (list, tuple))
     made = [
-        _alias(base, stand_in, view, _Step(func, tuple(others), kwargs, i if several else None))
+        _alias(base, stand_in, view, _Viewing(func, tuple(others), kwargs, i if several else None))
         for i, view in enumerate(found if several else [found])
     ]
     if any(view is NotImplemented for view in made):
@@ -365,7 +365,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return type(found)(made) if several else made[0]
 
 
-def _alias(base: LazyTensor, stand_in: torch.Tensor, view: Any, step: _Step) -> Any:
+def _alias(base: LazyTensor, stand_in: torch.Tensor, view: Any, step: _Viewing) -> Any:
     """The lazy tensor that `view` stands for; `NotImplemented` where it is not of the memory that
     `stand_in` is of."""
     if view is stand_in:

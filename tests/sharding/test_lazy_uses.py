@@ -241,7 +241,9 @@ def test_a_use_gives_what_plain_pytorch_gives(name: str) -> None:
             if (mine is None) != (theirs is None):
                 return f"{mine} instead of {theirs}"
             if mine is not None:
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+                # torch computes singular values of any subclass by another routine.
+                close = {"rtol": 1e-5, "atol": 1e-6} if name == "svd" else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(mine, theirs, **close)
         return "equal"
 
     assert in_a_child(both) == "equal"
