@@ -1,10 +1,9 @@
-"""Copies of what the engine keeps, which nobody may mistake for the original."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -45,13 +44,54 @@ class ReadOnlyCopy(torch.Tensor):
             return read_only(found, copies, copies[0].way) if copies else found
 
 
+class LentArray(np.ndarray[Any, Any]):
+    """An array of a copy, or a view of one, that raises `ShardedParameterError` when it is changed:
+    the change would be lost. What is computed from it is an ordinary array."""
+
+    way: str = ""
+    """What was copied, and what to do instead."""
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.way = getattr(source, "way", "")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(self)
+        super().__setitem__(key, value)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
+        self._check(*named.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        plain = [_plain(value) for value in inputs]
+        if "out" in named:
+            named["out"] = tuple(map(_plain, named["out"]))
+        return getattr(ufunc, method)(*plain, **named)
+
+    @staticmethod
+    def _check(*changed: Any) -> None:
+        for array in changed:
+            if isinstance(array, LentArray) and not array.flags.writeable:
+                raise ShardedParameterError(array.way)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, LentArray) else value
+
+
+def lent(array: Any, way: str) -> Any:
+    """`array`, of a copy, as one that cannot be written; `way` is what its error says."""
+    array.flags.writeable = False
+    made = array.view(LentArray)
+    made.way = way
+    return made
+
+
 def read_only(value: Any, copies: Iterable[torch.Tensor], way: str) -> Any:
     """`value`, in which tensors that share memory with one of `copies` are `ReadOnlyCopy`; `way` is
     what their error says."""
     storages = {copy.untyped_storage()._cdata for copy in copies}
 
     def guarded(found: Any) -> Any:
-        if type(found) is not torch.Tensor or found.untyped_storage()._cdata not in storages:
+        plain = type(found) is torch.Tensor and found.layout is torch.strided
+        if not plain or found.untyped_storage()._cdata not in storages:
             return found
         made = found.as_subclass(ReadOnlyCopy)
         made.way = way

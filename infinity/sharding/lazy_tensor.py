@@ -2,138 +2,490 @@
 operator asks for them.
 
 [Note: operators on lazy tensors]
-An operator that a class does not answer itself (`LazyTensor.answers`) gets a copy of the values.
-What it writes in place replaces them (`LazyTensor.replace`). A view of a copy is a `ReadOnlyCopy`.
-Operators over lists take one tensor after the other, so that one copy is alive at a time.
+A lazy tensor is a wrapper without storage, so that every operator arrives in `__torch_dispatch__`,
+from wherever it is called: Python, functorch, scripts, C++. It arrives below autograd: the gradient
+of an operator is that of any tensor. A few operators are known. Every other one gets whole copies:
+
+| operator | what it gets |
+|---|---|
+| that a class answers (`LazyTensor.answers`) | nothing |
+| that makes a tensor of the same shape | shape, dtype and device |
+| that gives a view | nothing; the view is a `LazyView` |
+| over lists | copies of one element after the other, so that one copy is alive at a time |
+| any other | copies of all |
+
+What an operator writes to replaces the values (`LazyTensor.replace`). A class that refuses that
+says so in `check_replace`, which is asked before the operator runs.
+
+[Note: views of lazy tensors]
+A `LazyView` knows its root and the operators that make it. Reading it makes a copy of the root and
+repeats them there. Writing it writes the copy of the root through the view, and the copy replaces
+the root. So it is an alias, as a view of any tensor. Its shape and strides are those of a tensor on
+the meta device that was viewed alike.
+
+[Note: memory that is not there]
+What reads memory past the operators gets a copy that cannot be written (`numpy`), or is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.sharding.copied import read_only
+from infinity.errors import ShardedParameterError
+from infinity.sharding.copied import lent, read_only
 
 _ATEN: Any = torch.ops.aten
 _LIKE = {
     getattr(_ATEN, name).default
     for name in (
         *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
-        *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")),
+        *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")),
     )
 }
 """Operators that ask for shape, dtype and device alone."""
-_WHOLE = {"numpy", "__array__", "tolist", "__format__", "__reduce_ex__", "__deepcopy__"}
-"""Methods that read the memory of a tensor past its operators."""
+_VALUES = {
+    *("tolist", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
+    *("__format__", "__reduce_ex__"),
+}
+"""Methods that read the memory of a tensor past its operators: torch.tensor calls them while it
+keeps operators from `__torch_dispatch__`."""
+_ARRAYS = {"numpy", "__array__"}
+_MEMORY = {
+    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("__cuda_array_interface__", "share_memory_", "set_", "resize_", "resize_as_"),
+    *("apply_", "map_", "map2_", "module_load"),
+}
+"""Functions that give memory away, or put other memory in its place."""
+_NO_MEMORY = "has no memory of its own that {what} could use; {way}"
+_COPY = "use a copy: .clone()"
+_WRITE = "write what it is to be: .copy_(values)"
+
+
+class _NoSlots(list[str]):
+    """What `torch.utils.swap_tensors` asks of a class first."""
+
+    def __iter__(self) -> NoReturn:
+        raise ShardedParameterError(
+            f"a tensor of a wrapped model {_NO_MEMORY.format(what='swap_tensors', way=_WRITE)}"
+        )
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without data: shape, dtype and device are those of what `fetch` gives. See [Note:
-    operators on lazy tensors]."""
+    """A tensor without data: shape, dtype, strides and device are those of what `fetch` gives. See
+    [Note: operators on lazy tensors]."""
 
     answers: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     """Operators that need no data: each is called with the operator and its arguments, and gives
     `NotImplemented` where these need data."""
-    way: ClassVar[str]
-    """What the error says when a view of a copy is changed in place."""
+    way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
+    """What the error says where a copy is changed that nothing can take over."""
+    __slotnames__ = _NoSlots()
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        cls.__slotnames__ = LazyTensor.__slotnames__  # which is looked up in the class alone
 
     @classmethod
-    def without_data(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        """A new one; `__init__` has yet to run."""
+    def without_data(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        stride: Sequence[int] | None = None,
+        offset: int = 0,
+        requires_grad: bool = False,
+        keys: Sequence[str] = (),
+    ) -> Any:
+        """A new one, contiguous without `stride`, with more dispatch `keys`; `__init__` has yet to
+        run."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        return make(cls, tuple(shape), dtype=dtype, device=device)
+        more = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+        for key in keys:
+            more = more.add(getattr(torch._C.DispatchKey, key))
+        with torch.inference_mode(False):  # a view of what is no inference tensor is none either
+            made = make(
+                cls,
+                tuple(shape),
+                strides=None if stride is None else tuple(stride),
+                storage_offset=offset or None,
+                dtype=dtype,
+                device=device,
+                requires_grad=requires_grad,
+                _extra_dispatch_keys=more,
+            )
+        # C++ code that takes the address raises then, and does not read at 0.
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
+
+    # What a class of lazy tensors says
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values."""
+        """A copy of the values, that nothing else uses."""
         raise NotImplementedError
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are the values from now on."""
+        """`values`, of the same shape, dtype and device, are the values from now on."""
         raise NotImplementedError
+
+    def check_replace(self) -> None:
+        """Raise what `replace` would raise; before anything is changed."""
+
+    @property
+    def memory(self) -> Hashable:
+        """Lazy tensors of one class that are equal in this are the same memory."""
+        return id(self)
+
+    @property
+    def called(self) -> str:
+        """What it is, for errors."""
+        return "a tensor of a wrapped model"
+
+    # What views differ in
+
+    @property
+    def root(self) -> LazyTensor:
+        """What it is a view of, in the end."""
+        return self
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This view, of a copy of the root."""
+        return whole
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor on the meta device that is the same but for values."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    def values(self) -> torch.Tensor:
+        """A copy of the values in its layout."""
+        return self.part_of(_copy_of(self.root))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = brought(self)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __copy__(self) -> torch.Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __dlpack__(self, *, copy: bool | None = None, **named: Any) -> Any:
+        if copy is not True:
+            raise self._has_no_memory("__dlpack__")
+        return brought(self).__dlpack__(**named)
+
+    def _has_no_memory(self, what: str) -> ShardedParameterError:
+        way = _WRITE if what.endswith("_") and not what.endswith("__") else _COPY
+        return ShardedParameterError(f"{self.called} {_NO_MEMORY.format(what=what, way=way)}")
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        lazy = args[0] if args and isinstance(args[0], LazyTensor) else None
         with torch._C.DisableTorchFunctionSubclass():
-            if attribute == "data" and isinstance(args[0], LazyTensor):
-                return args[0].replace(args[1]) if name == "__set__" else args[0].detach()
-            if name == "__setitem__" and isinstance(args[0], LazyTensor):
-                values = args[0].fetch()
-                values[args[1]] = brought(args[2])
-                return args[0].replace(values)
-            if name in _WHOLE:
+            if lazy is not None and attribute == "data":
+                return lazy.assign(args[1]) if name == "__set__" else lazy.detach()
+            if name in _MEMORY or attribute in _MEMORY:
+                found = next(filter(_is_lazy, tree_leaves((args, kwargs))))
+                raise found._has_no_memory(attribute or name)
+            if name in _ARRAYS:
+                return lent(func(*tree_map(brought, (*args,)), **kwargs), cls._lent(args))
+            if name in _VALUES:
                 args, kwargs = tree_map(brought, (tuple(args), kwargs))
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+
+    @staticmethod
+    def _lent(args: Sequence[Any]) -> str:
+        return (
+            f"an array of {args[0].called} is a copy, and a change of it would be lost; copy the "
+            "array, or change the tensor itself"
+        )
+
+    def assign(self, values: Any) -> None:
+        """What `.data = values` does."""
+        with torch.no_grad():
+            self.copy_(brought(values))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        kinds = {kind for kind in types if issubclass(kind, LazyTensor)}
-        for kind in kinds:
-            answer = kind.answers.get(func)
-            found = NotImplemented if answer is None else answer(func, *args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        if func in _LIKE:
-            some = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            return func(some.expand(args[0].shape), *args[1:], **kwargs)
-        if str(func).startswith("aten._foreach_"):
-            return _one_by_one(func, args, kwargs)
-        return _on_copies(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for kind in types:
+                answer = kind.answers.get(func) if issubclass(kind, LazyTensor) else None
+                found = NotImplemented if answer is None else answer(func, *args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+            if not isinstance(func, torch._ops.OpOverload):  # of higher order
+                return _on_copies_read(func, args, kwargs)
+            if func in _LIKE:
+                named = {"device": args[0].device} | kwargs
+                return func(args[0].stand_in(), *args[1:], **named)
+            if "_foreach_" in func._schema.name:
+                return _one_by_one(func, args, kwargs)
+            found = _view(func, args, kwargs)
+            return _on_copies(func, args, kwargs) if found is NotImplemented else found
+
+
+class _Viewing(NamedTuple):
+    """How a view is made of a tensor: the operator, what it takes beside, and which of its results
+    is the view; None where there is one."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.func(tensor, *self.args, **self.kwargs)
+        made: torch.Tensor = found if self.place is None else found[self.place]
+        return made
+
+
+class LazyView(LazyTensor):
+    """A view of a lazy tensor. See [Note: views of lazy tensors]."""
+
+    @staticmethod
+    def __new__(cls, root: LazyTensor, steps: Sequence[_Viewing], stand_in: torch.Tensor) -> Any:
+        return cls.without_data(
+            stand_in.shape,
+            stand_in.dtype,
+            root.device,
+            stand_in.stride(),
+            int(stand_in.storage_offset()),
+            keys=[
+                key
+                for key, has in (("Conjugate", stand_in.is_conj()), ("Negative", stand_in.is_neg()))
+                if has
+            ],
+        )
+
+    def __init__(self, root: LazyTensor, steps: Sequence[_Viewing], stand_in: torch.Tensor) -> None:
+        self._root = root
+        self._steps = tuple(steps)
+        self._stand_in = stand_in
+
+    @property
+    def root(self) -> LazyTensor:
+        """What it is a view of, in the end."""
+        return self._root
+
+    @property
+    def called(self) -> str:
+        """What it is, for errors."""
+        return f"a view of {self._root.called}"
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This view, of a copy of the root."""
+        for step in self._steps:
+            whole = step.of(whole)
+        return whole
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor on the meta device that is the same but for values."""
+        return self._stand_in
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values, with what the root has beside."""
+        return self.values()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """`values` are the values from now on, also in the root."""
+        whole = _copy_of(self._root)
+        self.part_of(whole).copy_(values)
+        self._root.replace(whole)
+
+    def check_replace(self) -> None:
+        """As of the root."""
+        self._root.check_replace()
+
+    def viewed(self, step: _Viewing, stand_in: torch.Tensor) -> LazyView:
+        """A view of this one."""
+        return LazyView(self._root, (*self._steps, step), stand_in)
 
 
 def brought(value: Any) -> Any:
-    """The values of a lazy tensor; anything else itself."""
-    return value.fetch() if isinstance(value, LazyTensor) else value
+    """The values of a lazy tensor, which requires a gradient where that does; anything else
+    itself."""
+    if not isinstance(value, LazyTensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return value.values().requires_grad_(value.requires_grad)
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyTensor)
+
+
+def _copy_of(root: LazyTensor) -> torch.Tensor:
+    """A copy of its values, laid out as it says: views of it are repeated there."""
+    values = root.fetch()
+    if values.stride() == root.stride() and values.storage_offset() == 0:
+        return values
+    copy = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
+    return copy.copy_(values)
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of an operator that gives views of a lazy tensor; `NotImplemented` for any
+    other."""
+    aliases = [found.alias_info for found in func._schema.returns]
+    if not aliases or any(alias is None or alias.is_write for alias in aliases):
+        return NotImplemented
+    base, *others = args
+    if not isinstance(base, LazyTensor) or any(map(_is_lazy, tree_leaves((others, kwargs)))):
+        return NotImplemented
+    # Some of these may give a view or not, and what they are made of says which.
+    found = func.decompose(*args, **kwargs)
+    if found is not NotImplemented:
+        return found
+    stand_in = base.stand_in()
+    try:
+        found = func(stand_in, *others, **kwargs)
+    except NotImplementedError:
+        return NotImplemented
+    several = isinstance(found, (list, tuple))
+    made = [
+        _alias(base, stand_in, view, _Viewing(func, tuple(others), kwargs, i if several else None))
+        for i, view in enumerate(found if several else [found])
+    ]
+    if any(view is NotImplemented for view in made):
+        return NotImplemented
+    return type(found)(made) if several else made[0]
+
+
+def _alias(base: LazyTensor, stand_in: torch.Tensor, view: Any, step: _Viewing) -> Any:
+    """The lazy tensor that `view` stands for; `NotImplemented` where it is not of the memory that
+    `stand_in` is of."""
+    if view is stand_in:
+        return base
+    if not isinstance(view, torch.Tensor) or not _same_memory(view, stand_in):
+        return NotImplemented
+    steps = base._steps if isinstance(base, LazyView) else ()
+    return LazyView(base.root, (*steps, step), view)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator over lists, for one element after the other."""
     number = len(args[0])
+    names = [argument.name for argument in func._schema.arguments]
 
-    def at(value: Any, place: int) -> Any:
+    def at(name: str, value: Any, place: int) -> Any:
+        if name == "scalars" and isinstance(value, torch.Tensor):
+            return value[place : place + 1]
         among = isinstance(value, (list, tuple)) and len(value) == number
         return [value[place]] if among else value
 
     found: list[Any] = []
     for place in range(number):
-        named = {name: at(value, place) for name, value in kwargs.items()}
-        found += _on_copies(func, [at(value, place) for value in args], named) or []
+        given = [at(*each, place) for each in zip(names, args, strict=False)]
+        named = {name: at(name, value, place) for name, value in kwargs.items()}
+        found += _on_copies(func, given, named) or []
     return found or None
+
+
+class _Copies:
+    """Copies of lazy tensors for one operator; those of one memory have one."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Any, tuple[LazyTensor, torch.Tensor]] = {}
+        self._given: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+        self._versions: dict[int, int] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a lazy tensor; anything else itself."""
+        if not isinstance(value, LazyTensor):
+            return value
+        if id(value) not in self._given:
+            root = value.root
+            key = type(root), root.memory
+            if key not in self._whole:
+                copy = _copy_of(root)
+                self._whole[key] = root, copy
+                self._versions[id(copy)] = 0 if copy.is_inference() else copy._version
+            self._given[id(value)] = value, value.part_of(self._whole[key][1])
+        return self._given[id(value)][1]
+
+    def write(self, written: Iterable[LazyTensor]) -> None:
+        """The copies of these were written to. Raises `ShardedParameterError` before anything is
+        replaced where one has another shape now."""
+        changed = {}
+        for lazy in written:
+            copy = self.of(lazy)
+            if copy.shape != lazy.shape or copy.stride() != lazy.stride():
+                raise ShardedParameterError(
+                    f"the shape and the strides of {lazy.called} cannot be changed in place; "
+                    "assign another tensor, or use a view"
+                )
+            changed[type(lazy.root), lazy.root.memory] = True
+        for key in changed:
+            root, whole = self._whole[key]
+            root.replace(whole)
+
+    def check_unwritten(self) -> None:
+        """Raise `ShardedParameterError` when a copy was written to."""
+        for root, whole in self._whole.values():
+            if not whole.is_inference() and whole._version != self._versions[id(whole)]:
+                raise ShardedParameterError(
+                    f"{root.called} was changed in place by an operator that does not say so; "
+                    "compute the new values, and write them: .copy_(values)"
+                )
+
+    def lazy(self, value: Any) -> Any:
+        """What the result `value` is the copy of; else itself."""
+        for lazy, copy in self._given.values():
+            if value is copy:
+                return lazy
+        return value
+
+    def guarded(self, value: Any) -> Any:
+        """`value`, in which no tensor can be written that shares memory with a copy."""
+        for root, whole in self._whole.values():
+            value = read_only(value, [whole], type(root).way)
+        return value
 
 
 def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator on copies; what it writes to replaces what was copied."""
-    copies: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
-
-    def bring(value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value, value.fetch()
-        return copies[id(value)][1]
-
-    given, named = tree_map(bring, (tuple(args), kwargs))
+    if func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
+        found = next(filter(_is_lazy, tree_leaves((args, kwargs))))
+        raise found._has_no_memory(func._schema.name.removeprefix("aten::"))
+    written = list(filter(_is_lazy, tree_leaves(list(_written(func, args, kwargs)))))
+    for lazy in written:
+        lazy.check_replace()
+    copies = _Copies()
+    given, named = tree_map(copies.of, (tuple(args), kwargs))
     found = func(*given, **named)
+    copies.write(written)
+    return copies.guarded(tree_map(copies.lazy, found))
+
+
+def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator without a schema, which may write to nothing that it is given."""
+    copies = _Copies()
+    given, named = tree_map(copies.of, (tuple(args), kwargs))
+    found = func(*given, **named)
+    copies.check_unwritten()
+    return copies.guarded(tree_map(copies.lazy, found))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
+    """The arguments that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[place] if place < len(args) else kwargs.get(argument.name)
-            for value in written if isinstance(written, (list, tuple)) else [written]:
-                if isinstance(value, LazyTensor):
-                    value.replace(copies[id(value)][1])
-    origins = {id(copy): lazy for lazy, copy in copies.values()}
-    found = tree_map(lambda value: origins.get(id(value), value), found)
-    for lazy, copy in copies.values():
-        found = read_only(found, [copy], lazy.way)
-    return found
+            yield args[place] if place < len(args) else kwargs.get(argument.name)

@@ -203,7 +203,7 @@ def test_what_reads_a_gradient(pair: Pair) -> None:
         lambda g: g[3],
         lambda g: g.view(-1)[:5] * 2,
         lambda g: torch.isfinite(g).all(),
-        lambda g: torch.from_numpy(g.numpy()),
+        lambda g: torch.from_numpy(g.numpy().copy()),
         lambda g: torch.tensor(g.tolist()),
         lambda g: g.to(torch.float64),
         lambda g: g.abs().max(),
@@ -215,11 +215,10 @@ def test_what_reads_a_gradient(pair: Pair) -> None:
         assert torch.equal(read(ours), read(theirs))
     assert float(ours.data.norm(2)) == pytest.approx(float(theirs.norm(2)), rel=1e-6)
     assert "LazyGradient" in repr(ours)
-    lost = "a part of a copy of a gradient was changed in place, which would be lost"
     for change in (lambda g: g[0].zero_(), lambda g: g.view(-1).add_(1)):
-        with pytest.raises(infinity.ShardedParameterError, match=lost):
-            change(ours)
-    pair.same()
+        change(ours)
+        change(theirs)
+        pair.same()
     pair.model.zero_grad()
     with pytest.raises(infinity.ShardedParameterError, match="was forgotten since"):
         ours.sum()
