@@ -141,7 +141,9 @@ class Hooks(Border):
                     collect = _refuse
                 else:
                     continue
-                self._handles.append(unit.data.on_gradient(index, collect))
+                with unit.data.leaf(index):
+                    handle = parameter.register_post_accumulate_grad_hook(collect)
+                self._handles.append(handle)
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
@@ -485,7 +487,7 @@ def _asked_by_hand() -> bool:
     tensor."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name: str = frame.f_globals.get("__name__", "")
         # `uncompiled` puts a frame of torch's between.
         if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
             return name.partition(".")[0] != "torch"

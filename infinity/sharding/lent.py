@@ -27,18 +27,18 @@ class LentParameter(nn.Parameter, ZeroNames):
 
     ds_status = ZeroStatus.AVAILABLE
     _parameter: torch.Tensor
-    _values: torch.Tensor
+    _plain_values: torch.Tensor
 
     @classmethod
     def of(cls, parameter: torch.Tensor, values: torch.Tensor) -> LentParameter:
         """A new one."""
         make: Any = torch.Tensor._make_subclass
         made: LentParameter = make(cls, values)
-        made._parameter, made._values = parameter, values
+        made._parameter, made._plain_values = parameter, values
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{self._values!r}"
+        return f"Parameter containing:\n{self._plain_values!r}"
 
     @property
     def ds_id(self) -> int:
@@ -56,10 +56,10 @@ class LentParameter(nn.Parameter, ZeroNames):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _DETACHING:
-            return cls.of(args[0]._parameter, args[0]._values)
+            return cls.of(args[0]._parameter, args[0]._plain_values)
         given, named = tree_map(_plain, (tuple(args), kwargs or {}))
         return func(*given, **named)
 
 
 def _plain(value: Any) -> Any:
-    return value._values if isinstance(value, LentParameter) else value
+    return value._plain_values if isinstance(value, LentParameter) else value

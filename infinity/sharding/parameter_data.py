@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -160,13 +160,6 @@ class ParameterData:
         hooks belong to."""
         with torch._C.DisableTorchFunctionSubclass(), self._twins[index].dense():
             yield
-
-    def on_gradient(self, index: int, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Have `hook` called with the tensor that has the gradient of parameter `index` in `.grad`,
-        whenever autograd has accumulated one; `remove()` of the handle ends that."""
-        parameter = self._unit.parameters[index]
-        with self.leaf(index):
-            return parameter.register_post_accumulate_grad_hook(hook)
 
     def note(self, tensor: torch.Tensor) -> None:
         """`tensor` is a handle that has the values of some of these parameters."""

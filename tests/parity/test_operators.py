@@ -175,7 +175,9 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any) -> Iterator[Any]:
     """Of each operator its name, and "exact", "refused", "differs" or the error."""
     for case, module in zip(some, model, strict=True):
-        plain = type(module)(case.weight) if isinstance(module, Holder) else LinearHolder(case.weight)
+        plain = (
+            type(module)(case.weight) if isinstance(module, Holder) else LinearHolder(case.weight)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
