@@ -71,8 +71,9 @@ class Execution:
     """The calls and passes that are under way, the innermost last; one program has one of these.
 
     Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
-    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass, and
-    `check` at the end of each, before a forward and before a step, to raise where one was asked for too much.
+    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
+    `check` is called at the end of each, before a forward and before a step, to raise where a
+    backward was asked for too much.
     """
 
     def __init__(

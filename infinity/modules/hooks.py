@@ -54,6 +54,7 @@ import torch
 from torch import nn
 
 from infinity.backward import in_backward
+from infinity.compilation import uncompiled
 from infinity.errors import BudgetError, ConfigError, ShardedParameterError
 from infinity.modules.execution import (
     Call,
@@ -63,7 +64,7 @@ from infinity.modules.execution import (
     caller,
     is_compiling,
 )
-from infinity.modules.packing import PackedView, Packer, uncompiled
+from infinity.modules.packing import PackedView, Packer
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.observe import Recorder

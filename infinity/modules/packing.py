@@ -31,9 +31,6 @@ in front of them for hooks that are entered in the checkpoint.
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -42,6 +39,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.compilation import uncompiled
 from infinity.modules.partitions import PartitionedDTensor
 from infinity.modules.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.placement.spec import Kind
@@ -49,11 +47,6 @@ from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.parameter import handled
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
-
-NO_GRAPH = (
-    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be "
-    "part of a graph: compile block after block, or leave out fullgraph=True"
-)
 
 _NEEDED = (
     "infinity needs them, because parameters leave after a forward and must come back for the "
@@ -103,21 +96,6 @@ class HandedDown(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
-
-
-def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, with a frame of torch's around it: torch.compile does not look into it.
-
-    It imports torch._dynamo, which takes long. So it is for objects of a wrapped model, not for
-    classes and functions, which are made when this file is imported.
-    """
-    if "torch._dynamo" not in sys.modules:
-        importlib.import_module("torch._dynamo")
-        # Errors that it catches meanwhile stay in cycles with the frames of all callers, and so
-        # with the model and what its parameters held before.
-        gc.collect()
-    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=NO_GRAPH)
-    return disabled
 
 
 class Packer:

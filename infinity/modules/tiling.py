@@ -28,11 +28,11 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from infinity.compilation import uncompiled
 from infinity.errors import ConfigError, in_words
 from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
 from infinity.modules.load_target import load_into_targets
-from infinity.modules.packing import uncompiled
 from infinity.modules.tile_math import embedding, linear
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter

@@ -35,6 +35,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.compilation import call_uncompiled
 from infinity.errors import ShardedParameterError
 from infinity.sharding.copied import lent, read_only
 
@@ -304,7 +305,7 @@ class LazyView(LazyTensor):
         """`values` are the values from now on, also in the root."""
         whole = _copy_of(self._root)
         self.part_of(whole).copy_(values)
-        self._root.replace(whole)
+        call_uncompiled(self._root.replace, whole)
 
     def check_replace(self) -> None:
         """As of the root."""
@@ -330,7 +331,7 @@ def _is_lazy(value: Any) -> bool:
 
 def _copy_of(root: LazyTensor) -> torch.Tensor:
     """A copy of its values, laid out as it says: views of it are repeated there."""
-    values = root.fetch()
+    values: torch.Tensor = call_uncompiled(root.fetch)
     if values.stride() == root.stride() and values.storage_offset() == 0:
         return values
     copy = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
@@ -435,7 +436,7 @@ class _Copies:
             changed[type(lazy.root), lazy.root.memory] = True
         for key in changed:
             root, whole = self._whole[key]
-            root.replace(whole)
+            call_uncompiled(root.replace, whole)
 
     def check_unwritten(self) -> None:
         """Raise `ShardedParameterError` when a copy was written to."""

@@ -53,7 +53,7 @@ VALUES: dict[str, Callable[[Any], object]] = {
     "norm of data": lambda p: p.data.norm(),
     "row": lambda p: p[3],
     "view": lambda p: p.view(-1)[:5],
-    "numpy": lambda p: torch.from_numpy(p.detach().cpu().numpy()),
+    "numpy": lambda p: torch.from_numpy(p.detach().cpu().numpy().copy()),
     "tolist": lambda p: torch.tensor(p.tolist()),
     "item": lambda p: p.mean().item(),
     "double": lambda p: p.double(),

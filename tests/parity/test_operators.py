@@ -1,5 +1,5 @@
-"""Torch's own catalogue of operators, each handed a parameter of a wrapped model in the place of its
-first argument: it gives the bits of plain PyTorch, or our refusal."""
+"""Torch's own catalogue of operators, each handed a parameter of a wrapped model as its first
+argument: it gives the bits of plain PyTorch, or our refusal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ catalogue = pytest.importorskip("torch.testing._internal.common_methods_invocati
 
 MOST_ELEMENTS = 4096
 NOT_COMPARABLE = {
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-    "bfloat16.rand",
-}  # fmt: skip
-"""What they give is what was in memory."""
-FROM_MEMORY = {"to_sparse", "sparse.mm"}
-REFUSED: dict[str, set[str]] = {}
+    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+    "nn.functional.rrelu",  # a checkpoint of plain PyTorch saves its noise before it is drawn
+}
+"""They give what was in memory."""
+ROUNDED = {"linalg.cond", "linalg.eigvalsh", "linalg.svdvals"}
+"""Where autograd may watch, torch takes another algorithm for singular values."""
+IN_PLACE = {"cauchy", "exponential", "geometric", "log_normal", "normal.in_place", "uniform"}
+"""They change the parameter, which plain PyTorch allows in a custom function alone."""
 
 
 class Case(NamedTuple):
@@ -49,7 +51,8 @@ class Holder(nn.Module):
         self.weight = nn.Parameter(weight.detach().clone().contiguous())
 
     def forward(self, run: Callable[[torch.Tensor], Any]) -> Any:
-        return run(self.weight)
+        # A view must not leave the forward.
+        return tree_map(lambda each: each.clone() if _is_tensor(each) else each, run(self.weight))
 
 
 class LinearHolder(nn.Linear):
@@ -76,6 +79,10 @@ class Recomputed(torch.autograd.Function):
             leaf = weight.detach().requires_grad_()
             found = ctx.run(leaf)
         return None, torch.autograd.grad(found, leaf, gradient)[0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 @functools.cache
@@ -143,6 +150,7 @@ WAYS: dict[str, Callable[[Case, Any], Any]] = {
 
 def result(way: Callable[[Case, Any], Any], case: Case, module: Any) -> list[Any]:
     """What the call gives, and the gradient of the weight."""
+    module.weight.grad = None
     found, _ = tree_flatten(way(case, module))
     tensors = [each for each in found if isinstance(each, torch.Tensor)]
     watched = [each for each in tensors if each.requires_grad and case.differentiable]
@@ -150,20 +158,26 @@ def result(way: Callable[[Case, Any], Any], case: Case, module: Any) -> list[Any
     if not watched:
         return values
     ones = [torch.ones_like(each) for each in watched]
-    gradients = torch.autograd.grad(watched, [module.weight], ones, allow_unused=True)
-    return [*values, *gradients]
+    torch.autograd.backward(watched, ones)
+    gradient = module.weight.grad
+    return [*values, None if gradient is None else gradient + 0]
 
 
-def same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+def same(case: Case, ours: list[Any], theirs: list[Any]) -> bool:
+    rounded = case.name in ROUNDED
+    return len(ours) == len(theirs) and all(
+        _same(one, other, rounded) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, rounded: bool) -> bool:
     if not isinstance(other, torch.Tensor):
         return bool(one == other)
     if not isinstance(one, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = _plain(one), _plain(other)
+    if rounded:
+        return torch.allclose(one, other)
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -193,7 +207,7 @@ def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any
                 kind = "refused" if "a wrapped model" in str(error) else "raises"
                 yield case.name, kind, f"{type(error).__name__}: {error}"
                 continue
-        yield case.name, "exact" if same(ours, theirs) else "differs", ""
+        yield case.name, "exact" if same(case, ours, theirs) else "differs", ""
 
 
 @pytest.fixture
@@ -220,4 +234,4 @@ def test_each_operator_is_plain_or_refused(
         record_property(outcome, sum(each[1] == outcome for each in found))
     wrong = [each for each in found if each[1] not in ("exact", "refused")]
     assert not wrong, "\n".join(map(str, wrong))
-    assert {name for name, outcome, _ in found if outcome == "refused"} <= REFUSED.get(way, set())
+    assert {name for name, outcome, _ in found if outcome == "refused"} <= IN_PLACE

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def norm(w: torch.Tensor) -> torch.Tensor:
 class Late(torch.autograd.Function):
     """Saves the weight, and reads it in its backward."""
 
-    seen: list[Any] = []
+    seen: ClassVar[list[Any]] = []
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

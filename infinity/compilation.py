@@ -1,0 +1,43 @@
+"""Code that torch.compile must not look into."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NO_GRAPH = (
+    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be "
+    "part of a graph: compile block after block, or leave out fullgraph=True"
+)
+
+
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, with a frame of torch's around it: torch.compile does not look into it.
+
+    It imports torch._dynamo, which takes long. So it is for objects of a wrapped model, not for
+    classes and functions, which are made when this file is imported.
+    """
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        # Errors that it catches meanwhile stay in cycles with the frames of all callers, and so
+        # with the model and what its parameters held before.
+        gc.collect()
+    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=NO_GRAPH)
+    return disabled
+
+
+def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, into which torch.compile does not look, where anything of it has been
+    imported."""
+    if "torch._dynamo" not in sys.modules:
+        return function(*args)
+    return torch.compiler.disable(_call, reason=NO_GRAPH)(function, *args)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
