@@ -46,6 +46,7 @@ from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
+from infinity.modules.spans import Spans
 from infinity.modules.tensors import Source
 from infinity.modules.tiling import tile_places
 from infinity.modules.treatments import Treatments
@@ -607,7 +608,10 @@ class Build:
         runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
-        executions = Executions(runtime, self._recorder, self.buffer)
+        spans = None
+        if self.ranks.number > 1 and not config.inference:
+            spans = Spans(self.users, runtime, self.buffer)
+        executions = Executions(runtime, self._recorder, self.buffer, spans)
         partitions = self._partitions(executions)
         meter = StepMeter(store, self.device, partitions)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)

@@ -31,6 +31,7 @@ from torch import nn
 
 from infinity.backward import BackwardPass, current_pass, in_backward
 from infinity.errors import ShardedParameterError
+from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradient_buffer import GradientBuffer
@@ -276,10 +277,18 @@ class Executions:
     them.
 
     The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
-    where gradients are collected; what it holds goes home when the last backward has ended.
+    where gradients are collected; what it holds goes home when the last backward has ended. `spans`
+    are the turns of units on several ranks.
     """
 
-    def __init__(self, runtime: Runtime, recorder: Recorder, buffer: GradientBuffer | None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        recorder: Recorder,
+        buffer: GradientBuffer | None,
+        spans: Spans | None = None,
+    ) -> None:
+        self._spans = spans
         self._runtime = runtime
         self._recorder = recorder
         self._buffer = buffer
@@ -332,11 +341,15 @@ class Executions:
 
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
-        if self._buffer is not None:
+        if self._spans is not None and self.interleaver is None:
+            self._spans.turn(unit)
+        elif self._buffer is not None:
             self._buffer.begin_turn(unit)
 
     def flush(self) -> None:
         """Send what gradients were collected home: no backward brings more of them."""
+        if self._spans is not None:
+            self._spans.end()
         if self._buffer is not None:
             self._buffer.flush()
 

@@ -197,7 +197,9 @@ class Gradients:
         else:
             self._block.part(index).copy_(gradient)
         if not self.has(index):
-            self._set([index], Where.HOME if self._buffer is None else Where.BUFFER)
+            # What a reduction without it has left in the block is a part of it.
+            home = self._buffer is None or self._entries[index].where is Where.ZEROED
+            self._set([index], Where.HOME if home else Where.BUFFER)
         self._collected += 1
         if self._buffer is None:
             self._announce()
@@ -334,6 +336,9 @@ class Gradients:
         self._drop_forgotten()
         first = not any(entry.where.filled for entry in self._entries)
         self._set(collected, Where.HOME)
+        if not any(entry.where.filled for entry in self._entries):
+            # This rank brings zeros, and gets its part of what others bring.
+            self._set(range(len(self._entries)), Where.ZEROED)
         if unit.exchange is None:
             block.add_up(full, first)
             self._announce()
@@ -352,10 +357,18 @@ class Gradients:
         add = functools.partial(self._scatter, full, first, averages)
         return Reduction(block.post(add, averages=averages))
 
+    def join_reduction(self) -> None:
+        """For the buffer: other ranks may have gradients for the reduction that comes, and this one
+        has none."""
+        if self._collected == self._expected:
+            self._unit.rollback()
+        self._await_readers()
+        self._open()
+
     def end_reduction(self, collected: int) -> None:
         """For the buffer: the reduction that was posted when the step had brought as many gradients
         as `collected` has ended."""
-        if self._collected == collected:
+        if 0 < collected == self._collected:
             self._announce()
 
     def wait(self) -> None:
@@ -385,7 +398,7 @@ class Gradients:
         goes on."""
         if self._unit.reduces_late:
             return  # there are those of other ranks
-        all_came = collected == self._expected
+        all_came = 0 < collected == self._expected
         squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
         if all_came:
             self._measured = collected, squares
