@@ -378,6 +378,7 @@ class Build:
         found = divisions(model, config, given, find, afresh)
         division = first_fitting(found, lambda each: self._asked(each).least().gpu, room)
         stored.tell()
+        self._tiled = [] if division.tiled is None else division.tiled.names
         for line in division.describe(room):
             log.info("%s", line)
         self._demand = self._asked(division)
@@ -663,6 +664,7 @@ class Build:
             meter,
             self._recorder,
             recomputation,
+            self._tiled,
         )
         parts = Parts(
             self._recorder,
