@@ -251,14 +251,13 @@ class Gradients:
             self.clear()
         self._unit.rollback()
         self._await_readers()
-        changes: dict[int, float | torch.Tensor | None] = {}
-        if self._state is GradientState.EMPTY:
-            changes |= dict.fromkeys(range(len(self._entries)))
-            self._set(changes, Where.ZEROED)
+        fresh = self._state is GradientState.EMPTY
+        if fresh:
+            self._set(range(len(self._entries)), Where.ZEROED)
             self._state = GradientState.SETTLED
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         scaled = values if self._loss_scale == 1.0 else values * self._loss_scale
-        self._block.rewrite(changes | {index: scaled.reshape(-1)})
+        self._block.rewrite({index: scaled.reshape(-1)}, fresh)
         self._put(index, GradientEntry(Where.HOME))
         self._measured = 0, None
 
