@@ -294,10 +294,20 @@ class Executions:
         self._buffer = buffer
         self.backwards = 0
         """How many backwards have ended, one inside of another one not counted."""
-        self.interleaver: Interleaving | None = None
-        """Who interleaves several; None while there is one."""
+        self._interleaver: Interleaving | None = None
         self.now = self.new()
         """What is under way."""
+
+    @property
+    def interleaver(self) -> Interleaving | None:
+        """What interleaves several executions; None while there is one."""
+        return self._interleaver
+
+    @interleaver.setter
+    def interleaver(self, interleaver: Interleaving | None) -> None:
+        if self._spans is not None:
+            self._spans.rest(interleaver is not None)
+        self._interleaver = interleaver
 
     def new(self) -> Execution:
         """An execution of which nothing is under way."""
@@ -341,7 +351,7 @@ class Executions:
 
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
-        if self._spans is not None and self.interleaver is None:
+        if self._spans is not None:
             self._spans.turn(unit)
         elif self._buffer is not None:
             self._buffer.begin_turn(unit)

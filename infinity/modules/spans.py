@@ -12,6 +12,8 @@ parameters stay, so that no later use needs a collective. Its gradients wait in 
 autograd made (`GradientBuffer.park`), and are reduced at the end, once. A rank without any brings
 zeros, as with `find_unused_parameters` of DDP.
 
+Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
+
 A unit that a whole backward leaves out on one rank, and that spans nothing, is still an error
 (`Exchange`): its ranks ran other modules, or dropped the output of one.
 """
@@ -19,9 +21,11 @@ A unit that a whole backward leaves out on one rank, and that spans nothing, is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from torch import nn
 
+from infinity.errors import EngineClosedError
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
@@ -51,11 +55,21 @@ class Spans:
             for unit in units:
                 self._around.setdefault(unit, []).append(span)
         self._open: list[Unit] = []
-        if buffer is not None:
-            buffer.park(filter(_reduces, self._inside))
+        self._rests = False
+        self.rest(False)
+
+    def rest(self, rests: bool) -> None:
+        """Whether micro-batches are interleaved from now on, which have turns of their own."""
+        self._rests = rests
+        if self._buffer is not None:
+            self._buffer.park(() if rests else filter(_reduces, self._inside))
 
     def turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
+        if self._rests:
+            if self._buffer is not None:
+                self._buffer.begin_turn(unit)
+            return
         around = self._around.get(unit, [])
         closing = [span for span in self._open if unit not in self._inside[span]]
         opening = [span for span in around if span not in self._open]
@@ -71,17 +85,21 @@ class Spans:
             self._open.append(span)
 
     def end(self) -> None:
-        """The backward has ended."""
-        self._close(self._open)
-        if self._buffer is not None:
-            self._buffer.reduce_parked()
+        """The backward has ended, well or not. Where the engine cannot go on, the next call that
+        needs it says so, and `Engine.close` does not."""
+        with suppress(EngineClosedError):
+            self._close(self._open)
+            if self._buffer is not None:
+                self._buffer.reduce_parked()
 
     def _close(self, closing: Iterable[Unit]) -> None:
-        for span in reversed([*closing]):
+        turns = [*closing]
+        for span in turns:
             self._open.remove(span)
             if span in self._runtime.held:
                 self._runtime.held.remove(span)
                 span.release()
+        for span in reversed(turns):
             if self._buffer is not None and _reduces(span):
                 self._buffer.reduce_turn(span)
 
