@@ -32,8 +32,7 @@ from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
-
-__version__ = "0.1.0"
+from infinity.version import __version__ as __version__
 
 __all__ = [
     "SGD",

@@ -48,6 +48,7 @@ from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
+from infinity.modules.spans import Spans
 from infinity.modules.tensors import Source
 from infinity.modules.tiling import InTiles, refuse_retained, relink, tile_places
 from infinity.modules.treatments import Treatments
@@ -68,6 +69,7 @@ from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace
 from infinity.sharding import collectives
 from infinity.sharding.agreement import Agreement
+from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
@@ -79,6 +81,7 @@ from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 from infinity.unwrapping import outgrown, unwrap
+from infinity.version import __version__
 
 log = logging.getLogger("infinity")
 
@@ -183,10 +186,13 @@ def _built(
         values = unwrap(before, model)
     config = Config() if config is None else config
     build = Build(model, config, group, undo, resume)
+    origin = [("weights", "none" if values is weights is None else "given"), ("seed", seed)]
     with nullcontext() if config.inference else all_adapters(model):
         with build.together() as room:
             build.check()
             room += build.room()
+        with build.together():  # before anything that depends on what the ranks were given
+            build.compare(origin)
         with build.together():
             if weights is not None and not isinstance(weights, Weights):
                 values = open_weights(weights, model)
@@ -199,8 +205,11 @@ def _built(
             build.agree()
             build.budget(least)
             numbers += build.measure()
-        with build.together():  # nobody waits in collectives for a rank that has no room
+        with build.together():  # no rank waits in collectives for one that has no room
             build.place(numbers)
+        with build.together():  # before the first collective
+            build.compare_places()
+        with build.together():
             build.allocate()
         with build.together():
             build.meet()
@@ -288,6 +297,53 @@ class Build:
                 "durability='off'"
             )
 
+    def compare(self, origin: Sequence[tuple[str, object]]) -> None:
+        """Raise one `ConfigError` on all ranks unless these were given the same: versions,
+        settings, parameters, and the `origin` of their values."""
+        names = [("infinity", __version__), ("torch", torch.__version__)]
+        self._given = [
+            *facts_of([*names, ("the kind of device", self.device.torch.type)]),
+            *facts_of([*origin, ("resume", self._resume)]),
+            *settings_of(self._config),
+            *self._parameter_facts(),
+        ]
+        self._check_alike(self._given)
+
+    def _parameter_facts(self) -> list[Fact]:
+        """Every parameter under each of its names, in the order of the modules."""
+        facts, first = [], dict[int, str]()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            with torch._C.DisableTorchFunctionSubclass():
+                shape, dtype = list(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+                trains = parameter.requires_grad and not self._config.inference
+            words = f"{dtype} {shape}, {'trained' if trains else 'frozen'}"
+            tied = first.setdefault(id(parameter), name)
+            words += f", the same as {tied}" * (tied != name)
+            facts.append(Fact(f"parameter {name}", words))
+        return facts
+
+    def compare_places(self) -> None:
+        """Like `compare`, of units and where their blocks are at home; among tensor parallel ranks,
+        too."""
+        facts = list(self._given)
+        for unit in self.units:
+            kind = str(unit.dtype).removeprefix("torch.")
+            facts.append(Fact(f"unit {unit.name}", f"{unit.layout.numel} elements of {kind}"))
+            facts += [Fact(f"the unit of {name}", unit.name) for name in unit.names]
+        for block in self._layout.blocks:
+            spec = block.spec
+            facts.append(Fact(f"the place of {spec.name}", f"{spec.tier}, {spec.format.name}"))
+        facts += facts_of([("bytes on the device", self._layout.rooms.device)])
+        self._check_alike(facts)
+
+    def _check_alike(self, facts: Facts) -> None:
+        timeout = self._config.tuning.collective_timeout
+        way_out = (
+            "give infinity.wrap the same model and Config on all ranks of `group`, or "
+            "group=None where each rank trains a model of its own"
+        )
+        check_alike(self.ranks, timeout, facts, way_out)
+
     def room(self) -> Sequence[float]:
         """The bytes of the compute device that the engine may take at most."""
         config, ranks = self._config, ranks_of_this_node(self.ranks)
@@ -324,6 +380,7 @@ class Build:
         found = divisions(model, config, given, find, afresh)
         division = first_fitting(found, lambda each: self._asked(each).least().gpu, room)
         stored.tell()
+        self._tiled = [] if division.tiled is None else division.tiled.names
         for line in division.describe(room):
             log.info("%s", line)
         self._demand = self._asked(division)
@@ -387,18 +444,10 @@ class Build:
     def agree(self) -> None:
         """Have all ranks go on from one committed step, or begin one run. Changes nothing that
         could be gone on from."""
-        says = self._left, self.ranks.member, uuid.uuid4().hex, self._config.durability
+        says = self._left, self.ranks.member, uuid.uuid4().hex
         said = told(self.ranks, self._config.tuning.collective_timeout, says)
         left = {rank: LeftStates.of(each) for rank, (each, *_) in said.items() if each}
-        first = min(left, default=min(said))
-        wanted = said[first][3]
-        other = next((rank for rank in sorted(said) if said[rank][3] != wanted), None)
-        if other is not None:
-            raise ConfigError(
-                f"durability is {wanted!r} on rank {first} and {said[other][3]!r} on rank {other}; "
-                "give all ranks the same Config"
-            )
-        members = {rank: Member(*member) for rank, (_, member, *_) in said.items()}
+        members = {rank: Member(*member) for rank, (_, member, _) in said.items()}
         self._members, self._life = sorted(said), said[min(said)][2]
         if left:
             self.store.take(common_step(left, members), self._life)
@@ -564,7 +613,10 @@ class Build:
             self.trace.expect("eval", [unit.index for unit in units])
         tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
         check = functools.partial(refuse_retained, tiled)
-        executions = Executions(runtime, self._recorder, self.buffer, check)
+        spans = None
+        if self.ranks.number > 1 and not config.inference:
+            spans = Spans(self.users, runtime, self.buffer)
+        executions = Executions(runtime, self._recorder, self.buffer, check, spans)
         partitions = self._partitions(executions)
         meter = StepMeter(store, self.device, partitions)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
@@ -617,6 +669,7 @@ class Build:
             meter,
             self._recorder,
             recomputation,
+            self._tiled,
         )
         parts = Parts(
             self._recorder,

@@ -114,6 +114,10 @@ class Report:
     """Where the budgets "gpu" and "cpu" come from: "given", or what was free and what of it stays
     so."""
 
+    tiled: tuple[str, ...] = ()
+    """Weights that `wrap` cut into tiles without being asked, because units did not fit into
+    `gpu_memory`. Gradients of the inputs of linear ones are rounded otherwise than whole."""
+
     @property
     def limits(self) -> dict[str, int]:
         """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take
@@ -187,7 +191,10 @@ class Reporter:
         meter: StepMeter,
         recorder: Recorder,
         recomputation: Recomputation,
+        tiled: Sequence[str] = (),
     ) -> None:
+        """`tiled` are the weights that were cut without being asked."""
+        self._tiled = tuple(tiled)
         self._config = config
         self._choice = choice
         self._store = store
@@ -273,6 +280,7 @@ class Reporter:
             written_through=self._store.written_through(),
             on_nvme=on_nvme,
             in_files=self._store.in_files(),
+            tiled=self._tiled,
             gpu_resident=self._store.layout.placement.gpu_cache_bytes,
             peaks=self._store.peaks(),
             budget_sources={"gpu": self._choice.gpu.source, "cpu": self._choice.cpu.source},

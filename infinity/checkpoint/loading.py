@@ -451,6 +451,9 @@ class Loading(LoadPlanner):
                     f"{self._where} has other parameter groups, of {counts[0]} parameters, and "
                     f"here of {counts[1]}; they must be of the same parameters"
                 )
+        for saved, optimizer in zip(there if here else [], self._state.optimizers, strict=False):
+            keys, tiles = self._state.keys_in(optimizer), self._state.tiles_in(optimizer)
+            layout.with_tiles(saved, keys, tiles)  # before anything is changed
 
     def _items_of(self, series: Series) -> list[ReadItem]:
         """The reads that fill `series`; none for moments that are zeros, and what is kept."""
@@ -536,8 +539,8 @@ class Loading(LoadPlanner):
             for header, optimizer in zip(
                 self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
             ):
-                keys = self._state.keys_in(optimizer)
-                optimizer.load_header(layout.with_tiles(header, keys))
+                keys, tiles = state.keys_in(optimizer), state.tiles_in(optimizer)
+                optimizer.load_header(layout.with_tiles(header, keys, tiles))
             if state.optimizers:
                 self._count_steps(state.updater)
             self._fill_all()

@@ -46,6 +46,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.placement.spec import BF16, Kind
 from infinity.sharding import collectives
+from infinity.sharding.tiles import TilePlace
 from infinity.sharding.unit import Unit
 
 LIVE = LiveStates()
@@ -227,7 +228,9 @@ class EngineState(NamedTuple):
         }
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
         optimizers = [
-            with_wholes(self.reader.header(optimizer), self.keys_in(optimizer))
+            with_wholes(
+                self.reader.header(optimizer), self.keys_in(optimizer), self.tiles_in(optimizer)
+            )
             | {"states": _states_of(optimizer)}
             for optimizer in self.optimizers
         ]
@@ -260,6 +263,16 @@ class EngineState(NamedTuple):
         }
         return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
+    def tiles_in(self, optimizer: Optimizer) -> list[TilePlace | None]:
+        """Where each parameter in the groups of `optimizer` lies that is a tile, one after the
+        other."""
+        known = {
+            id(p): tile
+            for unit in self.units
+            for p, tile in zip(unit.parameters, unit.tiles, strict=True)
+        }
+        return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
     def absent(self) -> frozenset[str]:
         """The keys of moments that are zeros, and so are not saved: of every parameter, for every
         state of any optimizer."""
@@ -279,24 +292,73 @@ class EngineState(NamedTuple):
         )
 
 
-def with_wholes(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The `Optimizer.header` of parameters with these `keys`, as that of weights that are not in
-    tiles, and their `names`."""
+def with_wholes(
+    header: Mapping[str, Any],
+    keys: Sequence[Sequence[str]],
+    tiles: Sequence[TilePlace | None],
+) -> dict[str, Any]:
+    """The `Optimizer.header` of parameters with these `keys`, which lie in `tiles`, as that of
+    weights that are not in tiles, and their `names`.
+
+    A weight whose tiles had different numbers of updates has these in `tile_steps`: a list of
+    begin, end and number, along the dimension that is cut. Its number in `steps` is that of the
+    first tile.
+    """
     flat = [key for group in keys for key in group]
     steps = dict(zip(reversed(flat), reversed(header["steps"]), strict=True))
+    ranges: dict[str, list[list[int]]] = {}
+    for key, tile, count in zip(flat, tiles, header["steps"], strict=True):
+        if tile is not None:
+            ranges.setdefault(key, []).append([tile.begin, tile.end, count])
     names = [list(dict.fromkeys(group)) for group in keys]
-    return _regrouped(header, names) | {
+    found = _regrouped(header, names) | {
         "steps": [steps[name] for group in names for name in group],
         "names": names,
     }
+    uneven = {
+        key: sorted(each) for key, each in ranges.items() if len({count for *_, count in each}) > 1
+    }
+    return found | {"tile_steps": uneven} if uneven else found
 
 
-def with_tiles(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
+def with_tiles(
+    header: Mapping[str, Any],
+    keys: Sequence[Sequence[str]],
+    tiles: Sequence[TilePlace | None],
+) -> dict[str, Any]:
     """What `with_wholes` gave, as the `Optimizer.header` of parameters with these `keys`, which are
-    in the same groups."""
+    in the same groups and lie in `tiles`.
+
+    Raises `CheckpointError` where a tile, or a weight that is not in tiles here, has rows of
+    different numbers of updates.
+    """
     names = [name for group in header["names"] for name in group]
     steps = dict(zip(names, header["steps"], strict=True))
-    return _regrouped(header, keys) | {"steps": [steps[key] for group in keys for key in group]}
+    uneven = header.get("tile_steps", {})
+    flat = [key for group in keys for key in group]
+    found = [
+        _steps_within(key, uneven[key], tile) if key in uneven else steps[key]
+        for key, tile in zip(flat, tiles, strict=True)
+    ]
+    return _regrouped(header, keys) | {"steps": found}
+
+
+def _steps_within(key: str, ranges: Sequence[Sequence[int]], tile: TilePlace | None) -> int:
+    """The one number of updates that a tile of the weight `key` had, or all of it for None."""
+    found = sorted(
+        {
+            count
+            for begin, end, count in ranges
+            if tile is None or (begin < tile.end and tile.begin < end)
+        }
+    )
+    if len(found) != 1:
+        cuts = ", ".join(str(end) for _, end, _ in ranges[:-1])
+        raise CheckpointError(
+            f"parts of {key} had {' and '.join(map(str, found))} updates, and one step count per "
+            f"parameter cannot say so; load it in the tiles that it was saved in, cut at {cuts}"
+        )
+    return found[0]
 
 
 def _regrouped(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -76,6 +76,13 @@ def print_plan(
     )
     if forecast.memory is not None:
         _print_memory(console, forecast, forecast.memory)
+    if model.tiled:
+        console.print(
+            "gpu_memory holds no larger units, so wrap cuts these weights into tiles, and "
+            f"gradients of their inputs round otherwise: {', '.join(model.tiled)}.",
+            markup=False,
+            soft_wrap=True,
+        )
     if forecast.pace is not None:
         _print_pace(console, forecast)
     for problem in forecast.problems:

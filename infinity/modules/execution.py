@@ -31,6 +31,7 @@ from torch import nn
 
 from infinity.backward import BackwardPass, current_pass, in_backward
 from infinity.errors import ShardedParameterError
+from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradient_buffer import GradientBuffer
@@ -217,7 +218,7 @@ class Execution:
         self._check()
         if kept:
             raise ShardedParameterError(
-                f"a view of a parameter of {described(kept)}, saved by autograd, outlives the "
+                f"a view of {described(kept)}, saved by autograd, outlives the "
                 "backward: as a gradient that a custom autograd function returned, or in an "
                 "attribute; return or keep a copy (.clone())"
             )
@@ -284,7 +285,8 @@ class Executions:
     them.
 
     The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
-    where gradients are collected; what it holds goes home when the last backward has ended.
+    where gradients are collected; what it holds goes home when the last backward has ended. `spans`
+    are the turns of units on several ranks.
     """
 
     def __init__(
@@ -293,16 +295,27 @@ class Executions:
         recorder: Recorder,
         buffer: GradientBuffer | None,
         check: Callable[[], None],
+        spans: Spans | None = None,
     ) -> None:
-        self._runtime, self._check = runtime, check
+        self._runtime, self._check, self._spans = runtime, check, spans
         self._recorder = recorder
         self._buffer = buffer
         self.backwards = 0
         """How many backwards have ended, one inside of another one not counted."""
-        self.interleaver: Interleaving | None = None
-        """Who interleaves several; None while there is one."""
+        self._interleaver: Interleaving | None = None
         self.now = self.new()
         """What is under way."""
+
+    @property
+    def interleaver(self) -> Interleaving | None:
+        """What interleaves several executions; None while there is one."""
+        return self._interleaver
+
+    @interleaver.setter
+    def interleaver(self, interleaver: Interleaving | None) -> None:
+        if self._spans is not None:
+            self._spans.rest(interleaver is not None)
+        self._interleaver = interleaver
 
     def new(self) -> Execution:
         """An execution of which nothing is under way."""
@@ -347,11 +360,15 @@ class Executions:
 
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
-        if self._buffer is not None:
+        if self._spans is not None:
+            self._spans.turn(unit)
+        elif self._buffer is not None:
             self._buffer.begin_turn(unit)
 
     def flush(self) -> None:
         """Send what gradients were collected home: no backward brings more of them."""
+        if self._spans is not None:
+            self._spans.end()
         if self._buffer is not None:
             self._buffer.flush()
 

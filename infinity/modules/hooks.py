@@ -405,9 +405,10 @@ class Hooks(Border):
         if self._executions.interleaver is not None:
             self._executions.interleaver.switch_at(unit)
         self._executions.begin_turn(unit)
-        use = Unpacking(unit, self._flat(unit), Unit.release)
+        index, offset = saved.place()
+        use = Unpacking(unit, index, self._flat(unit), Unit.release)
         view = use.window.tensor(
-            saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype
+            saved.size, saved.stride, offset // saved.dtype.itemsize, saved.dtype
         )
         # A backward that is recorded keeps what it unpacks.
         if found is None or torch.is_grad_enabled():
@@ -416,8 +417,9 @@ class Hooks(Border):
         else:
             found.uses.append(use)
         restored = saved.restore(view)
-        index = saved.whole_of() if _asked_by_hand() else None
-        return restored if index is None else LentParameter.of(unit.parameters[index], restored)
+        if saved.is_whole() and _asked_by_hand():
+            return LentParameter.of(unit.parameters[index], restored)
+        return restored
 
     # Backward
 

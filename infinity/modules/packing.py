@@ -30,6 +30,7 @@ in front of them for hooks that are entered in the checkpoint.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import threading
 from collections.abc import Callable
@@ -72,14 +73,24 @@ class PackedView(NamedTuple):
     updates: int  # of the unit, when it was saved
     form: Form | None  # of the DTensor whose local tensor it is
 
-    def whole_of(self) -> int | None:
-        """The index of the parameter that this is a view of the whole of; None for any other."""
-        if self.form is not None or self.dtype != self.unit.dtype:
-            return None
-        for index, place in enumerate(self.unit.layout.places):
-            if place.offset * self.dtype.itemsize == self.offset:
-                return index if tuple(place.shape) == tuple(self.size) else None
-        return None
+    def place(self) -> tuple[int, int]:
+        """The index of the parameter that this is a view of, and the bytes from its start on."""
+        size = self.unit.dtype.itemsize
+        places = self.unit.layout.places
+        index = bisect.bisect_right(places, self.offset, key=lambda place: place.offset * size) - 1
+        # Parameters without elements lie where the next one does.
+        return index, self.offset - places[index].offset * size
+
+    def is_whole(self) -> bool:
+        """Whether this is a view of all of a parameter, as it is."""
+        index, offset = self.place()
+        shape = self.unit.layout.places[index].shape
+        return (
+            self.form is None
+            and self.dtype == self.unit.dtype
+            and offset == 0
+            and tuple(shape) == tuple(self.size)
+        )
 
     def restore(self, view: torch.Tensor) -> torch.Tensor:
         """What autograd saved, given the plain view of the same bytes."""

@@ -34,6 +34,7 @@ from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
 from infinity.modules.load_target import load_into_targets
 from infinity.modules.tile_math import embedding, linear
+from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
@@ -256,13 +257,26 @@ class Tiled(NamedTuple):
     most: int
     """Bytes of a tile at most."""
 
+    apart: list[str]
+    """Weights that are cut inside of a group of int8 moments: see `_group_rows`."""
+
     def describe(self) -> str:
         """One line for a log."""
-        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
-        return (
+        line = (
             f"{len(self.names)} weights lie in tiles of at most {format_bytes(self.most)} each: "
-            f"{', '.join(self.names[:_SHOWN])}{more}"
+            f"{_some(self.names)}"
         )
+        if self.apart:
+            line += (
+                f"; {_some(self.apart)} cannot be cut between groups of {GROUP} elements, so int8 "
+                "moments in a checkpoint round once more in other tiles"
+            )
+        return line
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def tile_largest(
@@ -276,6 +290,7 @@ def tile_largest(
     """
     cuts: list[tuple[torch.Tensor, list[_WeightHolder], _Tileable, list[int]]] = []
     whole: dict[str, str] = {}
+    apart: list[str] = []
     for weight, holders in _weights_of(model):
         size = weight.element_size() if itemsize_of is None else itemsize_of(weight)
         largest = max(map(torch.Tensor.numel, pieces_of([weight]))) * size
@@ -288,8 +303,11 @@ def tile_largest(
             continue
         row = math.prod(weight.shape) // weight.shape[known.dimension] * size
         if row <= most:
-            lengths = _lengths(weight.shape[known.dimension], row, most)
+            even = _group_rows(weight.shape, known.dimension)
+            lengths = _lengths(weight.shape[known.dimension], row, most, even)
             cuts.append((weight, holders, known, lengths))
+            if not _keeps_groups(weight.shape, known.dimension, lengths):
+                apart.append(name)
         elif itemsize_of is None:
             raise ConfigError(
                 f"one row of {name} has {format_bytes(row)}, more than max_bytes "
@@ -300,7 +318,7 @@ def tile_largest(
     with outside():
         for weight, holders, known, lengths in cuts:
             _cut(weight, holders, known, lengths)
-    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most)
+    return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most, apart)
 
 
 def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -443,18 +461,40 @@ def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
     return "its gradient has hooks" if any(hooks) else ""
 
 
-def _lengths(rows: int, row: int, most: int) -> list[int]:
+def _lengths(rows: int, row: int, most: int, even: int) -> list[int]:
     """How many of `rows`, of `row` bytes each, the tiles have: as few tiles as possible, and about
-    alike.
+    alike. Each but the last has a multiple of 64 rows if there is room for so many, and else of
+    `even` rows, see `_group_rows`.
 
     Example: 1000 rows of 4 KiB and most 1 MiB, which are 256 rows: four tiles of 250 rows, rounded
     up to 64, so 256, 256, 256 and 232 rows.
     """
     longest = most // row
     each = -(-rows // -(-rows // longest))
-    if longest >= _EVEN:
-        each = min(-(-each // _EVEN) * _EVEN, longest // _EVEN * _EVEN)
+    for step in (_EVEN, even):
+        if longest >= step:
+            each = min(-(-each // step) * step, longest // step * step)
+            break
     return [min(each, rows - begin) for begin in range(0, rows, each)]
+
+
+def _group_rows(shape: Sequence[int], dimension: int) -> int:
+    """Rows, along `dimension`, that a tile has a multiple of, so that no group of int8 moments,
+    `GROUP` elements of the whole weight one after the other, lies in two tiles.
+
+    Of columns that is impossible where a row of the weight is no multiple of `GROUP`: then groups
+    are other ones in tiles. 64 rows are a multiple of all that this gives.
+    """
+    if dimension:
+        return GROUP
+    return GROUP // math.gcd(GROUP, math.prod(shape[1:]))
+
+
+def _keeps_groups(shape: Sequence[int], dimension: int, lengths: Sequence[int]) -> bool:
+    """Whether each group of int8 moments of the whole weight lies in one tile of these lengths."""
+    if dimension and shape[-1] % GROUP:
+        return False
+    return all(length % _group_rows(shape, dimension) == 0 for length in lengths[:-1])
 
 
 def _cut(

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, NonFiniteError, in_words
+from infinity.optim.compared import StepComparer, shared_settings
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
 from infinity.optim.scaler import LossScaler, scaled_loss
@@ -156,6 +157,8 @@ class Optimizer(torch.optim.Optimizer):
         self.overflow = False
         """Whether the last `step` was left out, because a gradient was not finite."""
         self._reminded = False
+        self._comparer = StepComparer()
+        self._parts_agree = self._norm_group is None
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
@@ -373,7 +376,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _measure(self, shares: Sequence[UnitShare]) -> Norms:
         """Phase 1."""
-        self.updater.settle([share.unit for share in shares])
+        if not self._parts_agree:
+            self.updater.compare_parts(self._norm_group, shared_settings(self))
+            self._parts_agree = True
+        self.updater.settle([share.unit for share in shares], self._comparer.step(self))
         if self.loss_scaler is not None:
             self._remind(shares, self.loss_scaler)
         norm = squares = None
@@ -640,6 +646,11 @@ class Optimizer(torch.optim.Optimizer):
             self.updater.owners.forget_states(
                 share, [kind for kind in self.states.values() if kind in share.unit.blocks]
             )
+
+    def facts_so_far(self) -> list[tuple[str, object]]:
+        """What the steps so far have brought, which is the same on all ranks."""
+        found: list[tuple[str, object]] = [("the number of updates", sum(self._steps.values()))]
+        return [*found, ("the last norm", self._last_norm)] if self.clip == "previous" else found
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity.errors import ConfigError
 from infinity.observe import Recorder
+from infinity.optim.compared import ComparedStep
 from infinity.optim.job import Job, JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.norm import GradientNorm
@@ -34,7 +36,10 @@ from infinity.optim.speculation import Policy, Speculation
 from infinity.optim.step import Step, StepRun, UnitShare
 from infinity.placement.spec import MOMENTS, Kind
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.alike import Facts, check_alike
+from infinity.sharding.collectives import Group
 from infinity.sharding.gradients import GradientState
+from infinity.sharding.ranks import Ranks
 from infinity.sharding.unit import Unit, Updates
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
@@ -175,8 +180,15 @@ class Updater(Updates):
 
     # A step
 
-    def settle(self, units: Sequence[Unit]) -> None:
-        """Make the gradients of these units final, as all ranks agree.
+    def compare_parts(self, group: Group, facts: Facts) -> None:
+        """Raise one `ConfigError` on all ranks of `group`, such as the stages of a pipeline, unless
+        their optimizers have the same `facts`."""
+        way_out = "give the optimizers of all ranks of norm_group the same settings"
+        check_alike(Ranks(tensor=group), self._store.patience, facts, way_out)
+
+    def settle(self, units: Sequence[Unit], step: ComparedStep | None = None) -> None:
+        """Make the gradients of these units final, as all ranks agree. Raises one `ConfigError` on
+        all ranks, before anything is changed, where these take a `step` by other optimizers.
 
         After a backward, all clip factors from before it are multiplied into the gradients: torch
         does that when it clips, and a unit that the backward added to did it then. So which
@@ -190,7 +202,13 @@ class Updater(Updates):
         if exchange is not None and units:
             mine = [unit.gradients.summary() for unit in units]
             values = [float(added), *(value for summary in mine for value in summary)]
-            agreed = iter(exchange.sum(values, "of gradients that there are"))
+            digest = 0 if step is None else step.digest
+            found = exchange.sum_alike(values, "of gradients that there are", digest)
+            if found is None:
+                way_out = "give the optimizers of all ranks the same settings and parameters"
+                exchange.explain([] if step is None else step.facts(), way_out)
+                raise ConfigError(f"the optimizers of the ranks differ; {way_out}")
+            agreed = iter(found)
             added = next(agreed) > 0
             for unit, summary in zip(units, mine, strict=True):
                 unit.gradients.settle([next(agreed) for _ in summary])

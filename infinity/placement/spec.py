@@ -51,9 +51,11 @@ FP32 = Format("fp32", 1, 4)
 BF16 = Format("bf16", 1, 2)
 SPLIT = Format("split", 1, 2)
 """A master as the 16 bits by which it differs from its bf16 parameter."""
+GROUP = 32
+"""Elements of an int8 moment that share a scale."""
 INT8 = Format("int8", 32768, 36864)
-"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O
-can move them alone."""
+"""32768 codes of a byte, then an fp32 scale for every `GROUP` of them: whole pages, so that direct
+I/O can move them alone."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,6 +143,7 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
         "problems": list(forecast.problems),
         "advice": advice,
         "config": config_text(forecast.config),
+        "tiled": list(model.tiled),
     }
     if memory is not None:
         parts = memory.activations

@@ -156,6 +156,8 @@ class PlannedModel:
     hidden: int
     heads: int
     vocabulary: int
+    tiled: tuple[str, ...]
+    """Weights that `wrap` cuts into tiles for these units."""
     divisions: PlannedDivisions = field(compare=False, repr=False)
     """This model in all units that `wrap` may make."""
 
@@ -252,6 +254,7 @@ def _of_divisions(
             int(values["hidden_size"]),
             int(values.get("num_attention_heads", 1)),
             int(values.get("vocab_size", 0)),
+            () if division.tiled is None else tuple(division.tiled.names),
             made,
         )
 

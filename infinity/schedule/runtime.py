@@ -48,6 +48,9 @@ class Runtime:
         self.forward_seconds = 0.0
         """Seconds of all forwards since the start, without the waits for units; counted by the
         hooks."""
+        self.held: set[Unit] = set()
+        """Units that stay in use until a turn in the backward ends; the trace counts no further
+        uses."""
         self._forward_before = 0.0
         self._reach = Reach(lambda: store.resident.lost)
         self._cycles = 0
@@ -86,7 +89,7 @@ class Runtime:
 
         Returns its flat buffer.
         """
-        new = self.trace.current != unit.index
+        new = self.trace.current != unit.index and unit not in self.held
         if new:
             self.trace.use(unit.index, self._store.resident.pinned())
         unit.start()

@@ -255,6 +255,18 @@ def same(value: int, group: dist.ProcessGroup) -> bool:
     return bool(most == -minus_least)
 
 
+def same_values(values: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> list[bool]:
+    """Of each of `values`, of less than 64 bits, whether all ranks call this with the same; all of
+    them get the same answer. The largest along one of `groups` after the other is that of all
+    ranks."""
+    most = [value for each in values for value in (each, -each)]
+    for group in groups:
+        both = torch.tensor(most, device=_kind_for(group))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        most = [int(value) for value in read_values(both)]
+    return [largest == -least for largest, least in zip(most[::2], most[1::2], strict=True)]
+
+
 def sum_by_rank(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
     """Like `all_reduce_sum`, in the order of the ranks: what else is summed in the same call
     changes no bit."""

@@ -61,6 +61,7 @@ from infinity.device import ComputeDevice, Copy
 from infinity.errors import EngineClosedError, InfinityError, NvmeError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
+from infinity.sharding.alike import Facts, check_alike
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.watch import RECENT, Note, Watch, diverged, state_of
 from infinity.tiers.store import Store
@@ -95,8 +96,8 @@ class Collective:
         self.number, self.name, self.join, self.sent, self.arrive = number, name, join, sent, arrive
         self.after: Any = None
         """The work of a stream device that it comes after, as `ComputeDevice.mark`."""
-        self.order = 0
-        """`Calls.value` with this one."""
+        self.order = self.alike = 0
+        """`Calls.value` with this one; and what all ranks bring alike, else it is not joined."""
         self.groups: Sequence[ProcessGroup] = ()
         """Among whom it is joined, one after the other."""
         self._watch = watch
@@ -205,16 +206,19 @@ class Exchange:
         everywhere: bool = True,
         tensor: bool = False,
         alone: bool = False,
+        alike: int = 0,
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
         Among all data parallel ranks if `everywhere`, else among those that the shards are divided
         among; with `tensor` among the tensor parallel ranks, too. What this rank does `alone` is
         not counted: others need not do it. On a stream device it runs after what the caller has
-        queued so far. This rank sends `sent` bytes in it.
+        queued so far. This rank sends `sent` bytes in it. Where ranks differ in `alike`, fewer than
+        64 bits, it is not joined on any of them, and gives None.
         """
         groups = () if alone else self._groups(everywhere, tensor)
         collective = self._new(operation, unit, join, sent, arrive, groups)
+        collective.alike = alike
         with self._lock:
             if not alone:
                 self._calls.note(operation, unit)
@@ -266,6 +270,18 @@ class Exchange:
         )
         found: list[float] = self.post("sum", what, join, everywhere=everywhere, tensor=True).wait()
         return found
+
+    def sum_alike(self, values: Sequence[float], what: str, alike: int) -> list[float] | None:
+        """Like `sum`, where all ranks call it with the same `alike`; else None on all of them. Then
+        they need not have as many `values`."""
+        groups = self._groups(everywhere=True, tensor=True)
+        join = functools.partial(collectives.all_reduce_sum, values, groups)
+        found: list[float] | None = self.post("sum", what, join, tensor=True, alike=alike).wait()
+        return found
+
+    def explain(self, facts: Facts, way_out: str) -> None:
+        """Raise `ConfigError` where ranks differ in `facts`; see `check_alike`."""
+        check_alike(self.ranks, self._watch.timeout, facts, way_out)
 
     def most(self, values: Sequence[float], what: str) -> Collective:
         """Begin to find the largest of each of `values` over all ranks; for `what` says a
@@ -421,9 +437,11 @@ class Exchange:
             start = time.perf_counter()
             if collective.groups:  # else nobody waits for others
                 collective.arrived = start
-            if not all(collectives.same(collective.order, group) for group in collective.groups):
+            brought = collective.order, collective.alike
+            ordered, alike = collectives.same_values(brought, collective.groups)
+            if not ordered:
                 raise InfinityError("the ranks have posted different collectives")
-            result = collective.join()
+            result = collective.join() if alike else None
         if self.bytes_per_second is not None:
             self._closing.wait(
                 start + collective.sent / self.bytes_per_second - time.perf_counter()

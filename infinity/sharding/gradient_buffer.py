@@ -4,6 +4,7 @@ home."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,6 +49,9 @@ class GradientBuffer:
         self._posted: deque[tuple[Collective, Unit, int]] = deque()
         self._holder: Unit | None = None
         self._collected: set[int] = set()
+        # Of units that span others, what they have collected in their turn, which lies elsewhere.
+        self._parks: frozenset[Unit] = frozenset()
+        self._parked: dict[Unit, dict[int, torch.Tensor]] = {}
 
     @property
     def holder(self) -> Unit | None:
@@ -56,16 +60,27 @@ class GradientBuffer:
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
+        if unit in self._parks:
+            self._park(unit, index, gradient)
+            return
         again = self._holder is unit and index in self._collected
         if self._holder is not unit or (
             again and (unit.reduces_each_turn or unit.gradients.at_home(index))
         ):
-            self.flush()
-            while self._posted and self._posted[0][0].ended():
-                self._end_first()
-            if not self._free:
-                self._take_back(unit)
-            self._holder, self._collected, again = unit, set(), False
+            self._hold(unit)
+            again = False
+        self._put(unit, index, gradient, again)
+
+    def _hold(self, unit: Unit) -> None:
+        """`unit` becomes the holder, of nothing."""
+        self.flush()
+        while self._posted and self._posted[0][0].ended():
+            self._end_first()
+        if not self._free:
+            self._take_back(unit)
+        self._holder, self._collected = unit, set()
+
+    def _put(self, unit: Unit, index: int, gradient: torch.Tensor, again: bool = False) -> None:
         self._collected.add(index)
         place = unit.layout.places[index]
         part = self._flat(unit)[place.offset : place.end].view(place.shape)
@@ -73,6 +88,35 @@ class GradientBuffer:
             part.add_(gradient)
         else:
             part.copy_(gradient)
+
+    def park(self, units: Iterable[Unit]) -> None:
+        """From now on gradients of `units` lie beside the buffer until `reduce_turn`."""
+        self._parks = frozenset(units)
+
+    def _park(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Keep the tensor that autograd made, which nothing changes in place: a hook of the user
+        may have it, too."""
+        parked = self._parked.setdefault(unit, {})
+        gradient = gradient.to(unit.gradient_dtype)
+        parked[index] = parked[index] + gradient if index in parked else gradient
+
+    def reduce_turn(self, unit: Unit) -> None:
+        """The turn of `unit`, one that spans others, has ended on all ranks: reduce what it has
+        parked, zeros if that is nothing."""
+        parked = self._parked.pop(unit, {})
+        if not (parked or unit.trains):
+            return
+        if not parked:
+            unit.gradients.join_reduction()
+        self._hold(unit)
+        for index, gradient in parked.items():
+            self._put(unit, index, gradient)
+        self.flush()
+
+    def reduce_parked(self) -> None:
+        """Reduce what is left: of units that had a gradient, and no turn."""
+        for unit in sorted(self._parked, key=lambda each: each.index):
+            self.reduce_turn(unit)
 
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`: another one that holds the buffer has all its
@@ -138,6 +182,7 @@ class GradientBuffer:
 
     def discard(self, unit: Unit) -> None:
         """Forget what `unit` has collected and not reduced."""
+        self._parked.pop(unit, None)
         if self._holder is unit:
             self._holder = None
         self.await_added()
@@ -147,11 +192,15 @@ class GradientBuffer:
         of it is on its way."""
         if self._holder is unit:
             self._collected -= indices
+        for index in indices:
+            self._parked.get(unit, {}).pop(index, None)
         self.await_added()
 
     def close(self) -> None:
         """Give the memory back."""
         self._memory, self._holder = self._memory[:0].clone(), None
+        self._parks = frozenset()
+        self._parked.clear()
         self._free.clear()
         self._taken.clear()
         self._posted.clear()

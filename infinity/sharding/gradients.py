@@ -197,7 +197,9 @@ class Gradients:
         else:
             self._block.part(index).copy_(gradient)
         if not self.has(index):
-            self._set([index], Where.HOME if self._buffer is None else Where.BUFFER)
+            # What a reduction without it has left in the block is a part of it.
+            home = self._buffer is None or self._entries[index].where is Where.ZEROED
+            self._set([index], Where.HOME if home else Where.BUFFER)
         self._collected += 1
         if self._buffer is None:
             self._announce()
@@ -249,14 +251,13 @@ class Gradients:
             self.clear()
         self._unit.rollback()
         self._await_readers()
-        changes: dict[int, float | torch.Tensor | None] = {}
-        if self._state is GradientState.EMPTY:
-            changes |= dict.fromkeys(range(len(self._entries)))
-            self._set(changes, Where.ZEROED)
+        fresh = self._state is GradientState.EMPTY
+        if fresh:
+            self._set(range(len(self._entries)), Where.ZEROED)
             self._state = GradientState.SETTLED
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         scaled = values if self._loss_scale == 1.0 else values * self._loss_scale
-        self._block.rewrite(changes | {index: scaled.reshape(-1)})
+        self._block.rewrite({index: scaled.reshape(-1)}, fresh)
         self._put(index, GradientEntry(Where.HOME))
         self._measured = 0, None
 
@@ -334,6 +335,9 @@ class Gradients:
         self._drop_forgotten()
         first = not any(entry.where.filled for entry in self._entries)
         self._set(collected, Where.HOME)
+        if not any(entry.where.filled for entry in self._entries):
+            # This rank brings zeros, and gets its part of what others bring.
+            self._set(range(len(self._entries)), Where.ZEROED)
         if unit.exchange is None:
             block.add_up(full, first)
             self._announce()
@@ -352,10 +356,18 @@ class Gradients:
         add = functools.partial(self._scatter, full, first, averages)
         return Reduction(block.post(add, averages=averages))
 
+    def join_reduction(self) -> None:
+        """For the buffer: other ranks may have gradients for the reduction that comes, and this one
+        has none."""
+        if self._collected == self._expected:
+            self._unit.rollback()
+        self._await_readers()
+        self._open()
+
     def end_reduction(self, collected: int) -> None:
         """For the buffer: the reduction that was posted when the step had brought as many gradients
         as `collected` has ended."""
-        if self._collected == collected:
+        if 0 < collected == self._collected:
             self._announce()
 
     def wait(self) -> None:
@@ -385,7 +397,7 @@ class Gradients:
         goes on."""
         if self._unit.reduces_late:
             return  # there are those of other ranks
-        all_came = collected == self._expected
+        all_came = 0 < collected == self._expected
         squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
         if all_came:
             self._measured = collected, squares

@@ -67,7 +67,7 @@ class ParameterData:
         self._updates = 0  # of the unit, when graphs were last told
         self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
         """The parameters, as they point at the bytes of the unit while that is shown."""
-        self._window: Window | None = None
+        self._windows: dict[int, Window] = {}
 
     def place_on(self, device: torch.device) -> None:
         """The parameters are on `device` from the first `guard` on."""
@@ -103,12 +103,15 @@ class ParameterData:
             self.guard()
             self.views.detach()
 
-    def window(self, flat: torch.Tensor) -> Window:
-        """The bytes of the unit in `flat` (numel,) as a storage of their own, one for as long as
-        they lie there."""
-        if self._window is None or self._window.storage.data_ptr() != flat.data_ptr():
-            self._window = Window(flat, 0, flat.numel())
-        return self._window
+    def window(self, flat: torch.Tensor, index: int) -> Window:
+        """The bytes of parameter `index` in `flat` (numel,), the bytes of the unit, as a storage of
+        their own, one for as long as they lie there."""
+        place = self._unit.layout.places[index]
+        window = self._windows.get(index)
+        address = flat.data_ptr() + place.offset * flat.itemsize
+        if window is None or window.storage.data_ptr() != address:
+            window = self._windows[index] = Window(flat, place.offset, place.end)
+        return window
 
     def changed(self) -> list[int]:
         """The parameters that were written to without a right to, each told once."""
@@ -136,7 +139,7 @@ class ParameterData:
         """The parameters are handles without values for good."""
         self.guard()
         self.views.close()
-        self._window = None
+        self._windows.clear()
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """After `close`: the parameters are plain ones again, with these `values`."""

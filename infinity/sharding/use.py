@@ -302,16 +302,19 @@ class Use:
 
 
 class Unpacking(Use):
-    """A use for views that autograd saved, made from `window`. All of a unit share a window, so it
-    knows the unit only."""
+    """A use for views of parameter `index` that autograd saved, made from `window`, which all of
+    them share."""
 
-    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, unit: Unit, index: int, flat: torch.Tensor, leave: Callable[[Unit], None]
+    ) -> None:
         super().__init__(unit, leave)
-        self.window = unit.data.window(flat)
+        self._index = index
+        self.window = unit.data.window(flat, index)
 
     def referenced(self) -> list[str]:
-        """The unit's name while there is a view."""
-        return [self.unit.name] if self.window.references() else []
+        """The name of the parameter while there is a view."""
+        return [self.unit.names[self._index]] if self.window.references() else []
 
 
 class Showing(Use):

@@ -102,6 +102,8 @@ class Store:
         letters. With `resume` states that an earlier run committed there are taken over, as far as
         they are those of `member`."""
         self._config = config
+        self.patience = config.tuning.collective_timeout
+        """Seconds that a rank waits for others."""
         self._device = device
         self._recorder = recorder
         self._durable = DurableStates(resume, member) if config.durability != "off" else None

@@ -3,12 +3,15 @@ is enough."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from infinity.cli.planned import print_plan
 from infinity.plan.advice import advise
-from infinity.plan.forecast import Forecast, config_text, default_config, plan
+from infinity.plan.forecast import Forecast, config_text, default_config, plan, summary
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, of_dimensions
@@ -90,6 +93,17 @@ def test_what_fits_and_what_to_change(
         case = found.case
         changed = plan(forecast.model, case.hardware, case.training, case.config)
         assert changed.fits and changed.pace is not None
+
+
+def test_a_plan_names_each_weight_that_wrap_would_cut() -> None:
+    whole, tight = (planned(SEVEN, BOX, **more) for more in ({}, {"gpu_memory": "500MB"}))
+    assert whole.model.tiled == () and summary(whole, None)["tiled"] == []
+    assert "embedding.weight" in tight.model.tiled
+    assert summary(tight, None)["tiled"] == list(tight.model.tiled)
+    printed = Console(record=True, width=200, file=io.StringIO())
+    print_plan(printed, tight, None, None)
+    assert "wrap cuts these weights into tiles" in (text := printed.export_text())
+    assert all(name in text for name in tight.model.tiled)
 
 
 def test_a_trillion_parameters_on_one_gpu() -> None:

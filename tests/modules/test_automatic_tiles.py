@@ -81,6 +81,17 @@ def trained(model: nn.Module, config: infinity.Config, **options: Any) -> dict[s
         return {"losses": torch.stack(losses), **engine.state_dict()}
 
 
+def test_the_report_names_each_weight_that_was_cut_without_being_asked(config: Any) -> None:
+    weights = [f"{number}.{part}.weight" for number in range(3) for part in ("up", "down")]
+    for budget, expected in ((1 << 22, []), (3 * LARGEST, []), (LARGEST + LARGEST // 2, weights)):
+        model = infinity.wrap(built(), config(budget))
+        with infinity.engine(model) as engine:
+            assert list(engine.report().tiled) == expected
+    model = infinity.wrap(infinity.tile(built(), LARGEST // 2), config(1 << 22))
+    with infinity.engine(model) as engine:
+        assert not engine.report().tiled  # these were asked for
+
+
 def test_blocks_that_fit_stay_whole(config: Any) -> None:
     model = infinity.wrap(built(), config(1 << 22))
     with infinity.engine(model) as engine:

@@ -1,0 +1,125 @@
+"""Units inside of whose uses other units are used, and when their turns in a backward are on
+several ranks.
+
+[Note: turns that ranks agree on]
+All ranks run the same modules, so a forward uses the units in one order. A backward follows the
+graph of a rank's own data. A parameter that a branch leaves out has no node there. Where its unit
+is that of one block, other parameters of the block give the unit its turn. A unit that *spans*
+others, such as that of a parameter of the model itself, may have its turn between any two of them,
+or none. So its turn is fixed by the others: it begins with the first use of a unit that it spans,
+and ends with the first use of a unit outside of these, or with the backward. All of that time its
+parameters stay, so that no later use needs a collective. Its gradients wait in the tensors that
+autograd made (`GradientBuffer.park`), and are reduced at the end, once. A rank without any brings
+zeros, as with `find_unused_parameters` of DDP.
+
+Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
+
+A unit that a whole backward leaves out on one rank, and that spans nothing, is still an error
+(`Exchange`): its ranks ran other modules, or dropped the output of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from torch import nn
+
+from infinity.errors import EngineClosedError
+from infinity.schedule.runtime import Runtime
+from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.unit import Unit
+
+
+class Spans:
+    """The turns of units that span others, in the backward that is under way. For the thread that
+    runs the model."""
+
+    def __init__(
+        self,
+        users: Mapping[nn.Module, Sequence[Unit]],
+        runtime: Runtime,
+        buffer: GradientBuffer | None,
+    ) -> None:
+        """`users` has the units of each hooked module."""
+        self._runtime, self._buffer = runtime, buffer
+        inside = _spanned(users)
+        self._inside = {
+            unit: inside[unit]
+            for unit in sorted(inside, key=lambda each: each.index)
+            if len(inside[unit]) > 1 and (_moves(unit) or _reduces(unit))
+        }
+        """By spanning unit, itself and those that it spans."""
+        self._around: dict[Unit, list[Unit]] = {}
+        for span, units in self._inside.items():
+            for unit in units:
+                self._around.setdefault(unit, []).append(span)
+        self._open: list[Unit] = []
+        self._rests = False
+        self.rest(False)
+
+    def rest(self, rests: bool) -> None:
+        """Whether micro-batches are interleaved from now on, which have turns of their own."""
+        self._rests = rests
+        if self._buffer is not None:
+            self._buffer.park(() if rests else filter(_reduces, self._inside))
+
+    def turn(self, unit: Unit) -> None:
+        """The backward is about to use `unit`."""
+        if self._rests:
+            if self._buffer is not None:
+                self._buffer.begin_turn(unit)
+            return
+        around = self._around.get(unit, [])
+        closing = [span for span in self._open if unit not in self._inside[span]]
+        opening = [span for span in around if span not in self._open]
+        if self._buffer is not None and (closing or opening):
+            self._buffer.flush()
+        self._close(closing)
+        if self._buffer is not None and unit not in self._inside:
+            self._buffer.begin_turn(unit)
+        for span in opening:
+            if _moves(span):
+                self._runtime.enter(span)
+                self._runtime.held.add(span)
+            self._open.append(span)
+
+    def end(self) -> None:
+        """The backward has ended, well or not. Where the engine cannot go on, the next call that
+        needs it says so, and `Engine.close` does not."""
+        with suppress(EngineClosedError):
+            self._close(self._open)
+            if self._buffer is not None:
+                self._buffer.reduce_parked()
+
+    def _close(self, closing: Iterable[Unit]) -> None:
+        turns = [*closing]
+        for span in turns:
+            self._open.remove(span)
+            if span in self._runtime.held:
+                self._runtime.held.remove(span)
+                span.release()
+        for span in reversed(turns):
+            if self._buffer is not None and _reduces(span):
+                self._buffer.reduce_turn(span)
+
+
+def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]:
+    """For each unit all that are used while a module is called that uses it, itself among them."""
+    found: dict[Unit, set[Unit]] = {}
+    for module, units in users.items():
+        below = {unit for inner in module.modules() for unit in users.get(inner, ())}
+        for unit in units:
+            found.setdefault(unit, set()).update(below)
+    return found
+
+
+def _moves(unit: Unit) -> bool:
+    """Whether a use of the unit may need a collective. Where it stays whole, what follows a step is
+    gathered in the order of the trace, which its uses are part of."""
+    return unit.shared
+
+
+def _reduces(unit: Unit) -> bool:
+    """Whether the end of its turn is a reduction."""
+    return unit.trainable and unit.reduces_each_turn
