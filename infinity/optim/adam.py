@@ -17,6 +17,7 @@ class Adam(Optimizer):
     `torch.optim.Adam`; see `Optimizer`."""
 
     states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+    counts_in_state = True
     decoupled = False
 
     def __init__(

@@ -20,19 +20,22 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, NonFiniteError, in_words
+from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
-    add_states,
+    add_masters,
     check_header,
     check_state,
+    copies_of,
     kinds,
     numbers,
     restore,
     states_in,
     updates_in,
 )
+from infinity.optim.state_view import Keeper, OptimizerStates
 from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -112,6 +115,10 @@ class Optimizer(torch.optim.Optimizer):
 
     states: ClassVar[dict[str, Kind]]
     """The states by torch's names; `master` is added for parameters that have one."""
+    counts_in_state: ClassVar[bool] = False
+    """Whether torch has the number of updates in `state`, as "step"."""
+    states_from_start: ClassVar[bool] = False
+    """Whether the optimizer of torch makes its states when it is made."""
     by_kernels: ClassVar[bool] = True
     """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
@@ -158,7 +165,11 @@ class Optimizer(torch.optim.Optimizer):
         self._reminded = False
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
-        self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
+        self._kernel_states = KernelStates(type(self))
+        self._steps = self._kernel_states.counts  # updates so far, by id of the parameter
+        self._view = OptimizerStates(type(self).__name__, self._keeper())
+        # What `state` is while torch packs a state dict.
+        self._packing: dict[torch.Tensor, dict[str, Any]] | None = None
         # The group of each parameter, by its id, as `param_groups` were when a step was fixed last;
         # what begins before the next one is a guess.
         self._groups: dict[int, dict[str, Any]] | None = None
@@ -310,7 +321,18 @@ class Optimizer(torch.optim.Optimizer):
             self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
             if unit.dtype is torch.float16 and self.loss_scaler is None:
                 self.loss_scaler = LossScaler()
-            self._steps |= {id(unit.parameters[index]): 0 for index in positions}
+            for index in positions:
+                self._know(unit, index)
+
+    def _know(self, unit: Unit, index: int) -> None:
+        """Parameter `index` of `unit` is one of this optimizer, from now on or again."""
+        parameter = unit.parameters[index]
+        self._kernel_states.updater = self._updater
+        self._kernel_states.places[id(parameter)] = unit, index
+        self._steps.setdefault(id(parameter), 0)
+        self._view.know([parameter])
+        if self.states_from_start:
+            self._view.renew([id(parameter)])
 
     @property
     def updater(self) -> Updater:
@@ -318,6 +340,40 @@ class Optimizer(torch.optim.Optimizer):
         if self._updater is None:
             raise ConfigError(f"{type(self).__name__} has no parameters")
         return self._updater
+
+    # `optimizer.state`
+
+    @property
+    def state(self) -> Any:
+        """As in torch: of each parameter that was updated a dict of its states, by torch's names.
+
+        Its tensors are those that the engine keeps: reading one fetches it, and what is written in
+        place replaces it (as `infinity.get` and `infinity.set`). With several ranks all of them do
+        so alike. An entry that is deleted or emptied begins anew. Waits for pending updates.
+
+        Raises `ConfigError` for an entry with which the optimizer of torch could not step, and
+        `ShardedParameterError` inside of a forward or a backward.
+        """
+        return self._view if self._packing is None else self._packing
+
+    @state.setter
+    def state(self, entries: Any) -> None:
+        self._view.replace_all(entries)
+
+    def _keeper(self) -> Keeper:
+        return self._kernel_states
+
+    def _has_states(self, key: int) -> bool:
+        """Whether torch has states of the parameter of this id, once it was updated."""
+        return True
+
+    def _packed(self, states: dict[torch.Tensor, dict[str, Any]]) -> dict[str, Any]:
+        """The state dict of torch with these `states`."""
+        self._packing = states
+        try:
+            return super().state_dict()
+        finally:
+            self._packing = None
 
     # The step
 
@@ -364,6 +420,7 @@ class Optimizer(torch.optim.Optimizer):
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
+            self._view.renew(key for key in step.counts if self._has_states(key))
             if norm is not None and math.isfinite(norm):
                 self._last_norm = norm
             if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
@@ -537,13 +594,17 @@ class Optimizer(torch.optim.Optimizer):
         `masters`, by its number.
         """
         self.updater.drain()
-        packed = super().state_dict()
-        add_states(packed, self, self._steps)
+        packed = self._packed(self._copied_states())
+        add_masters(packed, self, self._view)
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         if self.clip == "previous":
             packed["last_norm"] = self._last_norm
         return packed
+
+    def _copied_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """What a state dict has of each parameter with states."""
+        return copies_of(self, self._kernel_states, self._view)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters,
@@ -586,7 +647,7 @@ class Optimizer(torch.optim.Optimizer):
         of every parameter, in that order), `skipped_steps`, `last_norm` (for `clip="previous"`),
         and where the loss is scaled `loss_scaler`.
         """
-        groups = super().state_dict()["param_groups"]
+        groups = self._packed({})["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]
         header = {
             "param_groups": groups,
@@ -620,7 +681,13 @@ class Optimizer(torch.optim.Optimizer):
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._last_norm = header.get("last_norm")
-        self._steps = steps
+        self._view.forget()
+        self._steps.update(dict.fromkeys(self._steps, 0) | steps)
+        self._view.renew(
+            key
+            for key, count in steps.items()
+            if self.states_from_start or (count and self._has_states(key))
+        )
 
     def take_groups(self, header: dict[str, Any]) -> None:
         """Take over the hyper-parameters of a `header`."""
@@ -632,6 +699,7 @@ class Optimizer(torch.optim.Optimizer):
             filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self.__dict__.pop("state", None)  # which torch left beside the property
         self._groups = None
 
     def forget_states(self) -> None:

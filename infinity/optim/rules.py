@@ -21,6 +21,7 @@ class Adagrad(Optimizer):
     """
 
     states: ClassVar[dict[str, Kind]] = {"sum": Kind.EXP_AVG_SQ}
+    counts_in_state = states_from_start = True
 
     def __init__(
         self,
