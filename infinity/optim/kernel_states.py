@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class KernelStates:
-    """The keeper of the states of an optimizer of class `kind`; see `state_view.Keeper`. It does not
-    hold the optimizer, which ends when its user lets go of it."""
+    """The keeper of the states of an optimizer of class `kind`; see `state_view.Keeper`.
+
+    It does not hold the optimizer, which ends when its user lets go of it.
+    """
 
     changes_values = False
 
@@ -59,8 +61,9 @@ class KernelStates:
 
     def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """`wanted` as an entry. Raises `ConfigError` where the optimizer of torch could not step
-        with it."""
+        with it, and `ShardedParameterError` while the parameter is in use."""
         unit, index = self.places[id(parameter)]
+        unit.states.check_unused(index, "optimizer.state")
         where = f"{self._kind.__name__}: optimizer.state of {unit.names[index]}"
         names = self._names(parameter)
         given = {name for name, value in wanted.items() if name != "master" and value is not None}
@@ -100,8 +103,10 @@ class KernelStates:
                 f"{name}, of a wrapped model, is {problem}; give a tensor of shape {slot.shape}"
             )
 
-    def write(self, parameter: torch.Tensor, changed: Mapping[str, Any]) -> None:
-        """Replace these states."""
+    def write(
+        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+    ) -> None:
+        """Replace these states; none are `gone` alone."""
         if not self.counts.get(id(parameter)):
             self.counts[id(parameter)] = int(not self._kind.counts_in_state)
         for name, value in changed.items():

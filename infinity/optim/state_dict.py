@@ -52,19 +52,31 @@ def copies_of(
     from unnamed files (`directories/mapped`); every rank must call it. See [Note: a tensor of a
     state dict] in `state_tensors`."""
     copied: dict[torch.Tensor, dict[str, Any]] = {}
-    here = numbers(optimizer)
     for parameter, entry in view.items():
-        if id(parameter) not in here and entry:
+        slot = keeper.slot(parameter, "step")
+        copied[parameter] = {"step": StateCopy.of(slot.fetch(), slot)} if entry else {}
+    check_in_groups(copied, optimizer)
+    add_blocks(copied, optimizer, keeper)
+    return copied
+
+
+def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer) -> None:
+    """Leave out empty states of parameters that are in no group; raises `ConfigError` for others,
+    as torch raises."""
+    here = numbers(optimizer)
+    for parameter in [parameter for parameter in copied if id(parameter) not in here]:
+        if copied.pop(parameter):
             raise ConfigError(
                 f"{type(optimizer).__name__}: {name_of(parameter)} of the wrapped model was taken "
-                "out of its group and has states, which no state dict can have; delete them: "
-                "del optimizer.state[parameter]"
+                "out of its group and has states, which a state dict has no number for; delete "
+                "them: del optimizer.state[parameter]"
             )
-        if entry:
-            slot = keeper.slot(parameter, "step")
-            copied[parameter] = {"step": StateCopy.of(slot.fetch(), slot)}
-        elif id(parameter) in here:
-            copied[parameter] = {}
+
+
+def add_blocks(
+    copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer, keeper: KernelStates
+) -> None:
+    """Add what the blocks of units have of the parameters with states in `copied`."""
     for unit in optimizer.units:
         for name, kind in kinds(optimizer):
             states = [copied.get(parameter) for parameter in unit.parameters]
@@ -78,10 +90,8 @@ def copies_of(
             ):
                 if state:
                     part = whole(full[place.offset : place.end].view(place.shape), parameter)
-                    state[name] = StateCopy.of(
-                        mapped(part, unit.files), keeper.slot(parameter, name)
-                    )
-    return copied
+                    slot = keeper.slot(parameter, name)
+                    state[name] = StateCopy.of(mapped(part, unit.files), slot)
 
 
 def add_masters(packed: dict[str, Any], optimizer: Optimizer, view: OptimizerStates) -> None:

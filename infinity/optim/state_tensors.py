@@ -156,15 +156,23 @@ class CountSlot(Slot):
         return self._counts.get(self._key, 0)
 
 
-def _same(func: Any, tensor: StateTensor) -> StateTensor:
-    return tensor
+def _alias(func: Any, tensor: StateTensor) -> StateTensor:
+    return StateTensor(tensor.slot, tensor.content)
+
+
+class _Content:
+    """What a `StateTensor` and its aliases have: the state, or what it was when the entry got
+    another tensor."""
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
 
 
 class StateTensor(LazyTensor):
     """A tensor in `optimizer.state`: reading it fetches the state, and what is written in place
     replaces it. Once the entry has another tensor, this one keeps what it was then."""
 
-    answers: ClassVar[Any] = {_ATEN.detach.default: _same, _ATEN.alias.default: _same}
+    answers: ClassVar[Any] = {_ATEN.detach.default: _alias, _ATEN.alias.default: _alias}
     way = (
         "a part of a copy of an optimizer state of a wrapped model was changed in place, which "
         "would be lost; change the state itself, as optimizer.state[parameter]['exp_avg'][rows] = "
@@ -172,34 +180,30 @@ class StateTensor(LazyTensor):
     )
 
     @staticmethod
-    def __new__(cls, slot: Slot) -> Any:
+    def __new__(cls, slot: Slot, content: _Content | None = None) -> Any:
         return cls.without_data(slot.shape, slot.dtype, slot.device)
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, content: _Content | None = None) -> None:
         self.slot = slot
-        self._kept: torch.Tensor | None = None
+        self.content = _Content() if content is None else content
+        """Shared with aliases."""
 
     @property
     def is_current(self) -> bool:
         """Whether it is the state."""
-        return self._kept is None
-
-    def part_from(self) -> None:
-        """The entry gets another tensor: this one keeps the values of now."""
-        if self._kept is None:
-            self._kept = self.fetch()
+        return self.content.kept is None
 
     def fetch(self) -> torch.Tensor:
         """A copy of the state on its device."""
-        found = self.slot.fetch() if self._kept is None else self._kept.clone()
-        return found.to(self.device)
+        kept = self.content.kept
+        return (self.slot.fetch() if kept is None else kept.clone()).to(self.device)
 
     def replace(self, values: torch.Tensor) -> None:
         """`values` are the state from now on."""
-        if self._kept is None:
+        if self.content.kept is None:
             self.slot.replace(values)
         else:
-            self._kept = values.detach().clone()
+            self.content.kept = values.detach().to(self.device, self.dtype, copy=True)
 
 
 class JoinedSlot(Slot):

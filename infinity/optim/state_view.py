@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,21 +42,23 @@ class Keeper(Protocol):
         """`wanted` as an entry, without what says nothing. Raises `ConfigError` where the optimizer
         of torch could not step with it."""
 
-    def write(self, parameter: torch.Tensor, changed: Mapping[str, Any]) -> None:
-        """Replace these parts of an entry."""
+    def write(
+        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+    ) -> None:
+        """Replace these parts of an entry, and leave out those that are `gone`."""
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """All states of these parameters begin anew."""
 
 
-class Entry(dict[str, Any]):
+class StateEntry(dict[str, Any]):
     """`optimizer.state[parameter]`. One that was made of a mapping is a plain dict."""
 
     _of: Callable[[], OptimizerStates | None] = staticmethod(lambda: None)
     _parameter: torch.Tensor
 
     @classmethod
-    def of(cls, view: OptimizerStates, parameter: torch.Tensor) -> Entry:
+    def of(cls, view: OptimizerStates, parameter: torch.Tensor) -> StateEntry:
         """The empty entry of `parameter`."""
         made = cls()
         made._of, made._parameter = weakref.ref(view), parameter
@@ -69,7 +71,7 @@ class Entry(dict[str, Any]):
         for name, value in content.items():
             if not isinstance(value, Slot):
                 dict.__setitem__(self, name, value)
-            elif not isinstance(dict.get(self, name), StateTensor):
+            elif not _is_of(dict.get(self, name), value):
                 dict.__setitem__(self, name, StateTensor(value))
 
     def drop(self, name: str) -> None:
@@ -78,11 +80,11 @@ class Entry(dict[str, Any]):
         value = dict.pop(self, name)
         if isinstance(value, StateTensor):
             value.slot.leave_copies()
-            held = weakref.ref(value)
+            content, slot = weakref.ref(value.content), value.slot
             del value
-            value = held()
-            if value is not None:
-                value.part_from()
+            held = content()
+            if held is not None and held.kept is None:
+                held.kept = slot.fetch()
 
     def _change(self, wanted: Mapping[str, Any]) -> None:
         view = self._of()
@@ -105,7 +107,7 @@ class Entry(dict[str, Any]):
         """As of a dict, all at once."""
         self._change({**self, **dict(*given, **named)})
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 
@@ -140,7 +142,7 @@ class Entry(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class JoinedEntry(Entry):
+class JoinedStateEntry(StateEntry):
     """The entry of a weight in tiles: its tensors are the whole ones."""
 
     def __init__(self, view: OptimizerStates, weight: TiledWeight) -> None:
@@ -148,10 +150,14 @@ class JoinedEntry(Entry):
         self._of, self._parameter = weakref.ref(view), weight
         entries = [view[piece] for piece in weight.pieces]
         for name, value in entries[0].items():
-            parts = [entry.get(name) for entry in entries]
-            if all(isinstance(part, StateTensor) for part in parts):
-                dict.__setitem__(self, name, StateTensor(JoinedSlot(weight, parts)))
-            elif all(part == value for part in parts):
+            parts: list[Any] = [entry.get(name) for entry in entries]
+            tensors = [part for part in parts if isinstance(part, StateTensor)]
+            if len(tensors) == len(parts) and all(
+                not tensor.dim() or tensor.shape == piece.shape
+                for tensor, piece in zip(tensors, weight.pieces, strict=True)
+            ):
+                dict.__setitem__(self, name, StateTensor(JoinedSlot(weight, tensors)))
+            elif not tensors and all(part == value for part in parts):
                 dict.__setitem__(self, name, value)
 
     def _change(self, wanted: Mapping[str, Any]) -> None:
@@ -159,12 +165,15 @@ class JoinedEntry(Entry):
         view = self._of()
         if view is not None and isinstance(self._parameter, TiledWeight):
             dict.clear(self)
-            dict.update(self, JoinedEntry(view, self._parameter))
+            dict.update(self, JoinedStateEntry(view, self._parameter))
 
 
 class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`. See [Note: what a change of optimizer.state does]. For the thread that runs
-    the model; with several ranks all of them read and change tensors alike."""
+    """`optimizer.state`. See [Note: what a change of optimizer.state does].
+
+    For the thread that runs the model; with several ranks all of them read and change tensors
+    alike.
+    """
 
     def __init__(self, owner: str, keeper: Keeper) -> None:
         super().__init__(dict)
@@ -227,8 +236,9 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
                 f"{self._owner}: an entry of optimizer.state of a wrapped model is set to "
                 f"{in_words(wanted)}; give a dict of states"
             )
-        tiled = isinstance(parameter, TiledWeight)
-        parts = _divided(parameter, wanted) if tiled else [dict(wanted)]
+        parts = [dict(wanted)]
+        if isinstance(parameter, TiledWeight):
+            parts = _divided(parameter, wanted)
         return [
             (piece, self._keeper.check(piece, mine))
             for piece, mine in zip(pieces, parts, strict=True)
@@ -238,15 +248,16 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         entry = self._entry(parameter)
         changed = {n: v for n, v in wanted.items() if dict.get(entry, n, _MISSING) is not v}
         for name, value in changed.items():
-            if isinstance(value, StateTensor) and value.is_current:
+            if isinstance(value, StateTensor):
                 changed[name] = value.fetch()
-        for name in [n for n in entry if n in changed or n not in wanted]:
+        gone = [name for name in entry if name not in wanted]
+        for name in [*gone, *(name for name in changed if name in entry)]:
             entry.drop(name)
         self._given = [g for g in self._given if not g.is_of(parameter) or g.name in entry]
         if not wanted:
             self._keeper.restart([parameter])
             return
-        self._keeper.write(parameter, changed)
+        self._keeper.write(parameter, changed, gone)
         entry.fill(self._keeper.content(parameter))
 
     def _remove(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -284,9 +295,9 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     def __missing__(self, parameter: Any) -> Any:
         if isinstance(parameter, TiledWeight):
             self._pieces(parameter)
-            return JoinedEntry(self, parameter)
+            return JoinedStateEntry(self, parameter)
         self._pieces(parameter)
-        made = Entry.of(self, parameter)
+        made = StateEntry.of(self, parameter)
         dict.__setitem__(self, parameter, made)
         return made
 
@@ -306,7 +317,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
 
     def get(self, parameter: Any, default: Any = None) -> Any:
         """As of a dict."""
-        return self[parameter] if parameter in self else default
+        return self[parameter] if parameter in self else default  # noqa: SIM401 (calls this)
 
     def setdefault(self, parameter: Any, default: Any = None) -> Any:
         """As of a dict."""
@@ -336,7 +347,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         for parameter, entry in dict(*given, **named).items():
             self[parameter] = entry
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 
@@ -347,13 +358,13 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
 
-    def _entry(self, parameter: torch.Tensor) -> Entry:
+    def _entry(self, parameter: torch.Tensor) -> StateEntry:
         found = self[parameter]
-        if not isinstance(found, Entry):
+        if not isinstance(found, StateEntry):
             raise TypeError("an entry of optimizer.state is none")
         return found
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[StateEntry]:
         return (self._entry(parameter) for parameter in list(self))
 
     def _pieces(self, parameter: Any) -> list[torch.Tensor]:
@@ -410,6 +421,15 @@ class _Given:
         self._stepped = True
 
 
+def _is_of(tensor: Any, slot: Slot) -> bool:
+    """Whether `tensor` of an entry can stay, for what is in `slot`."""
+    return (
+        isinstance(tensor, StateTensor)
+        and tuple(tensor.shape) == slot.shape
+        and tensor.dtype is slot.dtype
+    )
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() or isinstance(tensor, StateTensor) else tensor._version
 
@@ -432,4 +452,3 @@ def _divided(weight: TiledWeight, wanted: Mapping[str, Any]) -> list[dict[str, A
         for part, each in zip(parts, mine, strict=True):
             part[name] = each
     return parts
-

@@ -193,12 +193,7 @@ class States:
         `infinity.gathered`.
         """
         unit = self.unit
-        unit.listeners.border.end_interrupted(caller)
-        if unit.blocks[Kind.PARAM].copy.pins:
-            raise ShardedParameterError(
-                f"{caller}: {unit.names[index]} cannot be set inside of a forward, a backward or "
-                "infinity.gathered of a wrapped model"
-            )
+        self.check_unused(index, caller)
         if kind is Kind.PARAM and Kind.MASTER in unit.blocks:
             kind = Kind.MASTER  # which takes the value along
         unit.listeners.updates.drain()
@@ -218,6 +213,16 @@ class States:
     def mark(self, kind: Kind, index: int) -> tuple[int, int]:
         """Changes when `kind` of a parameter is replaced outside of a step."""
         return self._rewrites, self._replaced.get((kind, index), 0)
+
+    def check_unused(self, index: int, caller: str) -> None:
+        """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside of
+        a forward, a backward or `infinity.gathered`."""
+        self.unit.listeners.border.end_interrupted(caller)
+        if self.unit.blocks[Kind.PARAM].copy.pins:
+            raise ShardedParameterError(
+                f"{caller}: {self.unit.names[index]} cannot be set inside of a forward, a backward "
+                "or infinity.gathered of a wrapped model"
+            )
 
     def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """What this rank has, (n,), of `values`, which are all that tensor parallel ranks leave
