@@ -4,7 +4,8 @@ optimizers."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,26 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
             " and ".join(ignored),
         )
     return {"maximize": True} if options.get("maximize") else {}
+
+
+def check_value(who: str, name: str, value: Any, is_good: Callable[[Any], bool], kind: str) -> None:
+    """Raise `ConfigError` where the value of the hyper-parameter `name` is not of its `kind`, which
+    `is_good` then cannot compare, or not good."""
+    try:
+        problem = "" if is_good(value) else f"={value} is out of range"
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        problem = f" is {in_words(value)}, not {kind}"
+        if _is_written_number(value):
+            problem += f"; write {name}=float({value!r})"
+    if problem:
+        raise ConfigError(f"{who}: {name}{problem}")
+
+
+def _is_written_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def belonging(

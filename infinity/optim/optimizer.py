@@ -26,6 +26,7 @@ from infinity.optim.groups import (
     check_once,
     check_parameters,
     check_torch_options,
+    check_value,
     with_pieces,
 )
 from infinity.optim.kernel_states import KernelStates
@@ -236,16 +237,9 @@ class Optimizer(torch.optim.Optimizer):
     def _check(
         self, name: str, value: Any, is_good: Callable[[Any], bool], kind: str = "a number"
     ) -> None:
-        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, which
-        `is_good` then cannot compare, or not good."""
-        try:
-            problem = "" if is_good(value) else f"={value} is out of range"
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            problem = f" is {in_words(value)}, not {kind}"
-            if _is_written_number(value):
-                problem += f"; write {name}=float({value!r})"
-        if problem:
-            raise ConfigError(f"{type(self).__name__}: {name}{problem}")
+        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, or not
+        good."""
+        check_value(type(self).__name__, name, value, is_good, kind)
 
     # Groups
 
@@ -704,13 +698,6 @@ class Optimizer(torch.optim.Optimizer):
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
         return tuple(share.unit for share in self._shares.values())
-
-
-def _is_written_number(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return False
 
 
 def are_decay_rates(betas: Any) -> bool:

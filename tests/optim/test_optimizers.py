@@ -339,7 +339,7 @@ def test_two_optimizers_share_units(
     for each, states in zip(mine, saved, strict=True):
         for number, state in each.state_dict()["state"].items():
             assert all(torch.equal(states[number][name], value) for name, value in state.items())
-    kept = mine[1].state_dict()["state"]
+    kept = copy.deepcopy(mine[1].state_dict()["state"])
     groups_before = mine[0].state_dict()["param_groups"]
     mine[0].load_state_dict({"state": {}, "param_groups": groups_before})
     assert mine[0].state_dict()["param_groups"] == groups_before
