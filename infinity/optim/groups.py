@@ -56,7 +56,7 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
                 "optimizer of torch that has it"
             )
-    ignored = [f"{name}={options[name]}" for name in WITHOUT_EFFECT if options.get(name)]
+    ignored = [f"{name}={on}" for name, on in options.items() if on and name in WITHOUT_EFFECT]
     if ignored:
         log.warning(
             "%s: %s changes nothing: the engine has kernels of its own, for whole units",

@@ -204,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def hyper_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> Hyper:
         """The hyper-parameters of the next update of `parameter`, which is in `group`."""
-        hyper = self.hyper(group, self._steps[id(parameter)] + 1)
+        hyper = self.hyper(group, self._steps.get(id(parameter), 0) + 1)
         return hyper._replace(sign=-1.0) if group.get("maximize") else hyper
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:

@@ -251,6 +251,7 @@ class _Source:
         self.values = values
         self._slot: Callable[[], Slot | None] = weakref.ref(slot)
         self._mark = slot.mark()
+        self._expired = ""
         slot.copies.add(self)
 
     def shares(self, found: torch.Tensor) -> bool:
@@ -259,18 +260,22 @@ class _Source:
         return bool(found.untyped_storage()._cdata == mine)
 
     def refresh(self) -> None:
-        """Have the values of now."""
+        """Have the values of now. Raises `ShardedParameterError` where other ranks have parts of
+        them."""
         slot = self._slot()
-        if slot is None or not slot.is_open or self._mark == slot.mark():
-            return
-        if slot.needs_ranks:
+        if self._expired or (slot is not None and slot.needs_ranks and self._is_late(slot)):
+            name = self._expired or getattr(slot, "name", "")
             raise ShardedParameterError(
-                f"a tensor of optimizer.state_dict() is out of date, because {slot.name} of the "
+                f"a tensor of optimizer.state_dict() is out of date, because {name} of the "
                 "wrapped model has changed since, and several ranks have parts of it; take a new "
                 "state_dict() on all ranks, or keep a copy (.clone()) from before the change"
             )
-        self.values.copy_(slot.fetch())
-        self._mark = slot.mark()
+        if slot is not None and self._is_late(slot):
+            self.values.copy_(slot.fetch())
+            self._mark = slot.mark()
+
+    def _is_late(self, slot: Slot) -> bool:
+        return slot.is_open and self._mark != slot.mark()
 
     def changed(self) -> None:
         """The copy was changed in place: so is the state."""
@@ -281,9 +286,14 @@ class _Source:
 
     def leave(self) -> None:
         """Keep the values of now from now on."""
-        if self._slot() is not None:
+        slot = self._slot()
+        if slot is None:
+            return
+        if slot.needs_ranks and self._is_late(slot):
+            self._expired = slot.name
+        else:
             self.refresh()
-            self._slot = lambda: None
+        self._slot = lambda: None
 
 
 class StateCopy(torch.Tensor):
