@@ -46,7 +46,7 @@ def get_state(
         gradient = unit.listeners.grads.fetch(unit, index)
         if gradient is None or not local:
             return gradient
-        return _local_part(unit, index, part_in(gradient, unit.parameters[index]))
+        return unit.states.share_of(index, part_in(gradient, unit.parameters[index]))
     unit.listeners.updates.drain()
     found = unit.states.part(kind, index) if local else unit.states.parameter(kind, index)
     if name == "master":
@@ -63,8 +63,8 @@ def set_state(
     value, which is the master rounded. Every rank must call it: with the same `value`, or with
     `local=True` with its own part. Waits for pending updates.
 
-    Raises `ConfigError` like `infinity.get`, and for a wrong shape or kind of value; `RuntimeError`
-    inside of a forward, a backward or `infinity.gathered`.
+    Raises `ConfigError` like `infinity.get`, and for a wrong shape or kind of value;
+    `ShardedParameterError` inside of a forward, a backward or `infinity.gathered`.
     """
     if isinstance(parameter, TiledWeight):
         _set_tiles(parameter, name, value, local)
@@ -81,21 +81,9 @@ def set_state(
     if kind is Kind.GRAD:
         unit.listeners.grads.set(unit, index, _spread(unit, index, value) if local else value)
         return
-    unit.listeners.border.end_interrupted("infinity.set")
-    if unit.blocks[Kind.PARAM].copy.pins:
-        raise RuntimeError(
-            f"infinity.set: {unit.names[index]} cannot be set inside of a forward, a backward or "
-            "infinity.gathered"
-        )
-    if kind is Kind.PARAM and Kind.MASTER in unit.blocks:
-        kind = Kind.MASTER  # which takes the value along
-    unit.listeners.updates.drain()
-    part = value if local else _local_part(unit, index, part_in(value, unit.parameters[index]))
-    after = unit.states.read(kind)
-    overlap = unit.layout.overlap(index, unit.rank)
-    after[overlap.in_shard : overlap.in_shard + overlap.length] = part
-    unit.states.write(kind, after)
-    unit.renew()
+    states = unit.states
+    part = value if local else states.share_of(index, part_in(value, unit.parameters[index]))
+    states.put(kind, index, part, "infinity.set")
 
 
 def _set_tiles(weight: TiledWeight, name: str, value: torch.Tensor, local: bool) -> None:
@@ -147,12 +135,6 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
             f"{unit.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"
         )
     return unit, index, kinds[name]
-
-
-def _local_part(unit: Unit, index: int, values: torch.Tensor) -> torch.Tensor:
-    """What this rank has of `values`, which are all that tensor parallel ranks leave it."""
-    overlap = unit.layout.overlap(index, unit.rank)
-    return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
 
 def _spread(unit: Unit, index: int, part: torch.Tensor) -> torch.Tensor:

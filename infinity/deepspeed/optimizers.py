@@ -29,7 +29,8 @@ from infinity.optim.conversion import (
     unwrapped,
 )
 from infinity.optim.foreign import adapt
-from infinity.optim.optimizer import UNSUPPORTED, WITHOUT_EFFECT, Optimizer
+from infinity.optim.groups import UNSUPPORTED, WITHOUT_EFFECT
+from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
 
@@ -48,7 +49,7 @@ _DECAY_OF_ZERO = ("adam", "adamw")
 """Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""
 _ONLY_DEEPSPEED = (
     *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"),
-    *("max_grad_norm", *UNSUPPORTED, *WITHOUT_EFFECT),
+    *("max_grad_norm", "maximize", *UNSUPPORTED, *WITHOUT_EFFECT),
 )
 """Parameters of a configuration that `Settings` has read, and that no optimizer here takes."""
 
@@ -248,7 +249,7 @@ def _of_client(client: torch.optim.Optimizer, names: NamedParameters) -> Recipe:
     return Recipe(kind, algorithm_for(client), plain, client=client)
 
 
-_DROPPED = (*UNSUPPORTED, *WITHOUT_EFFECT, "differentiable", "decoupled_weight_decay")
+_DROPPED = (*UNSUPPORTED, *WITHOUT_EFFECT, "decoupled_weight_decay")
 """Settings of torch's groups that are off, or change no number."""
 
 

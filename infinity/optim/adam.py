@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from infinity.errors import ConfigError
 from infinity.optim.kernels import Hyper
 from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer, are_decay_rates
@@ -17,6 +18,7 @@ class Adam(Optimizer):
     `torch.optim.Adam`; see `Optimizer`."""
 
     states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+    counts_in_state = True
     decoupled = False
 
     def __init__(
@@ -57,6 +59,16 @@ class Adam(Optimizer):
             self._check(name, group[name], lambda value: value >= 0)
         self._check("betas", group["betas"], are_decay_rates, "two numbers")
         self._check("eps", group["eps"], lambda eps: eps > 0)
+
+    def refuse_unsupported(self, group: dict[str, Any]) -> None:
+        """Also `decoupled_weight_decay`, by which Adam of torch is AdamW."""
+        super().refuse_unsupported(group)
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        if bool(decoupled) != self.decoupled:
+            raise ConfigError(
+                f"{type(self).__name__}: decoupled_weight_decay={decoupled} in a group is another "
+                f"optimizer; use infinity.{'Adam' if self.decoupled else 'AdamW'}"
+            )
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from infinity.errors import ConfigError, in_words
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
-from infinity.optim.optimizer import UNSUPPORTED, Optimizer
+from infinity.optim.groups import UNSUPPORTED
+from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import SGD, Adagrad, Lion
 
 _OURS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {
@@ -43,7 +44,7 @@ def kernels_for(
     if issubclass(kind, Optimizer):
         return kind if kind.by_kernels else None
     ours = getattr(kind, "computed_by", None) or _OURS.get(kind)
-    unsupported = (*UNSUPPORTED, "differentiable", "initial_accumulator_value")
+    unsupported = (*UNSUPPORTED, "initial_accumulator_value")
     if any(group.get(name) for name in unsupported for group in groups):
         return None
     if ours is Adam:  # that of torch is AdamW, too

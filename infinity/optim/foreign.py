@@ -13,31 +13,28 @@ from __future__ import annotations
 
 import inspect
 import logging
-import tempfile
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from infinity import nvme
 from infinity.errors import ConfigError, in_words
+from infinity.optim.bench import BenchStates, Carried, Workbench, host_copy
 from infinity.optim.kernels import Segment
 from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
-from infinity.optim.state_dict import misfit, numbers
+from infinity.optim.state_dict import add_blocks, check_in_groups, misfit
+from infinity.optim.state_tensors import StateCopy, StateTensor
+from infinity.optim.state_view import Keeper
 from infinity.optim.step import Step
+from infinity.optim.trial import step_of, try_out
 from infinity.placement.spec import MOMENTS, Kind
-from infinity.quantities import round_up
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
-
-PAGE = 4096  # states begin at a multiple, so that they move with O_DIRECT
 
 
 def adapt(
@@ -85,89 +82,6 @@ def adapt(
     return Adapted(optimizer, params, settings, *common)
 
 
-class Shelf:
-    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in
-    memory when it is None."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._file = None if directory is None else tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as we do)
-        if self._file is not None:
-            weakref.finalize(self, self._file.close)
-        self._places: list[tuple[dict[str, Any], str, torch.Size, torch.dtype, int]] = []
-
-    def put(self, states: Iterable[dict[str, Any]]) -> None:
-        """Take every tensor out of `states` that has more than one element; what is left of it says
-        so."""
-        if self._file is None:
-            return
-        items, end = [], 0
-        self._places.clear()
-        for state in states:
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    items.append((value.contiguous(), self._path, end))
-                    self._places.append((state, name, value.shape, value.dtype, end))
-                    end = round_up(end + value.nbytes, PAGE)
-        nvme.write_many(items)
-        for state, name, *_ in self._places:
-            state[name] = None
-
-    def take(self) -> None:
-        """Put the tensors back to where `put` took them from."""
-        tensors = [torch.empty(shape, dtype=dtype) for _, _, shape, dtype, _ in self._places]
-        nvme.read_many(
-            (tensor, self._path, place[-1])
-            for tensor, place in zip(tensors, self._places, strict=True)
-        )
-        for tensor, (state, name, *_) in zip(tensors, self._places, strict=True):
-            state[name] = tensor
-
-    @property
-    def _path(self) -> str:
-        return "" if self._file is None else f"/proc/self/fd/{self._file.fileno()}"
-
-
-class Workbench:
-    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while
-    it is used."""
-
-    def __init__(self, unit: Unit, directory: Path | None) -> None:
-        self.unit = unit
-        self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.parameters]
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._shelf = Shelf(directory)
-
-    def lay_out(self, adapted: Adapted, values: torch.Tensor) -> torch.optim.Optimizer:
-        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
-        and the groups of now."""
-        for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
-            stand.data = values[place.offset : place.end].view(place.shape)
-        own = {id(p): stand for p, stand in zip(self.unit.parameters, self.stands, strict=True)}
-        groups: list[dict[str, Any]] = [
-            group | {"params": [own[id(p)] for p in group["params"] if id(p) in own]}
-            for group in adapted.param_groups
-        ]
-        if self.optimizer is None:
-            self.optimizer = adapted.kind(groups, **adapted.settings)
-        for group in groups[len(self.optimizer.param_groups) :]:
-            self.optimizer.add_param_group(group)
-        for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
-            mine.update(group)
-        self._shelf.take()
-        return self.optimizer
-
-    def clear(self) -> None:
-        """Put the states away, and let go of all data."""
-        if self.optimizer is not None:
-            self._shelf.put(
-                self.optimizer.state[stand]
-                for stand in self.stands
-                if stand in self.optimizer.state
-            )
-        for stand in self.stands:
-            stand.data, stand.grad = torch.empty(0), None
-
-
 class Adapted(Optimizer):
     """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with
     `settings`."""
@@ -186,8 +100,9 @@ class Adapted(Optimizer):
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
         # Of two dimensions, because Muon takes no other ones.
-        defaults = kind([nn.Parameter(torch.zeros(2, 2))], **settings).defaults
-        super().__init__(params, defaults, *common)
+        some = kind([nn.Parameter(torch.zeros(2, 2))], **settings)
+        self._has_states_at_once = bool(some.state)
+        super().__init__(params, some.defaults, *common)
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
             "infinity has no kernels for %s: it updates one unit after the other on the host "
@@ -217,21 +132,54 @@ class Adapted(Optimizer):
         """None: the kernels have nothing to do."""
         return ()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch. Raises `ConfigError` where the torch optimizer computes other
+        numbers for a part of its parameters."""
+        if isinstance(param_group, dict):
+            try_out(self.kind, self.settings, param_group)
+        super().add_param_group(param_group)
+        if self._has_states_at_once:
+            self._make_states()
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many updates each parameter has had, by its id."""
+        return self._steps
+
+    def _keeper(self) -> Keeper:
+        return BenchStates(self, self._kernel_states)
+
+    def _make_states(self) -> None:
+        """Have the torch optimizers make the states that they have before the first step."""
+        for unit in self.units:
+            kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
+            values = unit.states.gather(kept).float()
+            self.bench(unit).lay_out(self, values)
+            self.bench(unit).clear()
+        self._view.renew(self._steps)
+
     def _post(self, step: Step) -> None:
         factors = {share.unit: factor for share, factor in step.factors.items()}
-        self.updater.run(step, lambda unit: self._update(unit, factors[unit]))
+        carried = Carried(self.param_groups)
+        self.updater.run(step, lambda unit: self._update(unit, factors[unit], carried))
+        for unit in {share.unit for share in self._shares.values()} - {
+            share.unit for share in step.shares
+        }:
+            self._update_nothing(unit, carried)
+        carried.apply(self.param_groups)
 
-    def _bench(self, unit: Unit) -> Workbench:
+    def bench(self, unit: Unit) -> Workbench:
+        """The torch optimizer of `unit`."""
         if unit not in self._benches:
             directory = unit.spill[unit.index % len(unit.spill)] if unit.spill else None
             self._benches[unit] = Workbench(unit, directory)
         return self._benches[unit]
 
-    def _update(self, unit: Unit, factor: float) -> None:
+    def _update(self, unit: Unit, factor: float, carried: Carried) -> None:
         kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
         values = unit.states.gather(kept)
         gradients = unit.states.gather(Kind.GRAD).float()
-        bench, updated = self._bench(unit), self._updated(unit)
+        bench, updated = self.bench(unit), self._updated(unit)
         try:
             optimizer = bench.lay_out(self, values)
             for index, (stand, place) in enumerate(
@@ -242,20 +190,36 @@ class Adapted(Optimizer):
                     if (times := unit.gradients.factor(index, factor)) != 1.0:
                         stand.grad.mul_(times)
             optimizer.step()
+            carried.note(self.kind, optimizer.param_groups)
         finally:
             bench.clear()
         unit.states.write(kept, unit.shard_of(values))
 
-    def state_dict(self) -> dict[str, Any]:
+    def _update_nothing(self, unit: Unit, carried: Carried) -> None:
+        """A step for a unit without gradients: the torch optimizer may count it."""
+        bench = self.bench(unit)
+        try:
+            optimizer = bench.lay_out(self, None)
+            step_of(optimizer)
+            carried.note(self.kind, optimizer.param_groups)
+        finally:
+            bench.clear()
+
+    def _copied_states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16
         parameters, the fp32 `master`."""
-        packed = super().state_dict()
-        number_of = numbers(self)
-        for unit in self._benches:
-            for parameter, found in zip(unit.parameters, self.unit_states(unit), strict=True):
-                if found and id(parameter) in number_of:
-                    packed["state"].setdefault(number_of[id(parameter)], {}).update(found)
-        return packed
+        copied = {
+            parameter: {
+                name: StateCopy.of(value.slot.fetch(), value.slot)
+                if isinstance(value, StateTensor)
+                else value
+                for name, value in entry.items()
+            }
+            for parameter, entry in self._view.items()
+        }
+        check_in_groups(copied, self)
+        add_blocks(copied, self, self._kernel_states)
+        return copied
 
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
         super()._load_states(states)
@@ -305,6 +269,9 @@ class Adapted(Optimizer):
         """Take over what `header` gave. All states begin anew."""
         super().load_header(header)
         self._benches.clear()
+        self._view.forget()
+        if self._has_states_at_once:
+            self._make_states()
 
     def unit_states(self, unit: Unit) -> list[dict[str, Any]]:
         """The states that the torch optimizer has of each parameter of `unit`; copies, on the
@@ -314,22 +281,19 @@ class Adapted(Optimizer):
         bench = self._benches[unit]
         optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
         found = [optimizer.state.get(stand, {}) for stand in bench.stands]
-        copies = [{name: _copy(value) for name, value in state.items()} for state in found]
+        copies = [{name: host_copy(value) for name, value in state.items()} for state in found]
         bench.clear()
         return copies
 
     def load_unit_states(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over what `unit_states` gave."""
         if any(states):
-            bench = self._bench(unit)
+            bench = self.bench(unit)
             optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
             for stand, state in zip(bench.stands, states, strict=True):
                 if state:
                     optimizer.state[stand] = {
-                        name: _copy(value) for name, value in state.items() if name != "master"
+                        name: host_copy(value) for name, value in state.items() if name != "master"
                     }
             bench.clear()
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
+            self._view.renew(key for key in map(id, unit.parameters) if key in self._steps)

@@ -36,6 +36,8 @@ class Hyper(NamedTuple):
     rule: str
     step: int
     values: dict[str, float]
+    sign: float = 1.0
+    """Of the gradients: -1 where torch would maximize."""
 
 
 class Segment(NamedTuple):
@@ -194,6 +196,7 @@ def segments_of(
             before = None
         elif part.length > 0:
             end, factor = part.in_shard + part.length, unit.gradients.factor(index, further)
+            factor *= hyper.sign
             joins = before is not None and before.hyper == hyper and before.factor == factor
             begin = segments.pop().begin if joins else part.in_shard
             before = Segment(begin, end, hyper, factor)

@@ -17,37 +17,44 @@ from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
 
-from infinity.errors import ConfigError, NonFiniteError, in_words
+from infinity.backward import in_backward
+from infinity.errors import ConfigError, NonFiniteError, ShardedParameterError, in_words
 from infinity.optim.compared import StepComparer, shared_settings
+from infinity.optim.groups import (
+    UNSUPPORTED,
+    belonging,
+    check_once,
+    check_parameters,
+    check_torch_options,
+    check_value,
+    with_pieces,
+)
+from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
-    add_states,
+    add_masters,
     check_header,
     check_state,
+    copies_of,
     kinds,
     numbers,
     restore,
     states_in,
     updates_in,
 )
+from infinity.optim.state_view import Keeper, OptimizerStates
 from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
-from infinity.sharding.parameter import TRAINED, ShardedParameter
-from infinity.sharding.tiles import TiledWeight, pieces_of
+from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
 
 
-WITHOUT_EFFECT = ("foreach", "fused", "capturable")
-"""Options by which torch chooses how to compute the same numbers."""
-UNSUPPORTED = ("amsgrad", "maximize")
-"""Options by which torch computes other numbers."""
 CLIPS = ("global", "previous", "unit")
 """Whose norm clips the gradients of a unit: that of the step, that of the step before, or its
 own."""
@@ -113,6 +120,10 @@ class Optimizer(torch.optim.Optimizer):
 
     states: ClassVar[dict[str, Kind]]
     """The states by torch's names; `master` is added for parameters that have one."""
+    counts_in_state: ClassVar[bool] = False
+    """Whether torch has the number of updates in `state`, as "step"."""
+    states_from_start: ClassVar[bool] = False
+    """Whether the optimizer of torch makes its states when it is made."""
     by_kernels: ClassVar[bool] = True
     """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
@@ -128,8 +139,9 @@ class Optimizer(torch.optim.Optimizer):
         norm_group: NormGroup = None,
         torch_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._check_parameters(params)
-        self._check_torch_options(torch_options or {})
+        who = type(self).__name__
+        check_parameters(who, params)
+        defaults |= check_torch_options(who, torch_options or {})
         self._check("max_grad_norm", max_grad_norm, lambda norm: norm is None or norm > 0)
         if not isinstance(loss_scaler, (LossScaler, NoneType)):
             raise ConfigError(
@@ -161,10 +173,15 @@ class Optimizer(torch.optim.Optimizer):
         self._parts_agree = self._norm_group is None
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
-        self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
+        self._kernel_states = KernelStates(type(self))
+        self._steps = self._kernel_states.counts  # updates so far, by id of the parameter
+        self._view = OptimizerStates(type(self).__name__, self._keeper())
+        # What `state` is while torch packs a state dict.
+        self._packing: dict[torch.Tensor, dict[str, Any]] | None = None
         # The group of each parameter, by its id, as `param_groups` were when a step was fixed last;
         # what begins before the next one is a guess.
         self._groups: dict[int, dict[str, Any]] | None = None
+        self._adopted: set[int] = set()  # ids of the parameters in `_shares`
         super().__init__(params, defaults)
         if self._shares:
             try:
@@ -188,21 +205,30 @@ class Optimizer(torch.optim.Optimizer):
         kernels take them."""
         raise NotImplementedError
 
+    def hyper_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> Hyper:
+        """The hyper-parameters of the next update of `parameter`, which is in `group`."""
+        hyper = self.hyper(group, self._steps.get(id(parameter), 0) + 1)
+        return hyper._replace(sign=-1.0) if group.get("maximize") else hyper
+
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
         do not do."""
-        for name in UNSUPPORTED:
-            if group.get(name):
+        for name, values in UNSUPPORTED.items():
+            if group.get(name) in values:
                 raise ConfigError(
-                    f"{type(self).__name__}: {name}=True is not supported; infinity.adapt "
+                    f"{type(self).__name__}: {name}={group[name]} is not supported; infinity.adapt "
                     "runs the optimizer of torch that has it"
                 )
 
     def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
         """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""
-        who = type(self).__name__
         self.refuse_unsupported(group)
         self.check(group)
+        self.check_algorithm(group, units)
+
+    def check_algorithm(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+        """Raise `ConfigError` when `units` do not have the states that `group` asks for."""
+        who = type(self).__name__
         for unit in units:
             if unit.algorithm not in self.algorithms(group):
                 raise ConfigError(
@@ -214,93 +240,28 @@ class Optimizer(torch.optim.Optimizer):
     def _check(
         self, name: str, value: Any, is_good: Callable[[Any], bool], kind: str = "a number"
     ) -> None:
-        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, which
-        `is_good` then cannot compare, or not good."""
-        try:
-            problem = "" if is_good(value) else f"={value} is out of range"
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            problem = f" is {in_words(value)}, not {kind}"
-            if _is_written_number(value):
-                problem += f"; write {name}=float({value!r})"
-        if problem:
-            raise ConfigError(f"{type(self).__name__}: {name}{problem}")
-
-    def _check_parameters(self, params: Any) -> None:
-        """Raise `ConfigError` for what is one thing, and no list of parameters or groups."""
-        if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
-            way_out = "; for a single one write [parameter]" * isinstance(params, torch.Tensor)
-            raise ConfigError(
-                f"{type(self).__name__} takes a list of parameters such as model.parameters(), "
-                f"not {in_words(params)}{way_out}"
-            )
-
-    def _check_torch_options(self, options: Mapping[str, Any]) -> None:
-        """Accept what the optimizers of torch take beside hyper-parameters.
-
-        Raises `ConfigError` for what the kernels do not do, and `TypeError` for what nobody knows.
-        """
-        who = type(self).__name__
-        for name in options:
-            if name not in (*WITHOUT_EFFECT, *UNSUPPORTED, "differentiable"):
-                raise TypeError(f"{who} has no option {name!r}")
-        if options.get("differentiable"):
-            raise ConfigError(
-                f"{who}: differentiable=True is not supported, because updates run outside of "
-                "autograd; leave it out"
-            )
-        self.refuse_unsupported(dict(options))
-        ignored = [f"{name}={value}" for name, value in options.items() if value]
-        if ignored:
-            log.warning(
-                "%s: %s changes nothing: the engine has kernels of its own, for whole units",
-                who,
-                " and ".join(ignored),
-            )
+        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, or not
+        good."""
+        check_value(type(self).__name__, name, value, is_good, kind)
 
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
-        param_group["params"] = _with_pieces(param_group["params"])
+        param_group["params"] = with_pieces(param_group["params"])
         super().add_param_group(param_group)
         self._groups = None
         try:
             group = self.param_groups[-1]
             self.check_group(group, ())
-            self._adopt(group)
+            self._adopt(group, group["params"])
         except BaseException:
             del self.param_groups[-1]
             raise
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        """Take over the parameters of `group`, or raise before anything is changed."""
-        who, taken = type(self).__name__, dict[Unit, list[int]]()
-        updater = self._updater
-        seen = set[int]()
-        for parameter in group["params"]:
-            if not isinstance(parameter, ShardedParameter):
-                raise ConfigError(
-                    f"{who} got a parameter of no wrapped model; first model = "
-                    "infinity.wrap(model, config), once more where parameters came later"
-                )
-            unit = type(parameter).unit
-            if id(parameter) in seen:  # which torch updates twice, and warns of
-                raise ConfigError(
-                    f"{who} got {unit.name_of(parameter)} twice; give every parameter once"
-                )
-            seen.add(id(parameter))
-            found = unit.listeners.updates
-            if not isinstance(found, Updater) or updater not in (None, found):
-                raise ConfigError(
-                    f"the parameters of one {who} must belong to one wrapped model whose "
-                    "engine is open"
-                )
-            updater = found
-            if unit.only_runs:
-                raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
-            # As in torch: one that is not gets no gradient, and cannot be made to.
-            if unit.trainable:
-                taken.setdefault(unit, []).append(unit.position(parameter))
+    def _adopt(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Take over these parameters of `group`, or raise before anything is changed."""
+        updater, taken = belonging(type(self).__name__, parameters, self._updater)
         if updater is None:
             return
         self.check_group(group, taken)
@@ -313,7 +274,42 @@ class Optimizer(torch.optim.Optimizer):
             self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
             if unit.dtype is torch.float16 and self.loss_scaler is None:
                 self.loss_scaler = LossScaler()
-            self._steps |= {id(unit.parameters[index]): 0 for index in positions}
+            for index in positions:
+                self._know(unit, index)
+        self._adopted |= set(map(id, parameters))
+
+    def _follow_groups(self) -> None:
+        """Take over what was done to `param_groups` since the last step. Raises `ConfigError` for
+        what cannot be done here."""
+        members: set[int] = set()
+        for group in self.param_groups:
+            if any(isinstance(parameter, TiledWeight) for parameter in group["params"]):
+                group["params"] = with_pieces(group["params"])
+            self.refuse_unsupported(group)
+            self.check_algorithm(group, self.units)
+            new = [p for p in group["params"] if id(p) not in self._adopted]
+            check_once(type(self).__name__, members, group["params"])
+            if new:
+                self._adopt(group, new)
+        if members != self._adopted:
+            self._leave(members)
+
+    def _leave(self, members: set[int]) -> None:
+        """Have a share of the parameters of these ids alone. States of the others stay."""
+        for number, (unit, positions) in list(self._shares.items()):
+            left = tuple(i for i in positions if id(unit.parameters[i]) in members)
+            self._shares[number] = UnitShare(unit, left)
+        self._adopted = members
+
+    def _know(self, unit: Unit, index: int) -> None:
+        """Parameter `index` of `unit` is one of this optimizer, from now on or again."""
+        parameter = unit.parameters[index]
+        self._kernel_states.updater = self._updater
+        self._kernel_states.places[id(parameter)] = unit, index
+        self._steps.setdefault(id(parameter), 0)
+        self._view.know([parameter])
+        if self.states_from_start:
+            self._view.renew([id(parameter)])
 
     @property
     def updater(self) -> Updater:
@@ -321,6 +317,40 @@ class Optimizer(torch.optim.Optimizer):
         if self._updater is None:
             raise ConfigError(f"{type(self).__name__} has no parameters")
         return self._updater
+
+    # `optimizer.state`
+
+    @property
+    def state(self) -> Any:
+        """As in torch: of each parameter that was updated a dict of its states, by torch's names.
+
+        Its tensors are those that the engine keeps: reading one fetches it, and what is written in
+        place replaces it (as `infinity.get` and `infinity.set`). With several ranks all of them do
+        so alike. An entry that is deleted or emptied begins anew. Waits for pending updates.
+
+        Raises `ConfigError` for an entry with which the optimizer of torch could not step, and
+        `ShardedParameterError` inside of a forward or a backward.
+        """
+        return self._view if self._packing is None else self._packing
+
+    @state.setter
+    def state(self, entries: Any) -> None:
+        self._view.replace_all(entries)
+
+    def _keeper(self) -> Keeper:
+        return self._kernel_states
+
+    def _has_states(self, key: int) -> bool:
+        """Whether torch has states of the parameter of this id, once it was updated."""
+        return True
+
+    def _packed(self, states: dict[torch.Tensor, dict[str, Any]]) -> dict[str, Any]:
+        """The state dict of torch with these `states`."""
+        self._packing = states
+        try:
+            return super().state_dict()
+        finally:
+            self._packing = None
 
     # The step
 
@@ -359,6 +389,15 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if in_backward():
+            raise ShardedParameterError(
+                f"{type(self).__name__}.step() inside of a backward: gradients of a wrapped model "
+                "are final after it. Step once after backward(); with "
+                'Tuning(update="speculative") the engine updates each unit inside of the '
+                "backward itself, and keeps no gradient longer than it must"
+            )
+        self._follow_groups()
+        self._view.settle()
         shares = list(self._shares.values())
         norms = self._measure(shares)
         norm = norms.norm
@@ -367,6 +406,7 @@ class Optimizer(torch.optim.Optimizer):
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
+            self._view.renew(key for key in step.counts if self._has_states(key))
             if norm is not None and math.isfinite(norm):
                 self._last_norm = norm
             if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
@@ -508,21 +548,23 @@ class Optimizer(torch.optim.Optimizer):
         """What the next step does to this rank's shard of `unit`, with the gradients and
         hyper-parameters of now, and gradients clipped by `factor`."""
         hypers = [
-            None if group is None else self.hyper(group, self._steps[id(p)] + 1)
-            for p, group in self._updated(unit)
+            None if group is None else self.hyper_of(p, group) for p, group in self._updated(unit)
         ]
         return segments_of(unit, hypers, factor)
 
     def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
         """The parameters of `unit`, each with its group if it has a gradient and is this
         optimizer's to update."""
-        if self._groups is None:
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        groups = self._groups
         return [
-            (parameter, groups.get(id(parameter)) if unit.gradients.has(index) else None)
+            (parameter, self._group_of(id(parameter)) if unit.gradients.has(index) else None)
             for index, parameter in enumerate(unit.parameters)
         ]
+
+    def _group_of(self, key: int) -> dict[str, Any] | None:
+        """The group of the parameter of this id."""
+        if self._groups is None:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return self._groups.get(key)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become
@@ -543,13 +585,17 @@ class Optimizer(torch.optim.Optimizer):
         `masters`, by its number.
         """
         self.updater.drain()
-        packed = super().state_dict()
-        add_states(packed, self, self._steps)
+        packed = self._packed(self._copied_states())
+        add_masters(packed, self, self._view)
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         if self.clip == "previous":
             packed["last_norm"] = self._last_norm
         return packed
+
+    def _copied_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """What a state dict has of each parameter with states."""
+        return copies_of(self, self._kernel_states, self._view)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters,
@@ -592,7 +638,7 @@ class Optimizer(torch.optim.Optimizer):
         of every parameter, in that order), `skipped_steps`, `last_norm` (for `clip="previous"`),
         and where the loss is scaled `loss_scaler`.
         """
-        groups = super().state_dict()["param_groups"]
+        groups = self._packed({})["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]
         header = {
             "param_groups": groups,
@@ -626,7 +672,13 @@ class Optimizer(torch.optim.Optimizer):
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._last_norm = header.get("last_norm")
-        self._steps = steps
+        self._view.forget()
+        self._steps.update(dict.fromkeys(self._steps, 0) | steps)
+        self._view.renew(
+            key
+            for key, count in steps.items()
+            if self.states_from_start or (count and self._has_states(key))
+        )
 
     def take_groups(self, header: dict[str, Any]) -> None:
         """Take over the hyper-parameters of a `header`."""
@@ -638,6 +690,7 @@ class Optimizer(torch.optim.Optimizer):
             filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self.__dict__.pop("state", None)  # which torch left beside the property
         self._groups = None
 
     def forget_states(self) -> None:
@@ -658,31 +711,8 @@ class Optimizer(torch.optim.Optimizer):
         return tuple(share.unit for share in self._shares.values())
 
 
-def _is_written_number(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return False
-
-
 def are_decay_rates(betas: Any) -> bool:
     """Whether `betas` are two decay rates; raises `TypeError` or `ValueError` where they are no two
     numbers."""
     first, second = betas
     return bool(0 <= first < 1 and 0 <= second < 1)
-
-
-def _with_pieces(given: Any) -> Any:
-    """What a group is given as parameters, with the tiles of each that is in tiles."""
-    if isinstance(given, (torch.Tensor, set)):
-        return pieces_of([given]) if isinstance(given, torch.Tensor) else given
-    found: list[Any] = []
-    for each in given:
-        name, parameter = each if isinstance(each, tuple) else ("", each)
-        if not isinstance(parameter, TiledWeight):
-            found.append(each)
-        elif name:
-            found += ((f"{name}_tiles.{i}.weight", p) for i, p in enumerate(parameter.pieces))
-        else:
-            found += parameter.pieces
-    return found

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
+
 from infinity.optim.kernels import Hyper
 from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer, are_decay_rates
@@ -21,6 +23,7 @@ class Adagrad(Optimizer):
     """
 
     states: ClassVar[dict[str, Kind]] = {"sum": Kind.EXP_AVG_SQ}
+    counts_in_state = states_from_start = True
 
     def __init__(
         self,
@@ -195,3 +198,15 @@ class SGD(Optimizer):
             name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")
         }
         return Hyper("sgd", step, {"lr": float(group["lr"]), "first_step": step == 1} | values)
+
+    def hyper_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> Hyper:
+        """The hyper-parameters of the next update of `parameter`: the first with a momentum makes
+        it, as in torch."""
+        hyper = super().hyper_of(parameter, group)
+        first = not self.state.get(parameter)
+        return hyper._replace(values=hyper.values | {"first_step": first})
+
+    def _has_states(self, key: int) -> bool:
+        """Whether the group of the parameter has a momentum."""
+        group = self._group_of(key)
+        return group is not None and bool(group["momentum"])

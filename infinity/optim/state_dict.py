@@ -15,9 +15,13 @@ import torch
 
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
+from infinity.optim.kernel_states import KernelStates
+from infinity.optim.state_tensors import StateCopy
+from infinity.optim.state_view import OptimizerStates
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
+from infinity.sharding.use import place_of
 
 if TYPE_CHECKING:
     from infinity.optim.optimizer import Optimizer
@@ -41,26 +45,72 @@ def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
     return [*optimizer.states.items(), ("master", Kind.MASTER)]
 
 
-def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int, int]) -> None:
-    """Add states to `packed`, a state dict of torch: the `state` of every parameter with more than
-    0 `steps` (by its id), and the `masters` of the others. Whole tensors on the host, mapped from
-    unnamed files (`directories/mapped`); every rank must call it."""
-    number_of = numbers(optimizer)
-    masters = packed["masters"] = {}
+def copies_of(
+    optimizer: Optimizer, keeper: KernelStates, view: OptimizerStates
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The states of every parameter that has an entry in `view`: whole tensors on the host, mapped
+    from unnamed files (`directories/mapped`); every rank must call it. See [Note: a tensor of a
+    state dict] in `state_tensors`."""
+    copied: dict[torch.Tensor, dict[str, Any]] = {}
+    for parameter, entry in view.items():
+        slot = keeper.slot(parameter, "step")
+        copied[parameter] = {"step": StateCopy.of(slot.fetch(), slot)} if entry else {}
+    check_in_groups(copied, optimizer)
+    add_blocks(copied, optimizer, keeper)
+    return copied
+
+
+def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer) -> None:
+    """Leave out empty states of parameters that are in no group; raises `ConfigError` for others,
+    as torch raises."""
+    here = numbers(optimizer)
+    for parameter in [parameter for parameter in copied if id(parameter) not in here]:
+        if copied.pop(parameter):
+            raise ConfigError(
+                f"{type(optimizer).__name__}: {name_of(parameter)} of the wrapped model was taken "
+                "out of its group and has states, which a state dict has no number for; delete "
+                "them: del optimizer.state[parameter]"
+            )
+
+
+def add_blocks(
+    copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer, keeper: KernelStates
+) -> None:
+    """Add what the blocks of units have of the parameters with states in `copied`."""
     for unit in optimizer.units:
         for name, kind in kinds(optimizer):
-            if kind not in unit.blocks or not unit.blocks[kind].written:
+            states = [copied.get(parameter) for parameter in unit.parameters]
+            if kind not in unit.blocks or not any(states):
+                continue
+            if kind is Kind.MASTER and not unit.blocks[kind].written:
                 continue
             full = unit.states.gather(kind)
-            for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-                count = steps.get(id(parameter), 0)
-                part = full[place.offset : place.end].view(place.shape)
-                if count:
-                    first = {"step": torch.tensor(float(count))}
-                    state = packed["state"].setdefault(number_of[id(parameter)], first)
-                    state[name] = mapped(whole(part, parameter), unit.files)
-                elif kind is Kind.MASTER and id(parameter) in number_of:
-                    masters[number_of[id(parameter)]] = mapped(whole(part, parameter), unit.files)
+            for parameter, place, state in zip(
+                unit.parameters, unit.layout.places, states, strict=True
+            ):
+                if state:
+                    part = whole(full[place.offset : place.end].view(place.shape), parameter)
+                    slot = keeper.slot(parameter, name)
+                    state[name] = StateCopy.of(mapped(part, unit.files), slot)
+
+
+def add_masters(packed: dict[str, Any], optimizer: Optimizer, view: OptimizerStates) -> None:
+    """Add to `packed`, a state dict, the `masters` of parameters without states."""
+    number_of, masters = numbers(optimizer), packed.setdefault("masters", {})
+    for unit in optimizer.units:
+        if Kind.MASTER not in unit.blocks or not unit.blocks[Kind.MASTER].written:
+            continue
+        full = unit.states.gather(Kind.MASTER)
+        for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+            if id(parameter) in number_of and not view.get(parameter):
+                part = whole(full[place.offset : place.end].view(place.shape), parameter)
+                masters[number_of[id(parameter)]] = mapped(part, unit.files)
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """What a parameter is called."""
+    place = place_of(parameter)
+    return "a parameter" if place is None else place[0].names[place[1]]
 
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.device import copy_alone
+from infinity.errors import ShardedParameterError
 from infinity.placement.spec import SPLIT, Kind
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
@@ -38,6 +39,8 @@ class States:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self._rewrites = 0
+        self._replaced: dict[tuple[Kind, int], int] = {}
 
     # What an update asks
 
@@ -171,6 +174,7 @@ class States:
         """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
         elements of the shard."""
         blocks = self.begin_rewrite(kind)
+        self.note_rewrite()
         try:
             for begin, end in self.bounds():
                 values = content(begin, end)
@@ -180,6 +184,51 @@ class States:
             self.unit.store.latch.fail(error)
             raise
         self.unit.store.resident.end_update(blocks)
+
+    def put(self, kind: Kind, index: int, part: torch.Tensor, caller: str) -> None:
+        """Replace what this rank has of one parameter, as `part` gives it, by `part` (n,) on the
+        host. A new parameter takes its master along. Waits for pending updates.
+
+        Raises `ShardedParameterError`, which names the `caller`, inside of a forward, a backward or
+        `infinity.gathered`.
+        """
+        unit = self.unit
+        self.check_unused(index, caller)
+        if kind is Kind.PARAM and Kind.MASTER in unit.blocks:
+            kind = Kind.MASTER  # which takes the value along
+        unit.listeners.updates.drain()
+        after = self.read(kind)
+        overlap = unit.layout.overlap(index, unit.rank)
+        after[overlap.in_shard : overlap.in_shard + overlap.length] = part
+        rewrites = self._rewrites
+        self.write(kind, after)
+        self._rewrites = rewrites  # the other parameters have what they had
+        self._replaced[kind, index] = self._replaced.get((kind, index), 0) + 1
+        unit.renew()
+
+    def note_rewrite(self) -> None:
+        """All of a kind is replaced, outside of a step."""
+        self._rewrites += 1
+
+    def mark(self, kind: Kind, index: int) -> tuple[int, int]:
+        """Changes when `kind` of a parameter is replaced outside of a step."""
+        return self._rewrites, self._replaced.get((kind, index), 0)
+
+    def check_unused(self, index: int, caller: str) -> None:
+        """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside of
+        a forward, a backward or `infinity.gathered`."""
+        self.unit.listeners.border.end_interrupted(caller)
+        if self.unit.blocks[Kind.PARAM].copy.pins:
+            raise ShardedParameterError(
+                f"{caller}: {self.unit.names[index]} cannot be set inside of a forward, a backward "
+                "or infinity.gathered of a wrapped model"
+            )
+
+    def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """What this rank has, (n,), of `values`, which are all that tensor parallel ranks leave
+        it of a parameter."""
+        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
     def bounds(self) -> list[tuple[int, int]]:
         """The first element of every chunk of this rank's shard, and the one behind its last."""
@@ -339,6 +388,7 @@ class StateStream:
     ) -> None:
         """Like `States.write_chunks`; `content` checks nothing out."""
         blocks = states.begin_rewrite(kind)
+        states.note_rewrite()
         for begin, end in states.bounds():
             values = content(begin, end)
             chunks = self._check_out(ChunkRequest(blocks, begin))

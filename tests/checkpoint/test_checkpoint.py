@@ -3,6 +3,7 @@ or it is refused."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import itertools
@@ -107,7 +108,7 @@ class Training:
         found: dict[str, Any] = {
             name: value.clone() for name, value in self.engine.state_dict().items()
         }
-        packed = self.optimizer.state_dict()
+        packed = copy.deepcopy(self.optimizer.state_dict())
         found |= {
             f"{number} {name}": value
             for number, values in packed["state"].items()

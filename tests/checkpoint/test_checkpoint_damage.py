@@ -3,6 +3,7 @@ another state, and no code runs."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -63,7 +64,10 @@ class Training:
         return self.engine.load_checkpoint(directory, self.optimizer)
 
     def everything(self) -> dict[str, Any]:
-        return {"weights": self.engine.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "weights": self.engine.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+        }
 
 
 def same(a: Any, b: Any) -> bool:

@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -71,7 +72,7 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
 
         def states() -> dict[str, torch.Tensor]:
-            packed = optimizer.state_dict()["state"]
+            packed = copy.deepcopy(optimizer.state_dict()["state"])
             weights = {name: value.clone() for name, value in engine.state_dict().items()}
             return weights | {
                 f"{number} {name}": v

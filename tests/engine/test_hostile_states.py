@@ -3,6 +3,7 @@ is provably harmless, because all values are what was committed."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -61,7 +62,7 @@ def resumed(folders: list[Path]) -> tuple[nn.Module, infinity.AdamW]:
 def values_of(model: nn.Module, optimizer: infinity.AdamW) -> Values:
     """All that a resume gives back, by name."""
     found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for number, state in optimizer.state_dict()["state"].items():
+    for number, state in copy.deepcopy(optimizer.state_dict()["state"]).items():
         found |= {f"{number} {key}": torch.as_tensor(value) for key, value in state.items()}
     found["committed"] = torch.tensor(infinity.engine(model).committed_step)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_it_goes_on_from_a_checkpoint_and_a_state_dict(start: Start, tmp_path: P
     train(model, optimizer, range(2))
     infinity.engine(model).save_checkpoint(tmp_path / "saved", optimizer)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    packed = optimizer.state_dict()
+    packed = copy.deepcopy(optimizer.state_dict())
     expected = train(model, optimizer, range(2, STEPS))
     loaded, its = start()
     infinity.engine(loaded).load_checkpoint(tmp_path / "saved", its)

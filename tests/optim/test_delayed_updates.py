@@ -3,6 +3,7 @@ exact for whoever looks."""
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ def train(engine: infinity.Engine, steps: int = STEPS) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "weights": engine.state_dict(),
-        "states": optimizer.state_dict()["state"],
+        "states": copy.deepcopy(optimizer.state_dict()["state"]),
     }
 
 
@@ -271,7 +272,7 @@ def test_whatever_happens_between_steps(
             {
                 "losses": losses,
                 "weights": engine.state_dict(),
-                "states": optimizer.state_dict()["state"],
+                "states": copy.deepcopy(optimizer.state_dict()["state"]),
             }
         )
     assert same(*results)

@@ -208,7 +208,8 @@ def test_states_leave_no_trace_on_the_drive(
     assert set((tmp_path / "0").iterdir()) == names
     for bench in optimizer._benches.values():
         assert bench.optimizer is not None
-        assert all(stand.numel() == 0 and stand.grad is None for stand in bench.stands)
+        assert all(stand.untyped_storage().nbytes() <= 4 for stand in bench.stands)
+        assert all(stand.grad is None for stand in bench.stands)
         for state in bench.optimizer.state.values():
             assert all(
                 not isinstance(value, torch.Tensor) or value.numel() <= 1
@@ -302,6 +303,7 @@ def test_a_failure_before_anything_was_changed_may_be_tried_again(
 ) -> None:
     model, plain = transformer(), transformer()
     engine = wrap(model)
+    Failing.fails = 1000  # `adapt` tries it
     optimizers = [
         infinity.adapt(Failing, model.parameters(), lr=0.1),
         torch.optim.SGD(plain.parameters(), lr=0.1),
@@ -320,6 +322,7 @@ def test_a_failure_before_anything_was_changed_may_be_tried_again(
 def test_a_failure_in_the_middle_ends_the_engine(wrap: Callable[..., infinity.Engine]) -> None:
     model = transformer()
     engine = wrap(model)
+    Failing.fails = 1000  # `adapt` tries it
     optimizer = infinity.adapt(Failing, model.parameters(), lr=0.1)
     model(**text_batch(0)).loss.backward()
     Failing.fails = 2

@@ -91,7 +91,7 @@ def test_the_norm_has_the_bits_of_the_engine(pair: Pair) -> None:
     optimizer = infinity.AdamW(pair.model.parameters(), lr=1e-2)
     weights = []
     start = {name: value.clone() for name, value in pair.engine.state_dict().items()}
-    fresh = optimizer.state_dict()
+    fresh = copy.deepcopy(optimizer.state_dict())
     for clip in (
         lambda: nn.utils.clip_grad_norm_(pair.model.parameters(), 0.1).item(),
         lambda: nn.utils.clip_grad_norm_(list(pair.model.parameters()), 0.1, foreach=True).item(),

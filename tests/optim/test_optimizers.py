@@ -3,6 +3,7 @@ engine keeps."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ def test_states_go_to_torch_and_come_from_torch(
     second = wrap(other, algorithm=algorithm)
     back, forth = mine(other.parameters()), theirs(copied.parameters())
     back.load_state_dict(expected.state_dict())
-    forth.load_state_dict(optimizer.state_dict())
+    forth.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for m, o in ((model, optimizer), (other, back), (copied, forth)):
         train(m, o, range(3, 6))
     close_to(second.state_dict(), copied.state_dict())
@@ -338,7 +339,7 @@ def test_two_optimizers_share_units(
     for each, states in zip(mine, saved, strict=True):
         for number, state in each.state_dict()["state"].items():
             assert all(torch.equal(states[number][name], value) for name, value in state.items())
-    kept = mine[1].state_dict()["state"]
+    kept = copy.deepcopy(mine[1].state_dict()["state"])
     groups_before = mine[0].state_dict()["param_groups"]
     mine[0].load_state_dict({"state": {}, "param_groups": groups_before})
     assert mine[0].state_dict()["param_groups"] == groups_before

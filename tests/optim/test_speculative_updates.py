@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def states(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
-    found = optimizer.state_dict()["state"]
+    found = copy.deepcopy(optimizer.state_dict()["state"])
     return {
         f"{number}.{name}": value
         for number, state in found.items()

@@ -7,6 +7,7 @@ optimizer, whose norms and biases end in the middle of an int8 group; released m
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -101,7 +102,7 @@ class Training:
 
     def states(self, *names: str) -> dict[str, torch.Tensor]:
         """The optimizer's states, or those called `names`."""
-        states = self.optimizer.state_dict()["state"].items()
+        states = copy.deepcopy(self.optimizer.state_dict()["state"]).items()
         return {
             f"{n}.{key}": value
             for n, state in states
@@ -335,7 +336,10 @@ def test_training_goes_on_from_a_state_dict_as_if_nothing_had_happened(
     depends on the step alone."""
     with Training(nvme=tmp_path, **FORMATS[name]) as training:
         training.steps(range(4))
-        weights, states = training.engine.state_dict(), training.optimizer.state_dict()
+        weights, states = (
+            training.engine.state_dict(),
+            copy.deepcopy(training.optimizer.state_dict()),
+        )
         whole = training.steps(range(4, 8)).outcome()
     with Training(nvme=tmp_path, weights=weights, **FORMATS[name]) as training:
         training.optimizer.load_state_dict(states)

@@ -3,6 +3,7 @@ byte, and is in the budget."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def step(
 
 
 def everything(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
-    states = optimizer.state_dict()["state"]
+    states = copy.deepcopy(optimizer.state_dict()["state"])
     return engine.state_dict() | {
         f"{n}.{name}": value for n, state in states.items() for name, value in state.items()
     }
@@ -265,7 +266,7 @@ def test_states_and_weights_are_read_and_written_across_the_border(
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
         for number in range(3):
             step(engine, optimizer, number)
-        saved = optimizer.state_dict()
+        saved = copy.deepcopy(optimizer.state_dict())
         step(engine, optimizer, 3)
         optimizer.load_state_dict(saved)
         step(engine, optimizer, 4)

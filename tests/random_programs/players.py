@@ -3,6 +3,7 @@ another's."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -481,7 +482,7 @@ class Wrapped(Player):
         yield from self.engine.state_dict().items()
 
     def states(self) -> Iterator[tuple[str, Any]]:
-        for number, state in self.optimizer.state_dict()["state"].items():
+        for number, state in copy.deepcopy(self.optimizer.state_dict()["state"]).items():
             for name, value in state.items():
                 yield f"{number} {name}", value
 
@@ -516,7 +517,9 @@ class Wrapped(Player):
 
     def again(self, offset: int, moves: bool) -> None:
         weights, states = (
-            (None, None) if moves else (self.engine.state_dict(), self.optimizer.state_dict())
+            (None, None)
+            if moves
+            else (self.engine.state_dict(), copy.deepcopy(self.optimizer.state_dict()))
         )
         options = [
             {k: v for k, v in group.items() if k != "params"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def reads(stage: int, where: Path, rank: int) -> dict[str, Any]:
         step()
         note("step")
         engine.save_checkpoint(where / f"checkpoint{stage}", optimizer)
-        states = optimizer.state_dict()
+        states = copy.deepcopy(optimizer.state_dict())
         step()
         with torch.no_grad(), infinity.gathered(model.norm, write=True):
             model.norm.weight.fill_(2.0)

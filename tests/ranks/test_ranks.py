@@ -7,6 +7,7 @@ Every test runs in two processes over gloo. They are started once and told what 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -168,7 +169,7 @@ def train(
             engine.io.set_faults(bytes_per_second=float(4 << 20))
         for step in range(task.steps):
             if task.reload and step == task.steps // 2:
-                states = optimizer.state_dict()
+                states = copy.deepcopy(optimizer.state_dict())
                 del optimizer
                 optimizer = infinity.AdamW(model.parameters(), **settings)
                 optimizer.load_state_dict(states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import re
@@ -383,7 +384,7 @@ class Run:
         found: dict[str, Any] = {
             name: tensor.clone() for name, tensor in self.model.state_dict().items()
         }
-        saved = self.optimizer.state_dict()
+        saved = copy.deepcopy(self.optimizer.state_dict())
         for at, state in saved["state"].items():
             found |= {f"{name} of {at}": value for name, value in state.items()}
         groups = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -173,7 +174,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
 
 def flat(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     """The states of all parameters."""
-    states = optimizer.state_dict()["state"]
+    states = copy.deepcopy(optimizer.state_dict()["state"])
     return {
         f"{number} {name}": value
         for number, state in states.items()

@@ -1,0 +1,330 @@
+"""The optimizers of torch that `infinity.adapt` runs, one for each unit, and where their states lie
+between steps."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity import nvme
+from infinity.errors import ConfigError
+from infinity.optim.kernel_states import KernelStates
+from infinity.optim.state_tensors import Slot
+from infinity.quantities import round_up
+from infinity.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.optim.foreign import Adapted
+
+PAGE = 4096  # states begin at a multiple, so that they move with O_DIRECT
+
+_MISSING: Any = object()
+
+
+class _ShelfPlace(NamedTuple):
+    """A tensor in a file: of which state, by which name, and where."""
+
+    state: dict[str, Any]
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    begin: int
+
+
+class Shelf:
+    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in
+    memory when it is None."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file = None if directory is None else tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as we do)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
+        self._places: list[_ShelfPlace] = []
+
+    def put(self, states: Iterable[dict[str, Any]]) -> None:
+        """Take every tensor out of `states` that has more than one element; what is left of it says
+        so."""
+        if self._file is None:
+            return
+        items, end = [], 0
+        self._places.clear()
+        for state in states:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    items.append((value.contiguous(), self._path, end))
+                    self._places.append(_ShelfPlace(state, name, value.shape, value.dtype, end))
+                    end = round_up(end + value.nbytes, PAGE)
+        nvme.write_many(items)
+        for place in self._places:
+            place.state[place.name] = None
+
+    def take(self) -> None:
+        """Put the tensors back to where `put` took them from."""
+        for place in self._places:
+            place.state[place.name] = self.read(place)
+        self._places.clear()
+
+    def read(self, place: _ShelfPlace) -> torch.Tensor:
+        """The tensor at `place`."""
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        nvme.read_many([(tensor, self._path, place.begin)])
+        return tensor
+
+    def place(self, state: dict[str, Any], name: str) -> _ShelfPlace | None:
+        """Where a tensor of `state` lies in the file; None for one in memory."""
+        for place in self._places:
+            if place.state is state and place.name == name:
+                return place
+        return None
+
+    @property
+    def _path(self) -> str:
+        return "" if self._file is None else f"/proc/self/fd/{self._file.fileno()}"
+
+
+class Workbench:
+    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while
+    it is used."""
+
+    def __init__(self, unit: Unit, directory: Path | None) -> None:
+        self.unit = unit
+        self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.parameters]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.edits = 0
+        """How often states were replaced outside of a step."""
+        self._shelf = Shelf(directory)
+        self._rest()
+
+    def _rest(self) -> None:
+        """The stand-ins have shapes alone."""
+        for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
+            stand.data, stand.grad = torch.zeros(()).expand(place.shape), None
+
+    def lay_out(self, adapted: Adapted, values: torch.Tensor | None) -> torch.optim.Optimizer:
+        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
+        and the groups of now."""
+        if values is not None:
+            for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
+                stand.data = values[place.offset : place.end].view(place.shape)
+        own = {id(p): stand for p, stand in zip(self.unit.parameters, self.stands, strict=True)}
+        groups: list[dict[str, Any]] = [
+            options_of(group) | {"params": [own[id(p)] for p in group["params"] if id(p) in own]}
+            for group in adapted.param_groups
+        ]
+        if self.optimizer is None:
+            self.optimizer = adapted.kind(groups, **adapted.settings)
+        for group in groups[len(self.optimizer.param_groups) :]:
+            self.optimizer.add_param_group(group)
+        for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
+            mine.update(group)
+        self._shelf.take()
+        return self.optimizer
+
+    def clear(self) -> None:
+        """Put the states away, and let go of all data."""
+        if self.optimizer is not None:
+            self._shelf.put(
+                self.optimizer.state[stand]
+                for stand in self.stands
+                if stand in self.optimizer.state
+            )
+        self._rest()
+
+    # One state
+
+    def state(self, index: int) -> dict[str, Any]:
+        """What the optimizer has of parameter `index`: None for a tensor that is put away."""
+        if self.optimizer is None:
+            return {}
+        found: dict[str, Any] = self.optimizer.state.get(self.stands[index], {})
+        return found
+
+    def form(self, index: int, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of a tensor of `state`; None for another value."""
+        state = self.state(index)
+        value, place = state.get(name), self._shelf.place(state, name)
+        found: Any = value if isinstance(value, torch.Tensor) else place
+        return None if found is None else (tuple(found.shape), found.dtype)
+
+    def read(self, index: int, name: str) -> torch.Tensor:
+        """A copy of one tensor."""
+        state = self.state(index)
+        place = self._shelf.place(state, name)
+        if place is not None:
+            return self._shelf.read(place)
+        value: torch.Tensor = state[name]
+        return value.detach().clone()
+
+    @contextmanager
+    def edited(self, adapted: Adapted) -> Iterator[dict[torch.Tensor, Any]]:
+        """All states of the optimizer, to be changed inside."""
+        optimizer = self.lay_out(adapted, None)
+        self.edits += 1
+        try:
+            yield optimizer.state
+        finally:
+            self.clear()
+
+
+class BenchSlot(Slot):
+    """A tensor among the states of parameter `index` of a bench."""
+
+    def __init__(self, adapted: Adapted, bench: Workbench, index: int, name: str) -> None:
+        shape, self.dtype = bench.form(index, name) or ((), torch.float32)
+        self.shape = shape
+        self.name = f"optimizer.state[parameter][{name!r}] of {bench.unit.names[index]}"
+        self.device = torch.device("cpu")
+        self._adapted = weakref.ref(adapted)
+        self._bench, self._index, self._key = bench, index, name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is open."""
+        return bool(self._bench.unit.tier) and self._adapted() is not None
+
+    def fetch(self) -> torch.Tensor:
+        """A copy, on the host."""
+        return self._bench.read(self._index, self._key)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """`values` are the state from now on."""
+        adapted, bench = self._adapted(), self._bench
+        if adapted is not None:
+            with bench.edited(adapted) as states:
+                kept = states[bench.stands[self._index]][self._key]
+                kept.copy_(values.detach())
+
+    def mark(self) -> object:
+        """A value that changes with the state."""
+        adapted = self._adapted()
+        counts = {} if adapted is None else adapted.counts
+        return counts.get(id(self._bench.unit.parameters[self._index])), self._bench.edits
+
+
+class BenchStates:
+    """The keeper of the states of an adapted optimizer; see `state_view.Keeper`. An entry may be
+    whatever the torch optimizer could step with."""
+
+    changes_values = True
+
+    def __init__(self, adapted: Adapted, places: KernelStates) -> None:
+        self._adapted = weakref.ref(adapted)
+        self._places = places
+
+    def _bench(self, parameter: torch.Tensor) -> tuple[Adapted, Workbench, int]:
+        adapted = self._adapted()
+        if adapted is None:
+            raise ConfigError("the optimizer of these states of a wrapped model is gone")
+        unit, index = self._places.places[id(parameter)]
+        return adapted, adapted.bench(unit), index
+
+    def content(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What the torch optimizer has of `parameter`: slots for its tensors."""
+        adapted, bench, index = self._bench(parameter)
+        return {
+            name: value
+            if bench.form(index, name) is None
+            else BenchSlot(adapted, bench, index, name)
+            for name, value in bench.state(index).items()
+        }
+
+    def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """`wanted`, whatever it is."""
+        return dict(wanted)
+
+    def write(
+        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+    ) -> None:
+        """Replace these parts of an entry, and leave out those that are `gone`."""
+        adapted, bench, index = self._bench(parameter)
+        with bench.edited(adapted) as states:
+            state = states.setdefault(bench.stands[index], {})
+            for name in gone:
+                state.pop(name, None)
+            state.update((name, host_copy(value)) for name, value in changed.items())
+
+    def restart(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The torch optimizer has no states of these."""
+        taken: dict[Workbench, list[int]] = {}
+        for parameter in parameters:
+            adapted, bench, index = self._bench(parameter)
+            taken.setdefault(bench, []).append(index)
+            adapted.counts[id(parameter)] = 0
+        for bench, positions in taken.items():
+            with bench.edited(adapted) as states:
+                for index in positions:
+                    states.pop(bench.stands[index], None)
+
+
+class Carried:
+    """What one step changes in the groups beside parameters, such as a number of steps: each bench
+    has it done to its own groups, and all have to come to the same."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._before = [options_of(group) for group in groups]
+        self._after: list[dict[str, Any]] = [{} for _ in groups]
+        self._rank = [0] * len(groups)  # 0: not seen; 1: without a gradient; 2: with one
+
+    def note(self, kind: type, groups: Sequence[Mapping[str, Any]]) -> None:
+        """A bench has stepped. Raises `ConfigError` where it came to something else than another.
+
+        A bench without gradients in a group says nothing, where another has one.
+        """
+        for number, (group, before) in enumerate(zip(groups, self._before, strict=True)):
+            rank = 1 + any(stand.grad is not None for stand in group["params"])
+            changed = {
+                name: value
+                for name, value in options_of(group).items()
+                if not same(value, before.get(name, _MISSING))
+            }
+            if rank == self._rank[number] and not same(changed, self._after[number]):
+                raise ConfigError(
+                    f"{kind.__name__} changed its group by what it saw of some parameters of a "
+                    f"wrapped model ({', '.join(sorted(changed))}), and infinity.adapt runs it for "
+                    "one unit after the other; use infinity.AdamW or one of its family"
+                )
+            if rank > self._rank[number]:
+                self._rank[number], self._after[number] = rank, changed
+
+    def apply(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Change the groups that the user has."""
+        for group, changed in zip(groups, self._after, strict=True):
+            group.update(changed)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What `group` has beside parameters; copies of what could be changed in place."""
+    return {
+        name: copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict)) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values in groups or states are equal; tensors bit by bit, but for the signs of
+    zeros."""
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+            return False
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return False
+        return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(same(value[n], other[n]) for n in value)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(same, value, other))
+    return value is other or bool(value == other) or (value != value and other != other)
+
+
+def host_copy(value: Any) -> Any:
+    """A copy of a tensor on the host; any other value itself."""
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value

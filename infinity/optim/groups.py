@@ -1,0 +1,148 @@
+"""What an optimizer of this family is given: parameters, groups, and the options of torch's
+optimizers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, in_words
+from infinity.optim.updater import Updater
+from infinity.sharding.parameter import TRAINED, ShardedParameter
+from infinity.sharding.tiles import TiledWeight, pieces_of
+from infinity.sharding.unit import Unit
+
+log = logging.getLogger("infinity")
+
+WITHOUT_EFFECT = ("foreach", "fused", "capturable")
+"""Options by which torch chooses how to compute the same numbers."""
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"amsgrad": (True,), "differentiable": (True,)}
+"""Options by which torch computes other numbers, and the values that do."""
+
+
+def check_parameters(who: str, params: Any) -> None:
+    """Raise `ConfigError` for what is one thing, and no list of parameters or groups; `who` is the
+    optimizer."""
+    if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
+        way_out = "; for a single one write [parameter]" * isinstance(params, torch.Tensor)
+        raise ConfigError(
+            f"{who} takes a list of parameters such as model.parameters(), not "
+            f"{in_words(params)}{way_out}"
+        )
+
+
+def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Accept what the optimizers of torch take beside hyper-parameters; returns what is a
+    hyper-parameter of a group.
+
+    Raises `ConfigError` for what the kernels do not do, and `TypeError` for an unknown option.
+    """
+    for name in options:
+        if name not in (*WITHOUT_EFFECT, *UNSUPPORTED, "maximize"):
+            raise TypeError(f"{who} has no option {name!r}")
+    if options.get("differentiable"):
+        raise ConfigError(
+            f"{who}: differentiable=True is not supported, because updates run outside of "
+            "autograd; leave it out"
+        )
+    for name, values in UNSUPPORTED.items():
+        if options.get(name) in values:
+            raise ConfigError(
+                f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
+                "optimizer of torch that has it"
+            )
+    ignored = [f"{name}={on}" for name, on in options.items() if on and name in WITHOUT_EFFECT]
+    if ignored:
+        log.warning(
+            "%s: %s changes nothing: the engine has kernels of its own, for whole units",
+            who,
+            " and ".join(ignored),
+        )
+    return {"maximize": True} if options.get("maximize") else {}
+
+
+def check_value(who: str, name: str, value: Any, is_good: Callable[[Any], bool], kind: str) -> None:
+    """Raise `ConfigError` where the value of the hyper-parameter `name` is not of its `kind`, which
+    `is_good` then cannot compare, or not good."""
+    try:
+        problem = "" if is_good(value) else f"={value} is out of range"
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        problem = f" is {in_words(value)}, not {kind}"
+        if _is_written_number(value):
+            problem += f"; write {name}=float({value!r})"
+    if problem:
+        raise ConfigError(f"{who}: {name}{problem}")
+
+
+def _is_written_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+def belonging(
+    who: str, parameters: Sequence[Any], updater: Updater | None
+) -> tuple[Updater | None, dict[Unit, list[int]]]:
+    """The updater that these belong to, and those of each unit that can be trained. `updater` is
+    that of the parameters before.
+
+    Raises `ConfigError` for what is no parameter of one wrapped model.
+    """
+    taken = dict[Unit, list[int]]()
+    seen = set[int]()
+    for parameter in parameters:
+        if not isinstance(parameter, ShardedParameter):
+            raise ConfigError(
+                f"{who} got a parameter of no wrapped model; first model = "
+                "infinity.wrap(model, config), once more where parameters came later"
+            )
+        unit = type(parameter).unit
+        check_once(who, seen, [parameter])
+        found = unit.listeners.updates
+        if not isinstance(found, Updater) or updater not in (None, found):
+            raise ConfigError(
+                f"the parameters of one {who} must belong to one wrapped model whose engine is open"
+            )
+        updater = found
+        if unit.only_runs:
+            raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
+        # As in torch: one that is not gets no gradient, and cannot be made to.
+        if unit.trainable:
+            taken.setdefault(unit, []).append(unit.position(parameter))
+    return updater, taken
+
+
+def check_once(who: str, seen: set[int], parameters: Iterable[Any]) -> None:
+    """Add the ids of these to those `seen` before. Raises `ConfigError` for one that was: torch
+    would update it twice, and warns of it."""
+    for parameter in parameters:
+        if id(parameter) in seen:
+            name = (
+                type(parameter).unit.name_of(parameter)
+                if isinstance(parameter, ShardedParameter)
+                else in_words(parameter)
+            )
+            raise ConfigError(f"{who} got {name} twice; give every parameter once")
+        seen.add(id(parameter))
+
+
+def with_pieces(given: Any) -> Any:
+    """What a group is given as parameters, with the tiles of each that is in tiles."""
+    if isinstance(given, (torch.Tensor, set)):
+        return pieces_of([given]) if isinstance(given, torch.Tensor) else given
+    found: list[Any] = []
+    for each in given:
+        name, parameter = each if isinstance(each, tuple) else ("", each)
+        if not isinstance(parameter, TiledWeight):
+            found.append(each)
+        elif name:
+            found += ((f"{name}_tiles.{i}.weight", p) for i, p in enumerate(parameter.pieces))
+        else:
+            found += parameter.pieces
+    return found
