@@ -244,7 +244,8 @@ class Hooks(Border):
         if self._packer.feeds_a_checkpoint():
             entered.enter_context(self._recomputation.leave(module) or nullcontext())
             return
-        around = self._recomputation.around(module, args, kwargs, compiling)
+        found = self._packer.locate, self._begin_turn
+        around = self._recomputation.around(module, args, kwargs, compiling, *found)
         if around.checkpoint is not None:
             partitions = self._partitions
             with nullcontext() if partitions is None else partitions.entering(module):
@@ -351,6 +352,13 @@ class Hooks(Border):
         if in_backward():
             self._executions.begin_turn(unit)
         return Showing(unit, self._runtime.enter(unit), self._left)
+
+    def _begin_turn(self, module: nn.Module) -> None:
+        """A forward of `module` is about to be repeated: no other micro-batch runs until it uses
+        other units."""
+        if self._executions.interleaver is not None:
+            for unit in self._units_of[module]:
+                self._executions.interleaver.switch_at(unit)
 
     def _left(self, unit: Unit) -> None:
         # See [Note: casts]
