@@ -66,6 +66,7 @@ from infinity.modules.execution import (
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
+from infinity.modules.tracing import complete, refuse_tracers, refuse_tracing, refuse_transforms
 from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -279,13 +280,8 @@ class Hooks(Border):
                 "torch.nn.DataParallel makes them: it has no parameters; run the wrapped model "
                 "itself, or a process for each device, and give infinity.wrap a group="
             )
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
-            raise RuntimeError(
-                "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no "
-                "hooks on saved tensors, which bring the parameters back for the backward; use "
-                "loss.backward(), and infinity.engine(model).gradient(parameter)"
-            )
+        refuse_tracing()
+        refuse_transforms()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._now.calls
@@ -300,6 +296,8 @@ class Hooks(Border):
             self._recomputation.ended(module, call.checkpoints)
         # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
+        if failed:
+            complete(sys.exc_info()[1])
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]
@@ -453,6 +451,7 @@ class Hooks(Border):
             self.check_thread(f"a parameter of {unit.name} was touched")
             self._now.unwind()
             if not self._now.calls:
+                refuse_tracers()
                 return False
         calls = self._now.calls
         if calls and calls[-1].recomputing == recomputing:

@@ -49,10 +49,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as trees
 from torch.utils import checkpoint as of_torch
 
 from infinity.modules.found_state import FoundState, Locate, Place
+from infinity.modules.tracing import transforms
 from infinity.modules.treatments import Treatments
 
 log = logging.getLogger("infinity")
@@ -67,6 +69,9 @@ _UNCHANGEABLE = (
 _CHANGEABLE = (
     "it is given a {}, which its forward may change; leave that out (use_cache=False for a cache "
     "of transformers)"
+)
+_TRANSFORM = (
+    "torch.func or torch.autograd.forward_ad transforms its forward, which the backward does not"
 )
 _COMPILED = (
     "torch.compile compiles the code around it, which the backward does not run again; compile "
@@ -83,6 +88,11 @@ def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]
         options = *options, True
     found: AbstractContextManager[None] = contextmanager(make)(run, *options, *inputs)
     return found
+
+
+def _forward_mode() -> bool:
+    """Whether this is inside of `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
 
 
 class Around(NamedTuple):
@@ -144,6 +154,8 @@ class Recomputation:
         inputs, structure = trees.tree_flatten((args, kwargs))
         odd = next((each for each in inputs if not isinstance(each, _UNCHANGEABLE)), None)
         why = "" if odd is None else _CHANGEABLE.format(type(odd).__name__)
+        if transforms() or _forward_mode():
+            why = _TRANSFORM
         if compiling and module._compiled_call_impl is None:
             why = _COMPILED
         if why:
