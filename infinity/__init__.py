@@ -32,6 +32,7 @@ from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
+from infinity.own_engines import close_engines
 from infinity.version import __version__ as __version__
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "accumulate",
     "adapt",
     "chunked_loss",
+    "close_engines",
     "engine",
     "gathered",
     "get",

@@ -59,6 +59,7 @@ from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy
 from infinity.optim.step import StepRun
 from infinity.optim.updater import StepListeners, Updater
+from infinity.own_engines import beside_own_engines
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, describe_choice
 from infinity.placement.demand import Demand, demand_of
@@ -151,7 +152,7 @@ def wrap(
     model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
     keep.
     """
-    with ExitStack() as undo:
+    with beside_own_engines(config), ExitStack() as undo:
         build = _built(model, config, weights, units, group, seed, undo, resume)
         build.keep()
     return model
@@ -160,7 +161,7 @@ def wrap(
 @contextmanager
 def wrapping(model: Model, config: Config | None = None, units: Units = None) -> Iterator[Model]:
     """`wrap`, and a block that belongs to it: what fails in the block, on any rank, undoes all."""
-    with ExitStack() as undo:
+    with beside_own_engines(config), ExitStack() as undo:
         build = _built(model, config, None, units, "auto", None, undo)
         with build.together():
             yield model

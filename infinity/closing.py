@@ -21,6 +21,8 @@ from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
+_CLOSING = "infinity-closing"  # the name of a thread
+_MOST_SECONDS = 60.0
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -57,11 +59,16 @@ def _collected(*parts: Any) -> None:
     while frame is not None and not detached:
         detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
     if detached:
-        threading.Thread(
-            target=_shut_down_apart, args=parts, name="infinity-closing", daemon=False
-        ).start()
+        threading.Thread(target=_shut_down_apart, args=parts, name=_CLOSING, daemon=False).start()
     else:
         shut_down(*parts)
+
+
+def await_closings() -> None:
+    """Wait for the engines that end on threads of their own, for a minute at most."""
+    for thread in threading.enumerate():
+        if thread.name == _CLOSING:
+            thread.join(_MOST_SECONDS)
 
 
 def _shut_down_apart(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -86,6 +86,10 @@ class Engine:
     `close` the parameters keep shape and dtype but have no data: save first.
     """
 
+    open: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
+    """The engines of this process that were not closed, also where their models are out of reach;
+    `infinity.own_engines` closes them."""
+
     def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
         self.config = config
         self.recorder = parts.recorder
@@ -112,6 +116,7 @@ class Engine:
 
     def attach(self, model: nn.Module) -> None:
         """`model` has this engine from now on, until `close`."""
+        Engine.open.add(self)
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
@@ -478,6 +483,16 @@ class Engine:
         """What the run did so far; waits for pending updates."""
         return self._reporter.report()
 
+    def refuse_inside(self, what: str) -> None:
+        """Raise `RuntimeError` inside of a forward or backward of the model, on any thread; `what`
+        the caller wants to do."""
+        self._executions.refuse_inside(what)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither been closed nor ended with its model."""
+        return self._finalizer.alive
+
     def drain(self) -> None:
         """Wait until no update is under way; raises `EngineClosedError` when one failed."""
         self._updater.rest()
@@ -485,6 +500,7 @@ class Engine:
     def close(self) -> None:
         """Finish pending updates, end every thread, remove hooks and files, give memory back. May
         be called twice."""
+        Engine.open.discard(self)
         detached = self._finalizer.detach()
         if detached is not None:
             model, _, parts, _ = detached

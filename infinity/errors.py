@@ -40,7 +40,7 @@ class ShardedParameterError(InfinityError, RuntimeError):
 
 
 class PathInUseError(InfinityError, RuntimeError):
-    """Another process trains on the same NVMe path; names its pid."""
+    """Another process, or another engine of this one, uses the same NVMe path; names its pid."""
 
 
 class EngineClosedError(InfinityError, RuntimeError):

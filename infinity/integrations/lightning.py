@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError
+from infinity.integrations.lightning_callbacks import enable_pruning, thaws, trainable
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
 from infinity.modules.init import init, is_building
@@ -121,6 +122,9 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         self._timeout = timeout
         self._start_method = start_method
         self._is_restored = False
+        self._trained: list[nn.Parameter] = []  # before callbacks froze anything
+        self._thaws = False
+        self._pruning = ExitStack()  # ends what was changed in callbacks
 
     # Setting up
 
@@ -151,8 +155,15 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         """What is built inside takes no memory, as in `infinity.init()`."""
         return without_memory()
 
+    def connect(self, model: Any) -> None:
+        """As of every strategy; notes what is trained before callbacks freeze it."""
+        super().connect(model)
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+
     def setup(self, trainer: Any) -> None:
         """As of every strategy; the module is wrapped, then its optimizers are made."""
+        self._thaws = thaws(trainer.callbacks)
+        self._pruning = enable_pruning(trainer.callbacks)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
@@ -161,7 +172,11 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         """Nothing: the engine brings parameters where they are used."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        return self.wrap(model)
+        trained, self._trained = self._trained, []
+        if is_wrapped(model) or not self._thaws:
+            return self.wrap(model)
+        with trainable([each for each in trained if not each.requires_grad], model):
+            return self.wrap(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As of every strategy, converted to optimizers of infinity. Those of an earlier fit are
@@ -176,6 +191,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """As of DDP, but the module stays on its device."""
         module, self._lightning_module = self._lightning_module, None
+        self._pruning.close()
         try:
             super().teardown()
         finally:

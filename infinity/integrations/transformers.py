@@ -101,6 +101,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
 
     def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
         self._infinity_config = infinity_config
+        self._wrapped_model: nn.Module | None = None  # by this trainer
         self._given_optimizer = optimizer_in(kwargs.get("optimizers"))
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
@@ -123,6 +124,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         closed."""
         if isinstance(self.model, nn.Module) and is_wrapped(self.model):
             engine(self.model).close()
+        self._waited.clear()
         model: nn.Module = super().call_model_init(trial)
         self._wrap(model)
         return model
@@ -132,7 +134,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {in_words(model)}; give a torch.nn.Module")
         if is_wrapped(model):
-            if config is not None:
+            # A search over hyperparameters makes the accelerator anew for each trial.
+            if config is not None and model is not self._wrapped_model:
                 raise ConfigError(
                     "the model is wrapped already, so infinity_config would change nothing; leave "
                     "one of the two out"
@@ -146,6 +149,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             )
         config = with_device(Config() if config is None else config, self.args.device)
         wrap_for(model, self._completed(config), () if optimizer is None else [optimizer])
+        self._wrapped_model = model
 
     def _completed(self, config: Config) -> Config:
         """`config` with what follows from the names and numbers of the arguments."""

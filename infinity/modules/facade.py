@@ -12,6 +12,7 @@ somebody puts around it. The class of a module stays what it is.
 | `state_dict` | gives ordinary tensors, mapped from files (`directories/mapped`) |
 | `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
 | `pickle`, `torch.save(model)`, `copy.deepcopy` | raises a sentence that names the way out |
+| `torch.jit.script` | the same |
 
 With several ranks all of them call `state_dict` and `load_state_dict`: each gets the whole, and
 gives the same.
@@ -34,6 +35,7 @@ from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
 from infinity.modules.load_target import load_into_targets
 from infinity.modules.tiling import InTiles
+from infinity.modules.tracing import PLAIN_COPY
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
 from infinity.sharding.tensor_parallel import local, part_in, whole
@@ -43,7 +45,7 @@ from infinity.sharding.use import GatheredParameter
 
 _METHODS = (
     *("_apply", "state_dict", "load_state_dict", "_load_from_state_dict"),
-    *("__reduce_ex__", "__deepcopy__"),
+    *("__reduce_ex__", "__deepcopy__", "__prepare_scriptable__"),
 )
 
 
@@ -232,6 +234,10 @@ class Facade:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """What `copy.deepcopy` asks a module for."""
         raise ShardedParameterError(self._refused("copied", COPIED))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What `torch.jit.script` asks a module for."""
+        raise ShardedParameterError(self._refused("scripted", PLAIN_COPY))
 
     def _refused(self, what: str, way: str) -> str:
         return (

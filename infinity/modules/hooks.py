@@ -67,6 +67,7 @@ from infinity.modules.execution import (
 from infinity.modules.packing import PackedView, Packer
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
+from infinity.modules.tracing import complete, refuse_tracers, refuse_tracing, refuse_transforms
 from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -248,7 +249,8 @@ class Hooks(Border):
         if self._packer.feeds_a_checkpoint():
             entered.enter_context(self._recomputation.leave(module) or nullcontext())
             return
-        around = self._recomputation.around(module, args, kwargs, compiling)
+        found = self._packer.locate, self._begin_turn
+        around = self._recomputation.around(module, args, kwargs, compiling, *found)
         if around.checkpoint is not None:
             partitions = self._partitions
             with nullcontext() if partitions is None else partitions.entering(module):
@@ -282,13 +284,8 @@ class Hooks(Border):
                 "torch.nn.DataParallel makes them: it has no parameters; run the wrapped model "
                 "itself, or a process for each device, and give infinity.wrap a group="
             )
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
-            raise RuntimeError(
-                "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no "
-                "hooks on saved tensors, which bring the parameters back for the backward; use "
-                "loss.backward(), and infinity.engine(model).gradient(parameter)"
-            )
+        refuse_tracing()
+        refuse_transforms()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._now.calls
@@ -303,6 +300,8 @@ class Hooks(Border):
             self._recomputation.ended(module, call.checkpoints)
         # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
+        if failed:
+            complete(sys.exc_info()[1])
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]
@@ -355,6 +354,13 @@ class Hooks(Border):
         if in_backward():
             self._executions.begin_turn(unit)
         return Showing(unit, self._runtime.enter(unit), self._left)
+
+    def _begin_turn(self, module: nn.Module) -> None:
+        """A forward of `module` is about to be repeated: no other micro-batch runs until it uses
+        other units."""
+        if self._executions.interleaver is not None:
+            for unit in self._units_of[module]:
+                self._executions.interleaver.switch_at(unit)
 
     def _left(self, unit: Unit) -> None:
         # See [Note: casts]
@@ -449,6 +455,7 @@ class Hooks(Border):
         or by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls
         its `out_proj`). False outside of both."""
         if not self._is_inside(unit):
+            refuse_tracers()
             return False
         recomputing, calls = in_backward(), self._now.calls
         if calls and calls[-1].recomputing == recomputing:

@@ -9,11 +9,15 @@ that it had. Our hooks bring the parameters then, as for any checkpoint of the u
 saved before the context is entered, so they go where `Config.activations` says.
 
 [Note: what must not happen twice]
-A recomputation must change nothing that outlives it. A block may change buffers, as batch norm
-does: the recomputation gets what they held before, and they keep what they hold. To know which, the
-first forward of a block copies all of its buffers. Later ones copy those that change. Containers
-among the inputs are made anew. Another object among the inputs, such as a cache of keys and values,
-may be changed by the block, and cannot be put back. With such an input a block is not recomputed.
+A recomputation must change nothing that outlives it, and must find what the first forward found:
+see `infinity.modules.found_state`. Containers among the inputs are made anew. Another object among
+the inputs, such as a cache of keys and values, may be changed by the block, and cannot be put back.
+With such an input a block is not recomputed.
+
+[Note: micro-batches that run together]
+In vertical order micro-batches pass a unit one after the other. A block of one unit begins its turn
+before its state is restored, so no other micro-batch sees that. A block of several units may be
+interrupted between them. Then a forward that needs another state than its modules have is refused.
 
 [Note: checkpoints of the model]
 Around the call of a block, a checkpoint shows in the hooks on saved tensors: nothing is added.
@@ -28,28 +32,29 @@ not recomputed then.
 
 [Note: blocks that are recomputed at times]
 With `recompute="auto"` a block may be recomputed in one step and not in the next
-(`modules/treatments`). A forward that is not recomputed copies no buffers. So what its block
-changes is looked for anew by the next one that is.
+(`modules/treatments`). A forward that is not recomputed copies no tensors. So the next one that is
+looks again for what its block changes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.autograd import forward_ad
 from torch.utils import _pytree as trees
 from torch.utils import checkpoint as of_torch
 
+from infinity.modules.found_state import FoundState, Locate, Place
+from infinity.modules.tracing import transforms
 from infinity.modules.treatments import Treatments
 
 log = logging.getLogger("infinity")
@@ -65,13 +70,13 @@ _CHANGEABLE = (
     "it is given a {}, which its forward may change; leave that out (use_cache=False for a cache "
     "of transformers)"
 )
+_TRANSFORM = (
+    "torch.func or torch.autograd.forward_ad transforms its forward, which the backward does not"
+)
 _COMPILED = (
     "torch.compile compiles the code around it, which the backward does not run again; compile "
     "block after block (block.compile())"
 )
-
-Place = tuple[nn.Module, str]
-"""Where a buffer is registered."""
 
 
 def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
@@ -85,12 +90,9 @@ def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]
     return found
 
 
-class _Buffer(NamedTuple):
-    """A buffer before a forward; `content` is a copy of it, where one is needed."""
-
-    tensor: torch.Tensor
-    version: int
-    content: torch.Tensor | None
+def _forward_mode() -> bool:
+    """Whether this is inside of `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
 
 
 class Around(NamedTuple):
@@ -118,6 +120,10 @@ class Recomputation:
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[Place]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._late: set[str] = set()
+        self._inside: weakref.WeakKeyDictionary[nn.Module, list[FoundState]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._by_themselves = weakref.WeakSet[nn.Module]()
         self._recomputed: dict[str, None] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -129,10 +135,17 @@ class Recomputation:
         return tuple(name for name in self._names.values() if name in self._recomputed)
 
     def around(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiling: bool,
+        locate: Locate,
+        begin_turn: Callable[[nn.Module], None],
     ) -> Around:
         """What a forward of `module` is run in. `compiling` says whether torch.compile compiles
-        what calls it."""
+        what calls it, and `locate` where a tensor lies in the memory of units. `begin_turn` keeps
+        other micro-batches from running."""
         name, treatments = self._names.get(module), self.treatments
         if name is None or (treatments is not None and treatments.gauge.is_inside):
             return Around()  # inside of a block that is counted, what is below it is its own
@@ -141,6 +154,8 @@ class Recomputation:
         inputs, structure = trees.tree_flatten((args, kwargs))
         odd = next((each for each in inputs if not isinstance(each, _UNCHANGEABLE)), None)
         why = "" if odd is None else _CHANGEABLE.format(type(odd).__name__)
+        if transforms() or _forward_mode():
+            why = _TRANSFORM
         if compiling and module._compiled_call_impl is None:
             why = _COMPILED
         if why:
@@ -157,7 +172,8 @@ class Recomputation:
             self._recomputed.pop(name, None)
             return Around(None, keeps, counting)
         self._recomputed[name] = None
-        return Around(self._entered(module, name, inputs, structure), False, counting)
+        entered = self._entered(module, name, inputs, structure, locate, begin_turn)
+        return Around(entered, False, counting)
 
     def leave(self, module: nn.Module, inputs: Any = ()) -> AbstractContextManager[object] | None:
         """A forward of `module` is not recomputed by us, because the model does it itself; what it
@@ -185,55 +201,40 @@ class Recomputation:
 
     @contextmanager
     def _entered(
-        self, module: nn.Module, name: str, inputs: list[Any], structure: trees.TreeSpec
+        self,
+        module: nn.Module,
+        name: str,
+        inputs: list[Any],
+        structure: trees.TreeSpec,
+        locate: Locate,
+        begin_turn: Callable[[nn.Module], None],
     ) -> Iterator[None]:
-        changing = self._changing.setdefault(module, {})
-        known = changing.get(module.training)
-        before = {
-            (part, key): _Buffer(
-                buffer,
-                buffer._version,
-                buffer.detach().clone() if known is None or (part, key) in known else None,
-            )
-            for part in module.modules()
-            for key, buffer in part._buffers.items()
-            if buffer is not None
-        }
-        changed: dict[Place, torch.Tensor | None] = {}
+        changing, training = self._changing.setdefault(module, {}), module.training
+        state = FoundState(module, inputs, changing.get(training), self._late, locate)
 
         def again(*values: Any) -> None:
             arguments, named = trees.tree_unflatten(list(values), structure)
-            with _as_before(name, changed):
+            begin_turn(module)
+            self._late |= state.lost()
+            with self._noted(module, state), state.restored(name):
                 module(*arguments, **named)
 
         try:
-            with _checkpoint(again, inputs):
+            with self._noted(module, state), _checkpoint(again, inputs):
                 yield
         finally:
-            changed |= {place: before[place].content for place in _changed(before)}
-            changing[module.training] = (known or set()) | changed.keys()
+            changing[training] = state.ended()
 
-
-def _changed(before: Mapping[Place, _Buffer]) -> Iterator[Place]:
-    """The buffers that a forward has changed."""
-    for (part, key), buffer in before.items():
-        now = part._buffers.get(key)
-        counts = isinstance(part, _NormBase) and part.training  # its kernels count no versions
-        if counts or now is not buffer.tensor or now._version != buffer.version:
-            yield part, key
-
-
-@contextmanager
-def _as_before(name: str, changed: Mapping[Place, torch.Tensor | None]) -> Iterator[None]:
-    """Inside, these buffers hold what they held before the forward, in other memory."""
-    for (_, key), content in changed.items():
-        if content is None:
-            raise RuntimeError(
-                f"the forward of {name} changed its buffer {key!r}, which earlier ones did not, so "
-                "it cannot be recomputed; set Config(recompute='off')"
-            )
-    with contextlib.ExitStack() as stack:
-        for (part, key), content in changed.items():
-            stack.callback(part._buffers.__setitem__, key, part._buffers[key])
-            part._buffers[key] = None if content is None else content.clone()
-        yield
+    @contextmanager
+    def _noted(self, module: nn.Module, state: FoundState) -> Iterator[None]:
+        """Inside, a forward of `module` is under way that found `state`. See [Note: micro-batches
+        that run together]."""
+        inside = self._inside.setdefault(module, [])
+        for other in inside:
+            other.mixed = state.mixed = True
+            other.check_mixed()
+        inside.append(state)
+        try:
+            yield
+        finally:
+            inside.remove(state)

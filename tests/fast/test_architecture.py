@@ -27,7 +27,8 @@ LAYERS = """\
 7 optim
 8 checkpoint
 8 modules
-9 infinity: __init__ access accumulation build closing durability engine report unwrapping
+9 infinity: __init__ access accumulation build closing durability engine
+9 infinity: own_engines report unwrapping
 9 models
 10 bench
 10 deepspeed
@@ -61,6 +62,7 @@ PUBLIC = [
     "accumulate",
     "adapt",
     "chunked_loss",
+    "close_engines",
     "engine",
     "gathered",
     "get",

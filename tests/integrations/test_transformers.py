@@ -294,6 +294,44 @@ def test_preference_optimization_of_trl(
     infinity.engine(beside).close()
 
 
+def test_trials_of_a_search_over_hyperparameters(outputs: Path) -> None:
+    """Each trial sets arguments, makes the accelerator anew, and trains a new model. The waits that
+    are logged begin again with each."""
+    from transformers import Trainer
+
+    from infinity.integrations.transformers import InfinityTrainer
+
+    def build(trial: Any = None) -> nn.Module:
+        torch.manual_seed(0)
+        return FAMILIES["llama"].build()
+
+    losses, logged = [], []
+    for ours in (False, True):
+        data = Sentences()
+        given: dict[str, Any] = {
+            "model_init": build,
+            "args": arguments(outputs / "search", seed=3),
+            "train_dataset": data,
+            "eval_dataset": data,
+        }
+        trainer: Any = (
+            InfinityTrainer(**given, infinity_config=config(outputs / "search-drive"))
+            if ours
+            else Trainer(**given)
+        )
+        losses.append([])
+        for rate in (1e-2, 1e-3):
+            trainer.args.learning_rate = rate
+            trainer.create_accelerator_and_postprocess()
+            trainer.train()
+            losses[-1].append(trainer.evaluate()["eval_loss"])
+            logged += [entry for entry in trainer.state.log_history if "wait_nvme_seconds" in entry]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][0] != losses[0][1]
+    assert logged and all(entry["wait_nvme_seconds"] >= 0 for entry in logged)
+    infinity.engine(trainer.model).close()
+
+
 REFUSED = [
     ({"optim": "galore_adamw"}, {}, "infinity has no optimizer for optim='galore_adamw'"),
     ({"bf16_full_eval": True}, {}, "bf16_full_eval=True converts the model"),

@@ -1,0 +1,111 @@
+"""What callbacks of Lightning's Trainer do to parameters, on a wrapped module.
+
+[Note: callbacks that thaw]
+A parameter that is frozen when its module is wrapped gets no place for gradients and states.
+`BaseFinetuning` freezes before that, and thaws in a later epoch. So what it has frozen is wrapped
+as if it were trained, and frozen again.
+
+[Note: callbacks that prune]
+`torch.nn.utils.prune` reads a parameter, gives it another name, and in the end assigns its data.
+Inside of `infinity.gathered` all of that works. `ModelPruning` calls it in hooks that know no
+strategy. So its methods that do it are replaced on the callback, until the strategy ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.integrations.required import required
+from infinity.modules.gathered import gathered
+from infinity.modules.tiling import InTiles
+
+with required("lightning", "lightning"):
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+
+_RESET = "apply_lottery_ticket_hypothesis"
+_PRUNING = ("apply_pruning", _RESET, "make_pruning_permanent")
+"""The methods of `ModelPruning` that touch parameters."""
+
+
+def thaws(callbacks: Iterable[Any]) -> bool:
+    """Whether one of the callbacks may thaw what it has frozen."""
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+
+
+@contextmanager
+def trainable(frozen: Iterable[torch.Tensor], model: nn.Module) -> Iterator[None]:
+    """Inside, these parameters of `model` take gradients. Afterwards those with the same names are
+    frozen: `wrap` may make new ones."""
+    ids = {id(parameter) for parameter in frozen}
+    named = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for name in named:
+            now[name].requires_grad_(False)
+
+
+def enable_pruning(callbacks: Iterable[Any]) -> ExitStack:
+    """Have `ModelPruning` gather what it prunes, until the result is closed."""
+    stack = ExitStack()
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            for name in _PRUNING:
+                vars(callback)[name] = _gathering(callback, getattr(callback, name))
+                stack.callback(vars(callback).pop, name, None)
+    return stack
+
+
+def _gathering(callback: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of `callback`, with the parameters that it prunes there."""
+    reset: set[tuple[int, str]] = set()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with gathered(_pruned(callback._parameters_to_prune), write=True):
+            if method.__name__ == _RESET:
+                _share(callback, reset)
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _share(callback: Any, reset: set[tuple[int, str]]) -> None:
+    """Give the first values that `callback` keeps those of the parameters which it has `reset`
+    before: in a plain module both share their memory from then on, so it resets them once."""
+    for layer in (callback._original_layers or {}).values():
+        if callback._resample_parameters and hasattr(layer["data"], "reset_parameters"):
+            continue  # it resets them to new values
+        for place in layer["names"]:
+            number, name = place
+            held = callback._parameters_to_prune[number][0]._parameters
+            now, first = held.get(f"{name}_orig", held.get(name)), getattr(layer["data"], name)
+            if place in reset and now is not None and first is not None:
+                first.data = now.data.clone()
+            reset.add(place)
+
+
+def _pruned(places: Iterable[tuple[nn.Module, str]]) -> list[torch.Tensor]:
+    """The parameters at these places, by their own names or those that pruning gives. Raises
+    `ConfigError` for one in tiles."""
+    found: list[torch.Tensor] = []
+    for module, name in places:
+        if isinstance(module, InTiles) and name in module.tiled:
+            raise ConfigError(
+                f"ModelPruning cannot prune the {name} of a {type(module).__name__} in tiles, "
+                "which a wrapped model never has whole; leave it out of parameters_to_prune, or "
+                "raise gpu_memory"
+            )
+        held = module._parameters
+        parameter = held.get(f"{name}_orig", held.get(name))
+        if parameter is not None:
+            found.append(parameter)
+    return found

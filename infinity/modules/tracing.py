@@ -1,0 +1,89 @@
+"""A wrapped model refuses what follows it to make a graph: its parameters have data during their
+forward alone, so a graph would have garbage in their place. And it refuses transforms of
+`torch.func` that its hooks, or the bytes of its parameters, cannot take part in."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from infinity.errors import ShardedParameterError
+
+PLAIN_COPY = (
+    "do that before infinity.wrap, or with a plain copy: build the model again, and let it "
+    "load_state_dict(infinity.engine(model).state_dict())"
+)
+_MODES = ("FakeTensorMode", "ProxyTorchDispatchMode")
+_FOLLOWING = (
+    "torch.export.",
+    "torch.onnx.",
+    "torch.jit._trace",
+    "torch.fx.experimental.proxy_tensor",
+)
+
+
+def refuse_tracing() -> None:
+    """Raise `ShardedParameterError` where a graph is made of what runs now."""
+    if (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or any(
+            type(mode).__name__ in _MODES  # by name: their modules take long to import
+            for mode in _get_current_dispatch_mode_stack()
+        )
+    ):
+        raise ShardedParameterError(_REFUSAL)
+
+
+def refuse_tracers() -> None:
+    """The same where a parameter is touched by what prepares a graph, before it runs anything."""
+    refuse_tracing()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_FOLLOWING):
+            raise ShardedParameterError(_REFUSAL)
+        frame = frame.f_back
+
+
+def transforms() -> list[Any]:
+    """The kinds of the transforms of `torch.func` around what runs now."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return [] if stack is None else [each.key() for each in stack]
+
+
+def refuse_transforms() -> None:
+    """Raise `RuntimeError` inside of a transform of `torch.func` other than vmap."""
+    kinds = torch._C._functorch.TransformType
+    found = [kind for kind in transforms() if kind != kinds.Vmap]
+    if kinds.Grad in found:
+        raise RuntimeError(
+            "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no "
+            "hooks on saved tensors, which bring the parameters back for the backward; use "
+            "loss.backward(), and infinity.engine(model).gradient(parameter)"
+        )
+    if found:
+        raise RuntimeError(
+            "torch.func.jvp, jacfwd, functionalize and their kind cannot pass a wrapped model: "
+            "they compute with tensors that have no memory of their own; use "
+            "torch.autograd.forward_ad or torch.autograd.functional, which can"
+        )
+
+
+def complete(error: BaseException | None) -> None:
+    """Say in an error of a forward of a wrapped model what it has to do with that."""
+    if type(error) is RuntimeError and "yet support saved tensor hooks" in str(error):
+        error.args = (
+            f"{error} Such hooks bring the parameters of a wrapped model back for the backward. "
+            "Inside of its forward use torch.autograd.grad, torch.func.jvp or jacfwd, or call the "
+            "transform outside of the forward",
+        )
+
+
+_REFUSAL = (
+    "torch.jit.trace, torch.export, torch.onnx.export, make_fx and FakeTensorMode cannot follow a "
+    f"wrapped model, whose parameters have data during their forward alone; {PLAIN_COPY}"
+)
