@@ -17,7 +17,7 @@ LAYERS = """\
 0 infinity: config errors quantities version
 1 infinity: free_memory
 1 directories
-2 infinity: backward device native observe pinning
+2 infinity: backward compilation device native observe pinning
 2 placement
 3 nvme
 4 infinity: rates
