@@ -586,7 +586,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.updater.drain()
         packed = self._packed(self._copied_states())
-        add_masters(packed, self, self._view)
+        add_masters(packed, self)
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         if self.clip == "previous":

@@ -53,11 +53,22 @@ def copies_of(
     state dict] in `state_tensors`."""
     copied: dict[torch.Tensor, dict[str, Any]] = {}
     for parameter, entry in view.items():
-        slot = keeper.slot(parameter, "step")
-        copied[parameter] = {"step": StateCopy.of(slot.fetch(), slot)} if entry else {}
+        copied[parameter] = {"step": _count(keeper, parameter)} if entry else {}
     check_in_groups(copied, optimizer)
+    here = numbers(optimizer)
+    for unit in optimizer.units:  # a rule without moments has masters and counts
+        if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
+            for parameter in unit.parameters:
+                counted = id(parameter) in here and keeper.counts.get(id(parameter))
+                if counted and not copied.get(parameter):
+                    copied[parameter] = {"step": _count(keeper, parameter)}
     add_blocks(copied, optimizer, keeper)
     return copied
+
+
+def _count(keeper: KernelStates, parameter: torch.Tensor) -> torch.Tensor:
+    slot = keeper.slot(parameter, "step")
+    return StateCopy.of(slot.fetch(), slot)
 
 
 def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer) -> None:
@@ -94,7 +105,7 @@ def add_blocks(
                     state[name] = StateCopy.of(mapped(part, unit.files), slot)
 
 
-def add_masters(packed: dict[str, Any], optimizer: Optimizer, view: OptimizerStates) -> None:
+def add_masters(packed: dict[str, Any], optimizer: Optimizer) -> None:
     """Add to `packed`, a state dict, the `masters` of parameters without states."""
     number_of, masters = numbers(optimizer), packed.setdefault("masters", {})
     for unit in optimizer.units:
@@ -102,9 +113,10 @@ def add_masters(packed: dict[str, Any], optimizer: Optimizer, view: OptimizerSta
             continue
         full = unit.states.gather(Kind.MASTER)
         for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-            if id(parameter) in number_of and not view.get(parameter):
+            number = number_of.get(id(parameter))
+            if number is not None and not packed["state"].get(number):
                 part = whole(full[place.offset : place.end].view(place.shape), parameter)
-                masters[number_of[id(parameter)]] = mapped(part, unit.files)
+                masters[number] = mapped(part, unit.files)
 
 
 def name_of(parameter: torch.Tensor) -> str:

@@ -332,7 +332,7 @@ def test_two_optimizers_share_units(
             each.zero_grad()
         assert mine[0].grad_norm == pytest.approx(float(norm), rel=1e-5)
     close_to(engine.state_dict(), plain.state_dict())
-    saved = [each.state_dict()["state"] for each in mine]
+    saved = copy.deepcopy([each.state_dict()["state"] for each in mine])
     engine.save_checkpoint(tmp_path / "checkpoint", mine)
     train(model, mine[0], range(4, 5))
     engine.load_checkpoint(tmp_path / "checkpoint", mine)
