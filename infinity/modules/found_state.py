@@ -7,8 +7,10 @@ submodules, hooks, `training`, numbers and tensors, also in lists, dicts, sets a
 the user. `torch.func.functional_call` and hypernetworks change slots of parameters. A parent sets
 attributes of its blocks. `model.eval()` changes a flag. None of these is an input, and each changes
 the numbers of a forward. Random generators are state, too: those among the attributes, and those of
-`random` and `numpy.random`. Torch's checkpoint restores torch's own. Globals and closures are out
-of reach.
+`random` and `numpy.random`. Torch's checkpoint restores torch's own. So are attributes of the
+modules' classes, and the variables of their forwards: closures, and globals that they name
+(`infinity.modules.variables`). Of hooks, numbers alone are restored: a list of a hook has what the
+hook saw. Variables of functions that these call are out of reach.
 
 [Note: containers]
 The state has each container itself, and a shallow copy of it. For the time of the repeated forward
@@ -30,9 +32,7 @@ view of one, because the bytes leave.
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -44,6 +44,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.errors import ShardedParameterError
 from infinity.modules.generators import common_states, generator_state
+from infinity.modules.variables import (
+    CONTAINERS,
+    NUMBERS,
+    Variable,
+    is_of_library,
+    variables_of,
+    variables_of_class,
+)
 from infinity.sharding.use import place_of
 
 SMALL_BYTES = 4 << 10
@@ -52,15 +60,12 @@ _MOST_OBJECTS = 1024
 """So many containers and objects beside those of the block's own modules belong to the state."""
 _MOST_ITEMS = 1024
 """Of a longer container the state has the length alone."""
-_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, set, deque))
 _ATOMS = frozenset(
     (
-        *(type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType),
-        *(ModuleType, torch.dtype, torch.device, torch.Size),
+        *(type(None), bool, int, float, complex, str, bytes, type, ModuleType),
+        *(torch.dtype, torch.device, torch.Size),
     )
 )
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "infinity"}
-"""Their objects do not belong to the state, but for random generators."""
 _ABSENT = object()
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -188,10 +193,15 @@ class FoundState:
         self._places: dict[Place, _FoundTensor] = {}
         self._generators = common_states()
         self._switches = [read() for read, _ in _SWITCHES]
+        self._variables: list[tuple[Variable, Any]] = []
         own = list(module.modules())
-        self._own, self._seen = set(map(id, own)), set[int]()
+        self._own, self._seen = set(map(id, own)), set[Any]()
         self._near: list[tuple[Any, str]] = [(part, "") for part in reversed(own)]
-        self._far = [(each, "") for each in inputs if isinstance(each, nn.Module)]
+        self._far: list[tuple[Any, str]] = [
+            (each, "") for each in inputs if isinstance(each, nn.Module)
+        ]
+        for kind in {type(part): part for part in own}.values():
+            self._note(variables_of_class(kind))
         self._walk()
 
     def _walk(self) -> None:
@@ -209,7 +219,7 @@ class FoundState:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        container = value if type(value) in _CONTAINERS else vars(value)
+        container = value if type(value) in CONTAINERS else vars(value)
         if not container:
             self._empty.append(container)
             return
@@ -233,7 +243,7 @@ class FoundState:
 
     def _noted(self, value: Any, place: Place, where: str) -> Any:
         """What the state has of `value`; what is below it is visited later."""
-        if type(value) in _CONTAINERS:
+        if type(value) in CONTAINERS:
             if value:
                 self._near.append((value, where))
             else:
@@ -250,11 +260,24 @@ class FoundState:
             )
             if any(now is not before for now, before in zip(items, value, strict=True)):
                 return _Tuple(getattr(type(value), "_make", type(value)), items)
+        elif isinstance(value, MethodType):
+            if not is_of_library(type(value.__self__).__module__):
+                self._note(variables_of(value, NUMBERS))
+                self._noted(value.__self__, place, where)
+        elif isinstance(value, FunctionType):
+            self._note(variables_of(value, NUMBERS))
         elif (generator := generator_state(value)) is not None:
             self._generators.append(generator)
         elif isinstance(value, nn.Module) or _is_plain(value):
             self._far.append((value, where))
         return value
+
+    def _note(self, variables: Iterable[Variable]) -> None:
+        """Variables belong to the state."""
+        for each in variables:
+            if each.place not in self._seen:
+                self._seen.add(each.place)
+                self._variables.append((each, self._noted(each.read(), each.place, each.where)))
 
     def _tensor(self, tensor: torch.Tensor, place: Place, where: str) -> Any:
         ours = place_of(tensor)
@@ -330,6 +353,14 @@ class FoundState:
                     self._put_back(stack, container, content, values)
                 elif container != content:
                     self._change(stack, container, set(container), content)
+            for variable, kept in self._variables:
+                current = variable.read()
+                value = _value(kept, current, name, variable.where, values)
+                if value is not current:
+                    self._differs = True
+                    self.check_mixed()
+                    stack.callback(variable.write, current)
+                    variable.write(value)
             for container in filter(None, self._empty):
                 self._change(stack, container, container.copy(), type(container)())
             for generator in self._generators:
@@ -453,5 +484,5 @@ def _is_plain(value: Any) -> bool:
     """Whether the attributes of an object belong to the state."""
     if type(value) is SimpleNamespace:
         return True
-    library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    return not library and type(getattr(value, "__dict__", None)) is dict
+    plain = type(getattr(value, "__dict__", None)) is dict
+    return plain and not is_of_library(type(value).__module__)

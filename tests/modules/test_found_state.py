@@ -304,6 +304,23 @@ def _count_in_objects(block: Block, x: torch.Tensor) -> Any:
     return block.own.seen.item()
 
 
+calls = 0
+"""Counted by a forward that names it."""
+
+
+class Counted(Block):
+    """Counts its calls in its class, in a global and in a closure."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global calls
+        calls += 1
+        type(self).calls += 1
+        result: torch.Tensor = super().forward(x) * (1 + calls) * (1 + Counted.calls)
+        return result
+
+
 FORWARDS: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "a counter": _count,
     "a list": _append,
@@ -357,6 +374,35 @@ def test_micro_batches_that_pass_units_together(forward: str) -> None:
             return [*losses, *(each for each in gradients if each is not None), *state_of(model)]
 
     assert_same(run("vertical", recompute="all"), run("horizontal"))
+
+
+def test_counters_of_a_class_of_a_module_and_of_closures() -> None:
+    def run(**config: Any) -> list[torch.Tensor]:
+        global calls
+        calls, Counted.calls, count = 0, 0, 0
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return output * count
+
+        torch.manual_seed(0)
+        model = Model()
+        for block in model.blocks:
+            block.__class__ = Counted
+            block.act.register_forward_hook(hook)  # type: ignore[union-attr]
+        found: list[torch.Tensor] = []
+        with wrapped(model, **config) as engine:
+            for step in range(2):
+                loss = model(batch(step)).sin()
+                loss.backward()
+                gradients = [engine.gradient(parameter) for parameter in model.parameters()]
+                found += [loss.detach(), *(each.clone() for each in gradients if each is not None)]
+                model.zero_grad()
+        assert (calls, Counted.calls, count) == (6, 6, 6)
+        return found
+
+    assert_same(run(recompute="all"), run())
 
 
 # What cannot be the same is refused
