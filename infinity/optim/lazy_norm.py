@@ -13,6 +13,7 @@ the sum over the ranks is made when the norm is read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -128,8 +129,8 @@ def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     ):
         return NotImplemented
     taken = [each for tensor in tensors for each in tensor.taken]
-    dtypes = {tensor.dtype for tensor in tensors}
-    return NotImplemented if len(dtypes) > 1 else LazyNorm(taken, dtypes.pop(), several=True)
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return LazyNorm(taken, dtype, several=True)
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
