@@ -46,11 +46,14 @@ class GradientBlock:
         place = self._unit.layout.places[index]
         return self.flat()[place.offset : place.end].view(place.shape)
 
-    def rewrite(self, factors: Mapping[int, float | torch.Tensor | None]) -> None:
+    def rewrite(
+        self, factors: Mapping[int, float | torch.Tensor | None], fresh: bool = False
+    ) -> None:
         """Multiply the gradients of these parameters, by their index; with None they become zeros,
         whatever they were, and with a tensor (numel,) what that is.
 
-        Reads and writes the chunks of this rank's shard that have any of them.
+        Reads and writes the chunks of this rank's shard that have any of them. With `fresh` it
+        reads nothing and writes all chunks: all else becomes zeros, padding too.
         """
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
@@ -64,12 +67,15 @@ class GradientBlock:
             spans = {
                 i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high
             }
-            if not spans:
+            if not spans and not fresh:
                 continue
-            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
+            loaded = () if fresh else [block]
+            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, loaded))
             try:
                 chunk.wait()
                 values = chunk.tensor.view(unit.gradient_dtype)
+                if fresh:
+                    values.zero_()
                 for index, (low, high) in spans.items():
                     factor = factors[index]
                     if factor is None:

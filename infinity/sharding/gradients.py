@@ -273,15 +273,15 @@ class Gradients:
         self._unit.listeners.grads.changing(self._unit, [index])
         self._unit.rollback()
         self._await_readers()
-        changes: dict[int, float | torch.Tensor | None] = {}
-        if self._state is GradientState.EMPTY:
-            changes |= dict.fromkeys(range(len(self._entries)))
-            self._set(changes, Where.ZEROED)
+        fresh = self._state is GradientState.EMPTY
+        if fresh:
+            self._set(range(len(self._entries)), Where.ZEROED)
             self._state = GradientState.SETTLED
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         scaled = self._scaled(values)
         kept = values if scaled is None else scaled
-        self._block.rewrite(changes | {index: kept.reshape(-1)})
+        # Of a fresh block nothing was written yet that could be read.
+        self._block.rewrite({index: kept.reshape(-1)}, fresh)
         self._put(index, GradientEntry(Where.HOME, unscaled=scaled is None))
         self._measured = 0, None
 
