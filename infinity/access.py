@@ -79,7 +79,9 @@ def set_state(
         )
     value = value.detach().cpu()
     if kind is Kind.GRAD:
-        unit.listeners.grads.set(unit, index, _spread(unit, index, value) if local else value)
+        unit.listeners.grads.set(
+            unit, index, _spread(unit, index, value) if local else value.clone()
+        )
         return
     states = unit.states
     part = value if local else states.share_of(index, part_in(value, unit.parameters[index]))

@@ -17,23 +17,26 @@ These are answered without bringing data:
 Any other operator gets a copy, and what it writes in place becomes the gradient (see [Note:
 operators on lazy tensors] in `sharding/lazy_tensor`).
 
-[Note: a norm that is not computed yet]
-`clip_grad_norm_` takes the norm of every gradient, and then the norm of these norms. Computed so,
-each gradient would be read for its own, and rounded once more. So the norm of one is lazy, too
-(`LazyNorm`). The L2 norm of several of them is one pass over the gradients, and has the bits of the
-engine's own: a 0-dimensional tensor in fp64.
+[Note: one gradient, some places]
+In PyTorch a gradient is an object of its own that `.grad` refers to. A `GradientObject` is that. As
+a rule it is in one place, the parameter that it is the gradient of. `a.grad = b.grad` puts it into
+two, and writes go to both. When `a.grad` is set to another one, code that still has the old one
+gets its values. When it is forgotten, what is left of it raises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError, in_words
+from infinity.optim.assigned import AssignedTensor
+from infinity.optim.lazy_norm import L2, LazyNorm, NormTaken, is_l2
 from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
@@ -44,11 +47,7 @@ from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Grads, Unit
 
 _ATEN: Any = torch.ops.aten
-_L2 = 2.0
-_PART = (
-    "a part of a copy of a gradient was changed in place, which would be lost; change the "
-    "gradient itself, or set it: parameter.grad = tensor"
-)
+_At = tuple[Unit, int]  # the gradient of one parameter
 
 
 class LazyGradients(Grads):
@@ -60,12 +59,34 @@ class LazyGradients(Grads):
         self._updater = updater
         self.device = device
         """Where the plain model would have them."""
+        self._assigned: dict[_At, AssignedTensor] = {}
+        # The object of each gradient that users have, and what they have of it.
+        self._objects: weakref.WeakValueDictionary[_At, GradientObject] = (
+            weakref.WeakValueDictionary()
+        )
+        self._handles: weakref.WeakValueDictionary[_At, LazyGradient] = (
+            weakref.WeakValueDictionary()
+        )
+        # Those that are the gradient of several parameters.
+        self._shared: dict[_At, GradientObject] = {}
+        self._norms: dict[Unit, weakref.WeakSet[NormTaken]] = {}
+
+    # .grad
 
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`. Ranks agree first which gradients there are."""
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
-        return LazyGradient(self, unit, index) if unit.gradients.has(index) else None
+        if not unit.gradients.has(index):
+            return None
+        assigned = self._assigned.get((unit, index))
+        tensor = None if assigned is None else assigned.tensor()
+        if tensor is not None and tensor.dtype is unit.gradient_dtype and self._is_here(tensor):
+            return tensor
+        found = self._handles.get((unit, index))
+        if found is None or not found.gradient.is_at(unit, index):
+            found = self._handles[unit, index] = LazyGradient(self._object(unit, index))
+        return found
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`: None forgets it, a tensor of its shape becomes the
@@ -73,8 +94,22 @@ class LazyGradients(Grads):
         if value is None:
             unit.gradients.forget([index])
             return
-        if isinstance(value, LazyGradient) and value.is_of(unit, index):
+        if isinstance(value, LazyGradient) and value.gradient.is_at(unit, index):
             return
+        self._check(unit, index, value)
+        self.settle(unit.names[index])
+        same = isinstance(value, LazyGradient) and value.dtype == dtype_of(unit, index)
+        given = value.gradient if isinstance(value, LazyGradient) and same else None
+        values = brought(value.detach())
+        self._leave(unit, index)
+        self._write(unit, index, values)
+        if given is not None:
+            self._share(given, unit, index)
+        elif not isinstance(value, LazyTensor):
+            self._keep(unit, index, value)
+
+    def _check(self, unit: Unit, index: int, value: Any) -> None:
+        """Raise where `value` cannot become the gradient."""
         parameter, name = unit.parameters[index], unit.names[index]
         if not unit.trainable:
             raise ShardedParameterError(
@@ -91,8 +126,123 @@ class LazyGradients(Grads):
                 f"the gradient assigned to {name} has shape {tuple(value.shape)}, the parameter "
                 f"has {tuple(parameter.shape)}"
             )
-        self.settle(name)
-        unit.gradients.assign(index, part_in(value.detach(), parameter))
+
+    def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
+        """`values` are what the gradient is from now on, in place."""
+        self.settle(unit.names[index])
+        self._write(unit, index, values)
+        assigned = self._assigned.get((unit, index))
+        tensor = None if assigned is None else assigned.tensor()
+        if assigned is not None and tensor is not None:
+            with torch.no_grad():
+                tensor.copy_(values)
+            assigned.note()
+
+    def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """The memory of `value` is that of the gradient from now on."""
+        self.settle(unit.names[index])
+        self._write(unit, index, brought(value.detach()))
+        if not isinstance(value, LazyTensor):
+            self._keep(unit, index, value)
+
+    def _write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
+        dense = values if values.layout is torch.strided else values.to_dense()
+        unit.gradients.assign(index, part_in(dense.detach(), unit.parameters[index]))
+
+    def _keep(self, unit: Unit, index: int, tensor: torch.Tensor) -> None:
+        """`tensor` was assigned, and other code may go on to change it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if (
+                type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                and tensor.layout is torch.strided
+            ):
+                self._assigned[unit, index] = AssignedTensor(tensor)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return (tensor.device.type, tensor.device.index or 0) == (
+            self.device.type,
+            self.device.index or 0,
+        )
+
+    # Objects
+
+    def _object(self, unit: Unit, index: int) -> GradientObject:
+        """What the gradient of a parameter is, as an object of its own."""
+        found = self._objects.get((unit, index))
+        if found is None or not found.is_at(unit, index):
+            found = self._objects[unit, index] = GradientObject()
+            found.enter(self, unit, index)
+        return found
+
+    def _leave(self, unit: Unit, index: int) -> None:
+        """Another gradient takes the place of that of a parameter: code that still has the old one
+        keeps its values."""
+        self._assigned.pop((unit, index), None)
+        old = self._objects.pop((unit, index), None)
+        self._handles.pop((unit, index), None)
+        self._shared.pop((unit, index), None)
+        if old is not None and old.is_at(unit, index):
+            old.leave(unit, index)
+
+    def _share(self, gradient: GradientObject, unit: Unit, index: int) -> None:
+        """`gradient` is that of this parameter from now on, and maybe of others, too."""
+        gradient.enter(self, unit, index)
+        self._objects[unit, index] = gradient
+        for place in gradient.places():
+            if len(gradient.places()) > 1:
+                place.answers._shared[place.unit, place.position] = gradient
+            else:
+                place.answers._shared.pop((place.unit, place.position), None)
+
+    # Before a gradient changes
+
+    def changing(
+        self,
+        unit: Unit,
+        indices: Iterable[int],
+        change: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """See `Grads`. Raises `ShardedParameterError` where the gradient of another parameter is
+        the same tensor, and so would change, too."""
+        self._freeze(unit)
+        if change is None or not (self._assigned or self._shared):
+            return
+        for at in [(unit, index) for index in indices]:
+            shared = self._shared.get(at)
+            if shared is not None and shared.is_at(*at) and len(shared.places()) > 1:
+                raise ShardedParameterError(
+                    f"the gradient of {unit.names[at[1]]} of a wrapped model was assigned to that "
+                    "of another parameter, too, and would change there; assign a copy: "
+                    "a.grad = b.grad.clone()"
+                )
+            assigned = self._assigned.get(at)
+            tensor = None if assigned is None else assigned.tensor()
+            if tensor is not None:
+                with torch.no_grad():
+                    change(tensor)
+
+    def forgetting(self, unit: Unit, indices: Iterable[int]) -> None:
+        """See `Grads`."""
+        self._freeze(unit)
+        for index in indices if self._assigned or self._shared else ():
+            self._assigned.pop((unit, index), None)
+            self._shared.pop((unit, index), None)
+
+    def settled(self, unit: Unit) -> None:
+        """Take over what was written to tensors that were assigned."""
+        for (other, index), assigned in list(self._assigned.items()):
+            if other is unit and unit.gradients.state is not GradientState.COLLECTING:
+                tensor = assigned.take()
+                if tensor is not None:
+                    self._write(unit, index, tensor)
+                elif assigned.tensor() is None:
+                    del self._assigned[unit, index]
+
+    def _freeze(self, unit: Unit) -> None:
+        for norm in self._norms.pop(unit, ()):
+            norm.freeze()
+
+    # What is read and done
 
     def settle(self, name: str = "a parameter") -> None:
         """Make all gradients final; returns when no update reads them. `name` is for the error."""
@@ -103,6 +253,8 @@ class LazyGradients(Grads):
             )
         collecting = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         self._updater.settle(self._units if collecting else ())
+        for unit in self._units if self._assigned else ():
+            self.settled(unit)
 
     def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy on the host of what `.grad` of the plain model would be, whole; in fp32 where the
@@ -110,7 +262,7 @@ class LazyGradients(Grads):
         self.settle(unit.names[index])
         if not unit.gradients.has(index):
             return None
-        scale, factor = unit.gradients.loss_scale, unit.gradients.clip_of(index)
+        scale, factor = unit.gradients.scale_of(index), unit.gradients.clip_of(index)
         found = whole(unit.states.parameter(Kind.GRAD, index), unit.parameters[index]).clone()
         found = found if scale == 1.0 else found.float() / scale
         return found if factor == 1.0 else found.mul_(factor)
@@ -119,6 +271,23 @@ class LazyGradients(Grads):
         """The common L2 norm of these gradients."""
         self.settle()
         return self._updater.norm.of(shares)
+
+    def take_norm(self, unit: Unit, index: int) -> NormTaken:
+        """The L2 norm of a gradient, as that is now."""
+        self.settle(unit.names[index])
+        taken = NormTaken(self, unit, index)
+        self._norms.setdefault(unit, weakref.WeakSet()).add(taken)
+        return taken
+
+    def squares_here(self, share: UnitShare) -> float:
+        """The squared norm of what this rank has of gradients."""
+        share.unit.listeners.updates.await_readers(share.unit)
+        return self._updater.norm.here(share)
+
+    def over_ranks(self, squares: float) -> float:
+        """The sum of `squares_here` over the ranks."""
+        self.settle()
+        return self._updater.norm.over_ranks(squares)
 
     def scale(self, shares: Sequence[UnitShare], factor: float) -> None:
         """Multiply these gradients by `factor`, as a clip does."""
@@ -132,36 +301,103 @@ class LazyGradients(Grads):
             unit.gradients.zero(positions)
 
 
-class _Part(NamedTuple):
-    """The gradient of one parameter."""
+class GradientPlace(NamedTuple):
+    """The gradient of one parameter, until it is forgotten, or another one takes its place."""
 
     answers: LazyGradients
     unit: Unit
-    place: int
+    position: int
+    generation: int
 
     @property
     def share(self) -> UnitShare:
-        return UnitShare(self.unit, (self.place,))
+        return UnitShare(self.unit, (self.position,))
 
-    def norm(self, order: float) -> torch.Tensor:
-        """Of any order, 0-dimensional, of the dtype that torch gives it."""
-        if order == _L2:
-            found = self.answers.norm([self.share])
-            return torch.tensor(found, dtype=dtype_of(self.unit), device=self.answers.device)
-        norm: torch.Tensor = torch.linalg.vector_norm(self.fetch(), order)
-        return norm
+    @property
+    def valid(self) -> bool:
+        """Whether it was not forgotten."""
+        gradients = self.unit.gradients
+        return gradients.generation(self.position) == self.generation and gradients.has(
+            self.position
+        )
 
     def fetch(self) -> torch.Tensor:
         """A copy where the plain model would have it."""
-        found = self.answers.fetch(self.unit, self.place)
+        found = self.answers.fetch(self.unit, self.position)
         if found is None:
-            raise ShardedParameterError(forgotten(self.unit.names[self.place]))
+            raise ShardedParameterError(forgotten(self.unit.names[self.position]))
         return found.to(self.answers.device)
 
 
-def dtype_of(unit: Unit) -> torch.dtype:
-    """The dtype of the gradients of `unit`, as users see them."""
-    return unit.gradient_dtype if unit.gradients.loss_scale == 1.0 else torch.float32
+class GradientObject:
+    """A gradient as PyTorch knows it. See [Note: one gradient, some places]."""
+
+    def __init__(self) -> None:
+        self._places: list[GradientPlace] = []
+        self._name = ""
+        self.values: torch.Tensor | None = None
+        """What it is where no parameter has it any more."""
+
+    @property
+    def name(self) -> str:
+        """The name of a parameter that has or had it."""
+        return self._name
+
+    def places(self) -> list[GradientPlace]:
+        """The parameters that have it."""
+        self._places = [place for place in self._places if place.valid]
+        return self._places
+
+    def is_at(self, unit: Unit, index: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return any(place.unit is unit and place.position == index for place in self.places())
+
+    def enter(self, answers: LazyGradients, unit: Unit, index: int) -> None:
+        """It is the gradient of this parameter, too, which has its values."""
+        self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
+        self._name, self.values = unit.names[index], None
+
+    def leave(self, unit: Unit, index: int) -> None:
+        """It is not the gradient of this parameter any more; called while that has its values."""
+        places = self.places()
+        if len(places) == 1:
+            self.values = places[0].fetch()
+        self._places = [p for p in places if (p.unit, p.position) != (unit, index)]
+
+    def like(self) -> torch.Tensor:
+        """A tensor of its shape, dtype and device, of one element of memory."""
+        if self.values is not None:
+            return self.values
+        answers, unit, index, _ = self.places()[0]
+        some = torch.empty((), dtype=dtype_of(unit, index), device=answers.device)
+        return some.expand(unit.parameters[index].shape)
+
+    @property
+    def place(self) -> GradientPlace | None:
+        """The one parameter that has it; None where none has it, or several have. Raises
+        `ShardedParameterError` when it was forgotten."""
+        places = self.places()
+        if not places and self.values is None:
+            raise ShardedParameterError(forgotten(self._name))
+        return places[0] if len(places) == 1 else None
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of it on its device."""
+        if self.place is None and self.values is not None:
+            return self.values.clone()
+        return self.places()[0].fetch()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """`values` are what it is from now on."""
+        if self.place is None and self.values is not None:
+            self.values = values.clone()
+        for answers, unit, index, _ in self.places():
+            answers.write(unit, index, values)
+
+
+def dtype_of(unit: Unit, index: int) -> torch.dtype:
+    """The dtype of a gradient, as users see it."""
+    return unit.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
 
 
 def forgotten(name: str) -> str:
@@ -172,11 +408,11 @@ def forgotten(name: str) -> str:
     )
 
 
-def shares_of(parts: Sequence[_Part]) -> list[UnitShare]:
-    """The gradients of `parts`, unit by unit."""
+def shares_of(places: Sequence[GradientPlace]) -> list[UnitShare]:
+    """These gradients, unit by unit."""
     positions: dict[Unit, list[int]] = {}
-    for part in parts:
-        positions.setdefault(part.unit, []).append(part.place)
+    for place in places:
+        positions.setdefault(place.unit, []).append(place.position)
     return [UnitShare(unit, tuple(sorted(found))) for unit, found in positions.items()]
 
 
@@ -190,44 +426,31 @@ def _number(value: Any) -> float | None:
 # What is answered without data. Each returns NotImplemented where data is needed.
 
 
-def _norm(func: Any, tensor: Any, order: Any = _L2, *rest: Any, **named: Any) -> Any:
-    if rest or named or not isinstance(tensor, LazyTensor):
-        return NotImplemented
-    order = _L2 if order is None else float(order)
-    if isinstance(tensor, LazyGradient):
-        return LazyNorm([tensor.part], order, several=False)
-    if not isinstance(tensor, LazyNorm) or tensor.order != order or order != _L2:
-        return NotImplemented
-    answers = tensor.parts[0].answers
-    if len({(part.unit, part.place) for part in tensor.parts}) < len(tensor.parts) or any(
-        part.answers is not answers for part in tensor.parts
-    ):
-        return NotImplemented
-    found = answers.norm(shares_of(tensor.parts))
-    return torch.tensor(found, dtype=torch.float64, device=answers.device)
+def _place(tensor: Any) -> GradientPlace | None:
+    """The one parameter that has a gradient; None for anything else."""
+    return tensor.gradient.place if isinstance(tensor, LazyGradient) else None
 
 
-def _norms(func: Any, tensors: Sequence[Any], order: Any = _L2, *rest: Any, **named: Any) -> Any:
+def _norm(func: Any, tensor: Any, order: Any = L2, *rest: Any, **named: Any) -> Any:
+    place = _place(tensor)
+    if rest or named or place is None or not is_l2(order):
+        return NotImplemented
+    return LazyNorm(
+        [place.answers.take_norm(place.unit, place.position)], tensor.dtype, several=False
+    )
+
+
+def _norms(func: Any, tensors: Sequence[Any], order: Any = L2, *rest: Any, **named: Any) -> Any:
     if rest or named:
         return NotImplemented
     return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
-def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    orders = {tensor.order for tensor in tensors if isinstance(tensor, LazyNorm)}
-    if len(orders) != 1 or any(
-        not isinstance(tensor, LazyNorm) or tensor.dim() for tensor in tensors
-    ):
-        return NotImplemented
-    return LazyNorm([tensor.parts[0] for tensor in tensors], orders.pop(), several=True)
-
-
 def _scale(func: Any, tensor: Any, factor: Any) -> Any:
-    number = _number(factor)
-    if not isinstance(tensor, LazyGradient) or number is None:
+    number, place = _number(factor), _place(tensor)
+    if place is None or number is None:
         return NotImplemented
-    part = tensor.part
-    part.answers.scale([part.share], number)
+    place.answers.scale([place.share], number)
     return tensor
 
 
@@ -240,35 +463,36 @@ def _scale_all(func: Any, tensors: Sequence[Any], factor: Any) -> Any:
 def _unscale_all(
     func: Any, tensors: Sequence[Any], found_inf: torch.Tensor, inverse: torch.Tensor
 ) -> None:
-    lazy = [tensor.part for tensor in tensors if isinstance(tensor, LazyGradient)]
-    for answers in dict.fromkeys(part.answers for part in lazy):
-        shares = shares_of([part for part in lazy if part.answers is answers])
+    found = [(tensor, _place(tensor)) for tensor in tensors]
+    places = [place for _, place in found if place is not None]
+    for answers in dict.fromkeys(place.answers for place in places):
+        shares = shares_of([place for place in places if place.answers is answers])
         if not math.isfinite(answers.norm(shares)):
             found_inf.fill_(1.0)
         answers.scale(shares, float(inverse))
-    others = [tensor for tensor in tensors if not isinstance(tensor, LazyGradient)]
-    if others:
-        func(others, found_inf, inverse)
+    for tensor in [tensor for tensor, place in found if place is None]:
+        values = brought(tensor)
+        func([values], found_inf, inverse)
+        if values is not tensor:
+            tensor.copy_(values)
 
 
 def _zero(func: Any, tensor: Any) -> Any:
-    if not isinstance(tensor, LazyGradient):
+    place = _place(tensor)
+    if place is None:
         return NotImplemented
-    tensor.part.answers.zero([tensor.part.share])
+    place.answers.zero([place.share])
     return tensor
 
 
 def _detach(func: Any, tensor: Any) -> Any:
-    if isinstance(tensor, LazyGradient):
-        return LazyGradient(*tensor.part)
-    return LazyNorm(tensor.parts, tensor.order, several=bool(tensor.dim()))
+    return LazyGradient(tensor.gradient) if isinstance(tensor, LazyGradient) else NotImplemented
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.norm.Scalar: _norm,
     _ATEN._foreach_norm.Scalar: _norms,
-    _ATEN.stack.default: _stack,
     _ATEN.mul_.Tensor: _scale,
     _ATEN.mul_.Scalar: _scale,
     _ATEN._foreach_mul_.Tensor: _scale_all,
@@ -285,65 +509,44 @@ class LazyGradient(LazyTensor):
     """`.grad` of a wrapped parameter. See [Note: what a lazy gradient answers]."""
 
     answers = _ANSWERS
-    way = _PART
 
     @staticmethod
-    def __new__(cls, answers: LazyGradients, unit: Unit, index: int) -> Any:
-        return cls.without_data(unit.parameters[index].shape, dtype_of(unit), answers.device)
+    def __new__(cls, gradient: GradientObject) -> Any:
+        _ = gradient.place  # raises when it was forgotten
+        like = gradient.like()
+        return cls.without_data(like.shape, like.dtype, like.device)
 
-    def __init__(self, answers: LazyGradients, unit: Unit, index: int) -> None:
-        self._part = _Part(answers, unit, index)
-        self._generation = unit.gradients.generation(index)
+    def __init__(self, gradient: GradientObject) -> None:
+        self.gradient = gradient
+        """What it is a handle of."""
 
     @property
-    def part(self) -> _Part:
-        """Whose it is. Raises `ShardedParameterError` when the parameter has another one now, or
-        none."""
-        _, unit, index = self._part
-        if unit.gradients.generation(index) != self._generation or not unit.gradients.has(index):
-            raise ShardedParameterError(forgotten(unit.names[index]))
-        return self._part
+    def called(self) -> str:
+        """What it is, for errors."""
+        return f"the gradient of {self.gradient.name} of a wrapped model"
 
-    def is_of(self, unit: Unit, index: int) -> bool:
-        """Whether it is the gradient of this parameter."""
-        return self.part.unit is unit and self.part.place == index
+    @property
+    def memory(self) -> Hashable:
+        """Handles of one gradient are the same memory."""
+        return id(self.gradient)
 
     def fetch(self) -> torch.Tensor:
         """A copy of the gradient on its device."""
-        return self.part.fetch()
+        _ = self.gradient.place
+        return self.gradient.fetch().to(self.dtype)
+
+    def check_replace(self) -> None:
+        """Raises `ShardedParameterError` when it was forgotten."""
+        _ = self.gradient.place
 
     def replace(self, values: torch.Tensor) -> None:
         """`values` become the gradient of the parameter."""
-        answers, unit, index = self.part
-        answers.set(unit, index, values)
+        self.gradient.replace(values)
 
-
-class LazyNorm(LazyTensor):
-    """The norm of one gradient (0-dimensional), or those of several (n,), of one order. See
-    [Note: a norm that is not computed yet]."""
-
-    answers = _ANSWERS
-    way = "a norm of a gradient was changed in place, which changes nothing"
-
-    @staticmethod
-    def __new__(cls, parts: Sequence[_Part], order: float, several: bool) -> Any:
-        unit, device = parts[0].unit, parts[0].answers.device
-        return cls.without_data((len(parts),) if several else (), dtype_of(unit), device)
-
-    def __init__(self, parts: Sequence[_Part], order: float, several: bool) -> None:
-        self.parts = tuple(parts)
-        """The gradients."""
-        self.order = order
-        """2 for the L2 norm."""
-        self._computed: torch.Tensor | None = None
-
-    def fetch(self) -> torch.Tensor:
-        """The norms; computed once."""
-        if self._computed is None:
-            norms = [part.norm(self.order) for part in self.parts]
-            self._computed = torch.stack(norms) if self.dim() else norms[0]
-        return self._computed
-
-    def replace(self, values: torch.Tensor) -> None:
-        """The norms are what was computed of them in place."""
-        self._computed = values
+    def assign(self, values: Any) -> None:
+        """`.data = values`: as in torch, that memory is the gradient from now on."""
+        place = self.gradient.place
+        if place is None or values.shape != self.shape or values.dtype != self.dtype:
+            super().assign(values)
+        else:
+            place.answers.alias(place.unit, place.position, values)

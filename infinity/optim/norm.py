@@ -66,6 +66,14 @@ class GradientNorm:
         exchange = self._units[0].exchange
         return mine if exchange is None else exchange.sum_by_rank(mine, "of squared gradients")
 
+    def here(self, share: UnitShare) -> float:
+        """This rank's part of the squared norm of `share`; other ranks are not asked."""
+        return self._squared_norm(share.unit, share.present())
+
+    def over_ranks(self, squares: float) -> float:
+        """The sum of what `here` said on all ranks, which call this alike."""
+        return self._sum_over_shards([squares], "of squared gradients")[0]
+
     def want_by_unit(self, unit: Unit, wanted: bool) -> None:
         """Whether `ahead` will be asked of `unit`, from now on."""
         (self._by_unit.add if wanted else self._by_unit.discard)(unit)

@@ -218,6 +218,8 @@ class Updater(Updates):
         for unit in units if added else ():
             if present := unit.gradients.present():
                 unit.gradients.apply_clips(present)
+        for unit in units:
+            unit.listeners.grads.settled(unit)
 
     def forget(self, shares: Sequence[UnitShare], set_to_none: bool = True) -> None:
         """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an

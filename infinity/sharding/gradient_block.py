@@ -52,9 +52,8 @@ class GradientBlock:
         """Multiply the gradients of these parameters, by their index; with None they become zeros,
         whatever they were, and with a tensor (numel,) what that is.
 
-        Reads and writes the chunks of this rank's shard that have any of them. A `fresh` block, of
-        which the step has written nothing, is not read, and all else in it becomes zeros, padding
-        too.
+        Reads and writes the chunks of this rank's shard that have any of them. With `fresh` it
+        reads nothing and writes all chunks: all else becomes zeros, padding too.
         """
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
@@ -70,8 +69,8 @@ class GradientBlock:
             }
             if not spans and not fresh:
                 continue
-            read = () if fresh else (block,)
-            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, read))
+            loaded = () if fresh else [block]
+            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, loaded))
             try:
                 chunk.wait()
                 values = chunk.tensor.view(unit.gradient_dtype)

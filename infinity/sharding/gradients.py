@@ -6,7 +6,11 @@ The engine keeps the gradients of a step until `zero_grad`, as torch does: a sec
 them again, and a backward adds to them. It differs in three things, for speed; nobody sees them. A
 clip factor is not multiplied into the gradients but noted (`GradientEntry.clip`), until something
 is added to them. A gradient that is forgotten keeps its bytes until something is added to others in
-its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`).
+its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`);
+what was assigned may be too large for that (`GradientEntry.unscaled`).
+
+Tensors and norms that users keep of a gradient are told before it changes (`Grads.changing`,
+`Grads.forgetting`).
 
 [Note: who touches the bytes]
 The thread of the model, or while a reduction is on its way the thread of the exchange. An update
@@ -28,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from infinity.errors import ShardedParameterError
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer, Reduction
 from infinity.sharding.tensor_parallel import local_gradient
@@ -78,10 +83,12 @@ class Where(enum.Enum):
 
 
 class GradientEntry(NamedTuple):
-    """What is known of the gradient of one parameter: `clip` is what an update multiplies it by."""
+    """What is known of the gradient of one parameter: `clip` is what an update multiplies it by,
+    and `unscaled` says that it was assigned, and not multiplied by the loss scale."""
 
     where: Where = Where.NOWHERE
     clip: float = 1.0
+    unscaled: bool = False
 
 
 class Gradients:
@@ -122,6 +129,10 @@ class Gradients:
         """What they were multiplied by, with the loss, in the backward."""
         return self._loss_scale
 
+    def scale_of(self, index: int) -> float:
+        """What the gradient of the parameter was multiplied by."""
+        return 1.0 if self._entries[index].unscaled else self._loss_scale
+
     @property
     def collected(self) -> int:
         """How many gradients of single parameters the step under way has brought."""
@@ -149,7 +160,7 @@ class Gradients:
 
     def factor(self, index: int, further: float = 1.0) -> float:
         """What an update multiplies the gradient by, `further` clipped by that."""
-        return self._entries[index].clip * further / self._loss_scale
+        return self._entries[index].clip * further / self.scale_of(index)
 
     def measured(self) -> float | None:
         """The sum of squares of all that there are, as they lie in the block, if that is known."""
@@ -164,14 +175,22 @@ class Gradients:
         """What the ranks add up for `settle`."""
         flags = [float(entry.where.present) for entry in self._entries]
         collects = self._state is GradientState.COLLECTING
-        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart, collects]
+        scaled = self._has_scaled()
+        return [*flags, scaled, self._loss_scale * scaled, self._is_apart, collects]
 
     # What changes them
 
     def add(self, index: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Add a gradient of the parameter to what the step has so far; its loss was multiplied by
-        `scale`."""
+        `scale`. Raises `ShardedParameterError` for one that has a graph."""
         unit = self._unit
+        if gradient.requires_grad:
+            raise ShardedParameterError(
+                f"the gradient of {unit.names[index]} has a graph (backward(create_graph=True)), "
+                "which .grad of a wrapped model cannot keep; take it by "
+                "torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
+        self._tell_before_adding(index, gradient, scale)
         if self._collected == self._expected:
             unit.rollback()
         self._await_readers()
@@ -179,11 +198,12 @@ class Gradients:
         gradient = local_gradient(gradient, unit.parameters[index])
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if not self._number:
-            self._loss_scale = scale
-        elif scale != self._loss_scale:
-            # Some micro-batches are scaled, or an optimizer of another unit stepped in between.
-            gradient = gradient * (self._loss_scale / scale)
+        if scale != self._loss_scale:
+            if self._has_scaled():
+                # Some micro-batches are scaled, or another optimizer stepped in between.
+                gradient = gradient * (self._loss_scale / scale)
+            else:
+                self._loss_scale = scale
         self._state = GradientState.COLLECTING
         if self._buffer is not None:
             if self._entries[index].where is Where.FORGOTTEN:
@@ -193,6 +213,7 @@ class Gradients:
             if self._collected == self._expected:
                 unit.rollback()
         elif self.has(index):
+            self._scale_assigned([index])
             self._block.part(index).add_(gradient)
         else:
             self._block.part(index).copy_(gradient)
@@ -208,6 +229,7 @@ class Gradients:
         """There are no gradients of these parameters any more, as if there had never been any;
         several ranks do alike."""
         unit, indices = self._unit, set(indices)
+        unit.listeners.grads.forgetting(unit, indices)
         for index in indices:
             self._generations[index] += 1
         left = set(self.present()) - indices
@@ -237,6 +259,7 @@ class Gradients:
         present = [index for index in indices if self.has(index)]
         if present:
             self._expect(GradientState.SETTLED, GradientState.SPENT)
+            self._unit.listeners.grads.changing(self._unit, present, torch.Tensor.zero_)
             self._unit.rollback()
             self._await_readers()
             self._block.rewrite(dict.fromkeys(present))
@@ -249,6 +272,7 @@ class Gradients:
         or become it. What there is must be settled."""
         if not self.present():
             self.clear()
+        self._unit.listeners.grads.changing(self._unit, [index])
         self._unit.rollback()
         self._await_readers()
         fresh = self._state is GradientState.EMPTY
@@ -256,14 +280,22 @@ class Gradients:
             self._set(range(len(self._entries)), Where.ZEROED)
             self._state = GradientState.SETTLED
         self._expect(GradientState.SETTLED, GradientState.SPENT)
-        scaled = values if self._loss_scale == 1.0 else values * self._loss_scale
-        self._block.rewrite({index: scaled.reshape(-1)}, fresh)
-        self._put(index, GradientEntry(Where.HOME))
+        scaled = self._scaled(values)
+        kept = values if scaled is None else scaled
+        # Of a fresh block nothing was written yet that could be read.
+        self._block.rewrite({index: kept.reshape(-1)}, fresh)
+        self._put(index, GradientEntry(Where.HOME, unscaled=scaled is None))
         self._measured = 0, None
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the settled gradients of these parameters by a clip factor."""
         self._expect(GradientState.SETTLED, GradientState.SPENT)
+        indices = list(indices)
+        if factor != 1.0:
+            present = [index for index in indices if self.has(index)]
+            self._unit.listeners.grads.changing(
+                self._unit, present, lambda assigned: assigned.mul_(factor)
+            )
         for index in indices:
             entry = self._entries[index]
             self._entries[index] = entry._replace(clip=entry.clip * factor)
@@ -313,6 +345,7 @@ class Gradients:
 
     def clear(self) -> None:
         """There are no gradients any more."""
+        self._unit.listeners.grads.forgetting(self._unit, range(len(self._entries)))
         self._unit.rollback()
         self._state = GradientState.EMPTY
         self._entries, self._number = [GradientEntry()] * len(self._entries), 0
@@ -333,6 +366,8 @@ class Gradients:
         """
         unit, block = self._unit, self._block
         self._drop_forgotten()
+        collected = list(collected)
+        self._scale_assigned(collected if unit.ranks.number == 1 else self.present())
         first = not any(entry.where.filled for entry in self._entries)
         self._set(collected, Where.HOME)
         if not any(entry.where.filled for entry in self._entries):
@@ -439,8 +474,48 @@ class Gradients:
                 Where.NOWHERE,
             )
         if self._unit.reduces_late:
+            self._scale_assigned(self.present())
             self._block.spread()
         self._collected, self._measured = 0, (0, None)
+
+    def _has_scaled(self) -> bool:
+        """Whether there is a gradient that was multiplied by the loss scale."""
+        return any(entry.where.present and not entry.unscaled for entry in self._entries)
+
+    def _scaled(self, values: torch.Tensor) -> torch.Tensor | None:
+        """`values`, multiplied by the loss scale; None where there is none yet, or the product has
+        no finite value in the dtype of the gradients."""
+        if self._loss_scale == 1.0:
+            return None
+        scaled = values.float() * self._loss_scale
+        most = torch.finfo(self._unit.gradient_dtype).max
+        return scaled if bool((scaled.abs() <= most).all()) else None
+
+    def _scale_assigned(self, indices: Iterable[int]) -> None:
+        """Multiply those of these gradients by the loss scale that are not, where something may be
+        added to them."""
+        unscaled = [i for i in indices if self.has(i) and self._entries[i].unscaled]
+        if unscaled and self._loss_scale != 1.0:
+            self.wait()
+            self._block.rewrite(dict.fromkeys(unscaled, self._loss_scale))
+        for index in unscaled:
+            self._entries[index] = self._entries[index]._replace(unscaled=False)
+
+    def _tell_before_adding(self, index: int, gradient: torch.Tensor, scale: float) -> None:
+        """A gradient is about to be added: the same is done to a tensor that was assigned."""
+        unit = self._unit
+
+        def add(assigned: torch.Tensor) -> None:
+            if unit.ranks.number > 1:
+                raise ShardedParameterError(
+                    f"a backward adds to the tensor that was assigned to the gradient of "
+                    f"{unit.names[index]} of a wrapped model, which other code still has; with "
+                    "several ranks assign a copy: parameter.grad = tensor.clone()"
+                )
+            value = gradient.to_dense() if gradient.is_sparse else gradient
+            assigned.add_(value if scale == 1.0 else (value.float() / scale).to(assigned.dtype))
+
+        unit.listeners.grads.changing(unit, [index], add)
 
     def _drop_forgotten(self) -> None:
         """Replace what was forgotten by zeros, where something may be added to it."""
@@ -461,7 +536,7 @@ class Gradients:
         if collecting and self._unit.reduces_late:
             self._open()  # others add to what was settled: it is reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
-        if there and not self.present():
+        if having and not self._has_scaled():
             self._loss_scale = scales / having
         if there and self._state is GradientState.EMPTY:
             self._state = GradientState.COLLECTING

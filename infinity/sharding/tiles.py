@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.errors import ConfigError
 from infinity.sharding.copied import writes
+from infinity.sharding.joined import JoinedTensor
 from infinity.sharding.lazy_tensor import LazyTensor, brought
 from infinity.sharding.parameter import METADATA, ShardedParameter
 from infinity.sharding.tensor_parallel import LocalPart, part_within
@@ -176,9 +177,11 @@ class TiledWeight(LazyTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        accessor = name in ("__get__", "__set__")
+        accessor = name in ("__get__", "__set__", "__delete__")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if accessor else ""
         if args and isinstance(args[0], TiledWeight):
+            if name == "__delete__" and attribute == "grad":
+                return _grad(args[0], None)
             answer = _ANSWERS.get(attribute or name)
             if answer is not None:
                 return answer(args[0], *args[1:], **kwargs)
@@ -303,13 +306,21 @@ def _requires_grad_(weight: TiledWeight, requires_grad: bool = True) -> TiledWei
 
 
 def _grad(weight: TiledWeight, *value: torch.Tensor | None) -> torch.Tensor | None:
-    if value:
-        pieces = weight.pieces
-        given = [None] * len(pieces) if value[0] is None else weight.divided(value[0])
-        for piece, part in zip(pieces, given, strict=True):
-            piece.grad = part
-        return None
-    return weight.cat([piece.grad for piece in weight.pieces])
+    """Read `.grad`, or set it to `value`."""
+    pieces = weight.pieces
+    if not value:
+        found = [piece.grad for piece in pieces]
+        there = [gradient for gradient in found if gradient is not None]
+        return JoinedTensor(there, weight.dimension) if len(there) == len(found) else None
+    (given,) = value
+    parts: Sequence[torch.Tensor | None] = [None] * len(pieces)
+    if isinstance(given, JoinedTensor) and given.is_split_as(pieces, weight.dimension):
+        parts = given.parts
+    elif given is not None:
+        parts = weight.divided(given)
+    for piece, part in zip(pieces, parts, strict=True):
+        piece.grad = part
+    return None
 
 
 def _data(weight: TiledWeight, *value: torch.Tensor) -> torch.Tensor | None:

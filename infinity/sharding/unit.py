@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,6 +109,21 @@ class Grads:
     def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of `.grad` on the host, whole."""
         return None
+
+    def changing(
+        self,
+        unit: Unit,
+        indices: Iterable[int],
+        change: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """The gradients of these parameters are about to change. `change` does the same to a tensor
+        in place; without it they are replaced."""
+
+    def forgetting(self, unit: Unit, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are about to be forgotten."""
+
+    def settled(self, unit: Unit) -> None:
+        """The gradients of `unit` are final, as far as the engine knows of them."""
 
 
 class UnitListeners(NamedTuple):

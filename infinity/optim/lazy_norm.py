@@ -1,0 +1,142 @@
+"""The L2 norm of a gradient that is not computed yet.
+
+[Note: a norm that is not computed yet]
+`clip_grad_norm_` takes the norm of every gradient, and then the norm of these norms. Computed so,
+each gradient would be read for its own, and rounded once more. So the norm of one is lazy, too
+(`LazyNorm`). The L2 norm of several of them is one pass over the gradients, and has the bits of the
+engine's own: a 0-dimensional tensor in fp64.
+
+A norm is that of the gradient when it was taken. So whoever changes a gradient first has the norms
+measured that are left (`NormTaken.freeze`): those that user code keeps. That asks no other rank;
+the sum over the ranks is made when the norm is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity.optim.step import UnitShare
+from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.optim.lazy_gradient import LazyGradients
+
+_ATEN: Any = torch.ops.aten
+L2 = 2.0
+"""The order of the norms that are lazy."""
+
+
+class NormTaken:
+    """The norm of the gradient of one parameter, as it was when this object was made."""
+
+    def __init__(self, answers: LazyGradients, unit: Unit, index: int) -> None:
+        self.answers = answers
+        self.share = UnitShare(unit, (index,))
+        """The gradient."""
+        self._squares: float | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the gradient may be another one now."""
+        return self._squares is not None
+
+    def freeze(self) -> None:
+        """The gradient is about to change."""
+        if self._squares is None:
+            self._squares = self.answers.squares_here(self.share)
+
+    def value(self) -> float:
+        """The norm. All ranks ask alike."""
+        if self._squares is None:
+            return self.answers.norm([self.share])
+        return math.sqrt(self.answers.over_ranks(self._squares))
+
+
+class LazyNorm(LazyTensor):
+    """The L2 norm of one gradient (0-dimensional), or those of several (n,). See [Note: a norm that
+    is not computed yet]."""
+
+    @staticmethod
+    def __new__(cls, taken: Sequence[NormTaken], dtype: torch.dtype, several: bool) -> Any:
+        return cls.without_data((len(taken),) if several else (), dtype, taken[0].answers.device)
+
+    def __init__(self, taken: Sequence[NormTaken], dtype: torch.dtype, several: bool) -> None:
+        self.taken = tuple(taken)
+        """The norms."""
+        self.written: torch.Tensor | None = None
+        """What was put in their place."""
+
+    @property
+    def called(self) -> str:
+        """What it is, for errors."""
+        return "the norm of a gradient of a wrapped model"
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the norms."""
+        if self.written is None:
+            norms = [taken.value() for taken in self.taken]
+            self.written = torch.tensor(
+                norms if self.dim() else norms[0], dtype=self.dtype, device=self.device
+            )
+        return self.written.clone()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """The norms are what was computed of them in place."""
+        self.written = values.clone()
+
+
+def shares_of(taken: Sequence[NormTaken]) -> list[UnitShare]:
+    """The gradients of these norms, unit by unit."""
+    positions: dict[Unit, list[int]] = {}
+    for each in taken:
+        positions.setdefault(each.share.unit, []).extend(each.share.positions)
+    return [UnitShare(unit, tuple(sorted(found))) for unit, found in positions.items()]
+
+
+def is_l2(order: Any) -> bool:
+    """Whether norms of this order are lazy."""
+    return order is None or (isinstance(order, (int, float)) and float(order) == L2)
+
+
+def norm_of_norms(tensor: LazyNorm) -> Any:
+    """The L2 norm of several norms; `NotImplemented` where it is not that of present gradients."""
+    taken, answers = tensor.taken, tensor.taken[0].answers
+    distinct = {(each.share.unit, each.share.positions) for each in taken}
+    if (
+        tensor.written is not None
+        or len(distinct) < len(taken)
+        or any(each.frozen or each.answers is not answers for each in taken)
+    ):
+        return NotImplemented
+    return torch.tensor(answers.norm(shares_of(taken)), dtype=torch.float64, device=answers.device)
+
+
+def _norm(func: Any, tensor: Any, order: Any = L2, *rest: Any, **named: Any) -> Any:
+    plain = rest or named or not is_l2(order) or not isinstance(tensor, LazyNorm)
+    return NotImplemented if plain else norm_of_norms(tensor)
+
+
+def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    if any(
+        not isinstance(tensor, LazyNorm) or tensor.dim() or tensor.written is not None
+        for tensor in tensors
+    ):
+        return NotImplemented
+    taken = [each for tensor in tensors for each in tensor.taken]
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return LazyNorm(taken, dtype, several=True)
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    _ATEN.linalg_vector_norm.default: _norm,
+    _ATEN.norm.Scalar: _norm,
+    _ATEN.stack.default: _stack,
+}
+"""What is answered without reading."""
+LazyNorm.answers = ANSWERS

@@ -1,0 +1,93 @@
+"""Tensors that lie side by side, as one tensor: the gradient of a weight in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from infinity.sharding.lazy_tensor import LazyTensor, brought
+
+_ATEN: Any = torch.ops.aten
+
+
+class JoinedTensor(LazyTensor):
+    """Some `parts`, lazy tensors or plain ones of one dtype, one after the other along `dimension`.
+    What is written to it is written to them."""
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[torch.Tensor], dimension: int) -> Any:
+        first = parts[0]
+        shape = list(first.shape)
+        shape[dimension] = sum(part.shape[dimension] for part in parts)
+        return cls.without_data(shape, first.dtype, first.device)
+
+    def __init__(self, parts: Sequence[torch.Tensor], dimension: int) -> None:
+        self.parts = tuple(parts)
+        """The tensors."""
+        self.dimension = dimension
+        """What they lie along."""
+
+    @property
+    def called(self) -> str:
+        """What it is, for errors."""
+        first = self.parts[0]
+        return first.called if isinstance(first, LazyTensor) else super().called
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values."""
+        with torch.no_grad():
+            return torch.cat([brought(part).detach() for part in self.parts], self.dimension)
+
+    def check_replace(self) -> None:
+        """As of the parts."""
+        for part in self.parts:
+            if isinstance(part, LazyTensor):
+                part.check_replace()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """The parts get their values."""
+        with torch.no_grad():
+            for part, value in zip(self.parts, self.divided(values), strict=True):
+                part.copy_(value)
+
+    def divided(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What each part has of a tensor of this shape: views."""
+        sizes = [part.shape[self.dimension] for part in self.parts]
+        found: Sequence[torch.Tensor] = values.split(sizes, self.dimension)
+        return found
+
+    def is_split_as(self, parts: Sequence[torch.Tensor], dimension: int) -> bool:
+        """Whether its parts have the shapes of these."""
+        mine, theirs = [part.shape for part in self.parts], [part.shape for part in parts]
+        return mine == theirs and self.dimension == dimension
+
+
+def _each(func: Any, tensor: Any, *args: Any) -> Any:
+    """An operator in place, where it does to the whole what it does to each part."""
+    if not isinstance(tensor, JoinedTensor) or any(
+        isinstance(value, torch.Tensor) and value.dim() for value in args
+    ):
+        return NotImplemented
+    args = tuple(map(brought, args))
+    with torch.no_grad():
+        for part in tensor.parts:
+            func(part, *args)
+    return tensor
+
+
+def _detach(func: Any, tensor: Any) -> Any:
+    if not isinstance(tensor, JoinedTensor):
+        return NotImplemented
+    return JoinedTensor(tensor.parts, tensor.dimension)
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _ATEN.mul_.Tensor: _each,
+    _ATEN.mul_.Scalar: _each,
+    _ATEN.zero_.default: _each,
+    _ATEN.detach.default: _detach,
+    _ATEN.alias.default: _detach,
+}
+JoinedTensor.answers = _ANSWERS
