@@ -13,7 +13,6 @@ Several ranks meet after the steps that may fail on one of them alone, so that a
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import uuid
@@ -39,6 +38,7 @@ from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
 from infinity.modules.frozen import StoredParameters, all_frozen, find_stored
 from infinity.modules.gauge import Gauge
+from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
@@ -613,7 +613,12 @@ class Build:
         if config.inference:  # the first forward, too, has units read ahead
             self.trace.expect("eval", [unit.index for unit in units])
         tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
-        check = functools.partial(refuse_retained, tiled)
+        given = GivenTensors()
+
+        def check() -> None:
+            refuse_retained(tiled)
+            given.check()
+
         spans = None
         if self.ranks.number > 1 and not config.inference:
             spans = Spans(self.users, runtime, self.buffer)
@@ -682,6 +687,7 @@ class Build:
             executions,
             updater,
             hooks,
+            given,
             grads,
             reporter,
             durability,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 NO_GRAPH = (
-    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be "
-    "part of a graph: compile block after block, or leave out fullgraph=True"
+    "the parameters of a wrapped model come in hooks, unit by unit, and a hook cannot be part of a "
+    "graph: compile block after block, or leave out fullgraph=True; export an unwrapped copy"
 )
 
 

@@ -32,6 +32,7 @@ from infinity.errors import (
 )
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
+from infinity.modules.given import GivenTensors
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
@@ -72,6 +73,7 @@ class Parts:
     executions: Executions
     updater: Updater
     hooks: Hooks
+    given: GivenTensors
     grads: LazyGradients
     reporter: Reporter
     durability: Durability | None
@@ -102,6 +104,7 @@ class Engine:
         self._executions = parts.executions
         self._updater = parts.updater
         self._hooks = parts.hooks
+        self._given = parts.given
         self._grads = parts.grads
         self._finalizer = parts.finalizer
         self._reporter = parts.reporter
@@ -120,7 +123,7 @@ class Engine:
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
-        Facade.attach(model, self._state_directory)
+        Facade.attach(model, self._given, self._state_directory)
         Merges.attach(model, self._hand_over)
 
     def _hand_over(self, inner: nn.Module) -> None:

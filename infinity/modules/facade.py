@@ -33,6 +33,7 @@ from torch import nn
 from infinity.directories.mapped import mapped
 from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
+from infinity.modules.given import GivenTensors
 from infinity.modules.load_target import load_into_targets
 from infinity.modules.tiling import InTiles
 from infinity.modules.tracing import PLAIN_COPY
@@ -102,18 +103,20 @@ class Facade:
     """Stands in for methods of one module of a wrapped model, from `attach` to `detach`. See
     [Note: facade]."""
 
-    def __init__(self, module: nn.Module, loads: Loads, directory: Path | None) -> None:
+    def __init__(
+        self, module: nn.Module, loads: Loads, given: GivenTensors, directory: Path | None
+    ) -> None:
         self._reference = weakref.ref(module)
-        self._loads = loads
+        self._loads, self._given = loads, given
         self._directory = directory
 
     @classmethod
-    def attach(cls, model: nn.Module, directory: Path | None) -> None:
+    def attach(cls, model: nn.Module, given: GivenTensors, directory: Path | None) -> None:
         """Give every module of `model` a facade. `state_dict` maps files in `directory`, or in that
-        of `tempfile`."""
+        of `tempfile`, and notes in `given` what it gives."""
         loads = Loads()
         for module in model.modules():
-            facade = cls(module, loads, directory)
+            facade = cls(module, loads, given, directory)
             vars(module).update((name, getattr(facade, name)) for name in _METHODS)
 
     @staticmethod
@@ -160,6 +163,7 @@ class Facade:
         state: dict[str, Any] = type(module).state_dict(module, **named | {"keep_vars": True})
         if named.get("keep_vars", False):
             return state
+        parameters = {name for name, value in state.items() if isinstance(value, nn.Parameter)}
         values = self._mapped(
             {
                 id(piece): piece
@@ -174,6 +178,9 @@ class Facade:
                 state[name] = self._joined(value, values)
             elif isinstance(value, torch.Tensor):
                 state[name] = values.get(id(value), value).detach()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name in parameters:
+                self._given.note(name, value)
         return state
 
     def _joined(self, weight: TiledWeight, values: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -211,6 +218,7 @@ class Facade:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of a plain module. `assign=True` copies, too: parameters stay what they are."""
+        self._given.forget()
         with self._loads.under_way():
             return type(self._module).load_state_dict(self._module, *args, **kwargs)
 

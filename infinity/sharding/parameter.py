@@ -134,6 +134,10 @@ COPIED = (
     "for a copy build the model again, and let it "
     "load_state_dict(infinity.engine(model).state_dict())"
 )
+MADE = (
+    "a parameter of a wrapped model shares no memory with a new one: make that of a copy, "
+    "torch.nn.Parameter(parameter.detach().clone())"
+)
 _AVERAGED = (
     "leave that out: infinity.wrap(model, config) averages gradients over all "
     "ranks of torch.distributed"
@@ -167,6 +171,7 @@ _WAYS = {
     ("torch.distributed.pipelining._backward", "stage_backward_input"): _SPLIT_BACKWARD,
     ("torch.distributed.pipelining._backward", "stage_backward_weight"): _SPLIT_BACKWARD,
     ("torch.optim.optimizer", "wrapper"): _UPDATED,
+    ("torch.nn.parameter", "__new__"): MADE,
     ("torch.serialization", "save"): SAVED,
     ("torch.nn.parameter", "__reduce_ex__"): SAVED,
     ("copy", "deepcopy"): COPIED,
@@ -217,7 +222,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         accessor = getattr(func, "__name__", "")
         attribute = (
             getattr(getattr(func, "__self__", None), "__name__", "")
-            if accessor in ("__get__", "__set__")
+            if accessor in ("__get__", "__set__", "__delete__")
             else ""
         )
         name = attribute or accessor
@@ -228,7 +233,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         plain = plain or (attribute == "requires_grad" and accessor == "__set__")
         plain = plain or func in _BACKWARD
         if attribute == "grad":
-            return _grad(args[0], *args[1:])
+            return _grad(args[0], *((None,) if accessor == "__delete__" else args[1:]))
         if name in _HOOKS or (name in _HOOKED and accessor == "__set__"):
             return _hook(func, name, *args, **(kwargs or {}))
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):

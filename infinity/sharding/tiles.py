@@ -19,18 +19,20 @@ shows (`TiledWeight.retains`), and the backward raises at its end.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding.copied import writes
 from infinity.sharding.joined import JoinedTensor
 from infinity.sharding.lazy_tensor import LazyTensor, brought
-from infinity.sharding.parameter import METADATA, ShardedParameter
+from infinity.sharding.parameter import MADE, METADATA, ShardedParameter
 from infinity.sharding.tensor_parallel import LocalPart, part_within
 
 _WAY = (
@@ -183,6 +185,8 @@ class TiledWeight(LazyTensor):
             if name == "__delete__" and attribute == "grad":
                 return _grad(args[0], None)
             answer = _ANSWERS.get(attribute or name)
+            if name == "detach" and _makes_a_parameter():
+                raise ShardedParameterError(MADE)
             if answer is not None:
                 return answer(args[0], *args[1:], **kwargs)
             if (attribute or name) in METADATA and name != "__set__":
@@ -264,6 +268,14 @@ def _side_by_side(pieces: Sequence[torch.Tensor], dimension: int) -> torch.Tenso
     shape = (*first.shape[:dimension], length, *first.shape[dimension + 1 :])
     empty = torch.empty(0, dtype=first.dtype, device=first.device)
     return empty.set_(storage, first.storage_offset(), shape, stride)
+
+
+def _makes_a_parameter() -> bool:
+    """Whether the caller of `__torch_function__` is `nn.Parameter(weight)`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
 
 
 def _side_by_side_in(args: Any, kwargs: Any) -> Any:

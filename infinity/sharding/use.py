@@ -130,6 +130,10 @@ class GatheredParameter(nn.Parameter, ZeroNames):
                 return
         _GRAD.__set__(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is nobody's view, so it is a plain parameter."""
         if id(self) not in memo:

@@ -133,7 +133,7 @@ def test_a_model_of_several_units_cannot_be_one_graph(tmp_path: Path) -> None:
     with pytest.raises(
         Exception,
         match=(
-            r"infinity brings the parameters of each unit.*compile block after block, "
+            r"parameters of a wrapped model come in hooks.*compile block after block, "
             r"or leave out"
         ),
     ):
