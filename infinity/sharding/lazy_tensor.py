@@ -246,6 +246,8 @@ class LazyTensor(torch.Tensor):
                 return func(args[0].stand_in(), *args[1:], **named)
             if "_foreach_" in func._schema.name:
                 return _one_by_one(func, args, kwargs)
+            if func.namespace == "c10d":
+                return _on_copies_sent(func, args, kwargs)
             found = _view(func, args, kwargs)
             return _on_copies(func, args, kwargs) if found is NotImplemented else found
 
@@ -453,6 +455,17 @@ class _Copies:
             root, whole = self._whole[key]
             root.replace(whole)
 
+    def cloned(self) -> dict[Any, torch.Tensor]:
+        """Copies of the copies."""
+        return {key: whole.clone() for key, (_, whole) in self._whole.items()}
+
+    def replace_changed(self, before: Mapping[Any, torch.Tensor]) -> None:
+        """Replace the values of what is not any more what it was."""
+        for key, (root, whole) in self._whole.items():
+            if not torch.equal(whole, before[key]):
+                root.check_replace()
+                root.replace(whole)
+
     def check_unwritten(self) -> None:
         """Raise `ShardedParameterError` when a copy was written to."""
         for root, whole in self._whole.values():
@@ -498,6 +511,20 @@ def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     found = func(*given, **named)
     copies.check_unwritten()
     return copies.guarded(tree_map(copies.lazy, found))
+
+
+def _on_copies_sent(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A collective, which writes to what it does not say: it ends here, and what changed is
+    replaced."""
+    copies = _Copies()
+    given, named = tree_map(copies.of, (tuple(args), kwargs))
+    before = copies.cloned()
+    found = func(*given, **named)
+    for work in tree_leaves(found):
+        if isinstance(work, torch.ScriptObject):
+            work.wait()  # type: ignore[attr-defined]
+    copies.replace_changed(before)
+    return tree_map(copies.lazy, found)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
