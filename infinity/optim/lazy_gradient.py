@@ -16,12 +16,6 @@ These are answered without bringing data:
 
 Any other operator gets a copy, and what it writes in place becomes the gradient (see [Note:
 operators on lazy tensors] in `sharding/lazy_tensor`).
-
-[Note: one gradient, some places]
-In PyTorch a gradient is an object of its own that `.grad` refers to. A `GradientObject` is that. As
-a rule it is in one place, the parameter that it is the gradient of. `a.grad = b.grad` puts it into
-two, and writes go to both. When `a.grad` is set to another one, code that still has the old one
-gets its values. When it is forgotten, what is left of it raises.
 """
 
 from __future__ import annotations
@@ -29,13 +23,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError, in_words
 from infinity.optim.assigned import AssignedTensor
+from infinity.optim.gradient_object import GradientObject, GradientPlace, dtype_of
 from infinity.optim.lazy_norm import L2, LazyNorm, NormTaken, is_l2
 from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
@@ -299,113 +294,6 @@ class LazyGradients(Grads):
         self.settle()
         for unit, positions in shares:
             unit.gradients.zero(positions)
-
-
-class GradientPlace(NamedTuple):
-    """The gradient of one parameter, until it is forgotten, or another one takes its place."""
-
-    answers: LazyGradients
-    unit: Unit
-    position: int
-    generation: int
-
-    @property
-    def share(self) -> UnitShare:
-        return UnitShare(self.unit, (self.position,))
-
-    @property
-    def valid(self) -> bool:
-        """Whether it was not forgotten."""
-        gradients = self.unit.gradients
-        return gradients.generation(self.position) == self.generation and gradients.has(
-            self.position
-        )
-
-    def fetch(self) -> torch.Tensor:
-        """A copy where the plain model would have it."""
-        found = self.answers.fetch(self.unit, self.position)
-        if found is None:
-            raise ShardedParameterError(forgotten(self.unit.names[self.position]))
-        return found.to(self.answers.device)
-
-
-class GradientObject:
-    """A gradient as PyTorch knows it. See [Note: one gradient, some places]."""
-
-    def __init__(self) -> None:
-        self._places: list[GradientPlace] = []
-        self._name = ""
-        self.values: torch.Tensor | None = None
-        """What it is where no parameter has it any more."""
-
-    @property
-    def name(self) -> str:
-        """The name of a parameter that has or had it."""
-        return self._name
-
-    def places(self) -> list[GradientPlace]:
-        """The parameters that have it."""
-        self._places = [place for place in self._places if place.valid]
-        return self._places
-
-    def is_at(self, unit: Unit, index: int) -> bool:
-        """Whether it is the gradient of this parameter."""
-        return any(place.unit is unit and place.position == index for place in self.places())
-
-    def enter(self, answers: LazyGradients, unit: Unit, index: int) -> None:
-        """It is the gradient of this parameter, too, which has its values."""
-        self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
-        self._name, self.values = unit.names[index], None
-
-    def leave(self, unit: Unit, index: int) -> None:
-        """It is not the gradient of this parameter any more; called while that has its values."""
-        places = self.places()
-        if len(places) == 1:
-            self.values = places[0].fetch()
-        self._places = [p for p in places if (p.unit, p.position) != (unit, index)]
-
-    def like(self) -> torch.Tensor:
-        """A tensor of its shape, dtype and device, of one element of memory."""
-        if self.values is not None:
-            return self.values
-        answers, unit, index, _ = self.places()[0]
-        some = torch.empty((), dtype=dtype_of(unit, index), device=answers.device)
-        return some.expand(unit.parameters[index].shape)
-
-    @property
-    def place(self) -> GradientPlace | None:
-        """The one parameter that has it; None where none has it, or several have. Raises
-        `ShardedParameterError` when it was forgotten."""
-        places = self.places()
-        if not places and self.values is None:
-            raise ShardedParameterError(forgotten(self._name))
-        return places[0] if len(places) == 1 else None
-
-    def fetch(self) -> torch.Tensor:
-        """A copy of it on its device."""
-        if self.place is None and self.values is not None:
-            return self.values.clone()
-        return self.places()[0].fetch()
-
-    def replace(self, values: torch.Tensor) -> None:
-        """`values` are what it is from now on."""
-        if self.place is None and self.values is not None:
-            self.values = values.clone()
-        for answers, unit, index, _ in self.places():
-            answers.write(unit, index, values)
-
-
-def dtype_of(unit: Unit, index: int) -> torch.dtype:
-    """The dtype of a gradient, as users see it."""
-    return unit.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
-
-
-def forgotten(name: str) -> str:
-    """What is wrong with a lazy gradient that its parameter has no more."""
-    return (
-        f"the gradient of {name} was forgotten since .grad was read; keep a copy (.clone()) from "
-        "before zero_grad()"
-    )
 
 
 def shares_of(places: Sequence[GradientPlace]) -> list[UnitShare]:

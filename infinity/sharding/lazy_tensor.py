@@ -75,6 +75,15 @@ class _NoSlots(list[str]):
         )
 
 
+def _keep_from_dynamo(function: Any) -> None:
+    """What `function` runs is no part of a function that is compiled: dynamo leaves it alone."""
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
 class LazyTensor(torch.Tensor):
     """A tensor without data: shape, dtype, strides and device are those of what `fetch` gives. See
     [Note: operators on lazy tensors]."""
@@ -89,6 +98,9 @@ class LazyTensor(torch.Tensor):
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         cls.__slotnames__ = LazyTensor.__slotnames__  # which is looked up in the class alone
+        for name in ("__torch_function__", "__torch_dispatch__"):
+            if name in vars(cls):
+                _keep_from_dynamo(vars(cls)[name].__func__)
 
     @classmethod
     def without_data(
@@ -237,8 +249,14 @@ class LazyTensor(torch.Tensor):
                 return func(args[0].stand_in(), *args[1:], **named)
             if "_foreach_" in func._schema.name:
                 return _one_by_one(func, args, kwargs)
+            if func.namespace == "c10d":
+                return _on_copies_sent(func, args, kwargs)
             found = _view(func, args, kwargs)
             return _on_copies(func, args, kwargs) if found is NotImplemented else found
+
+
+_keep_from_dynamo(LazyTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+_keep_from_dynamo(LazyTensor.__torch_dispatch__.__func__)  # type: ignore[attr-defined]
 
 
 class _Viewing(NamedTuple):
@@ -440,6 +458,17 @@ class _Copies:
             root, whole = self._whole[key]
             call_uncompiled(root.replace, whole)
 
+    def cloned(self) -> dict[Any, torch.Tensor]:
+        """Copies of the copies."""
+        return {key: whole.clone() for key, (_, whole) in self._whole.items()}
+
+    def replace_changed(self, before: Mapping[Any, torch.Tensor]) -> None:
+        """Replace the values of what is not any more what it was."""
+        for key, (root, whole) in self._whole.items():
+            if not torch.equal(whole, before[key]):
+                root.check_replace()
+                root.replace(whole)
+
     def check_unwritten(self) -> None:
         """Raise `ShardedParameterError` when a copy was written to."""
         for root, whole in self._whole.values():
@@ -485,6 +514,20 @@ def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     found = func(*given, **named)
     copies.check_unwritten()
     return copies.guarded(tree_map(copies.lazy, found))
+
+
+def _on_copies_sent(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A collective, which writes to what it does not say: it ends here, and what changed is
+    replaced."""
+    copies = _Copies()
+    given, named = tree_map(copies.of, (tuple(args), kwargs))
+    before = copies.cloned()
+    found = func(*given, **named)
+    for work in tree_leaves(found):
+        if isinstance(work, torch.ScriptObject):
+            work.wait()  # type: ignore[attr-defined]
+    copies.replace_changed(before)
+    return tree_map(copies.lazy, found)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -97,6 +98,24 @@ def refused(stage: int, where: Path, rank: int) -> str:
         return "taken"
 
 
+def averaged(stage: int, where: Path, rank: int) -> list[torch.Tensor]:
+    """Ranks that have models of their own average gradients by hand."""
+    folder = where / f"own{stage}_{rank}"
+    folder.mkdir()
+    config = config_of(nvme=folder, gpu_memory=4 << 20, cpu_memory=8 << 20, precision="fp32")
+    model = infinity.wrap(transformer(), config, group=None)
+    with contextlib.closing(infinity.engine(model)):
+        model(**text_batch(rank)).loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        dist.broadcast(model.norm.weight.grad.view(-1)[:2], 1)
+        pending = dist.all_reduce(model.norm.weight.grad, async_op=True)
+        pending.wait()
+        return [*found, model.norm.weight.grad.clone()]
+
+
 def results(on_ranks: OnRanks, task: str, where: Path) -> list[list[Any]]:
     assert on_ranks(task) == ["done"] * RANKS
     return [[torch.load(where / f"{stage}_{rank}.pt") for rank in range(RANKS)] for stage in STAGES]
@@ -127,3 +146,15 @@ def test_a_backward_into_a_tensor_that_was_assigned_is_refused(
 ) -> None:
     for stage in results(on_ranks, "refused", tmp_path):
         assert all("parameter.grad = tensor.clone()" in said for said in stage)
+
+
+@pytest.mark.timeout(240)
+def test_a_collective_changes_a_gradient(on_ranks: OnRanks, tmp_path: Path) -> None:
+    model = transformer()
+    losses = [model(**text_batch(rank)).loss for rank in range(RANKS)]
+    (sum(losses) / RANKS).backward()
+    expected = [p.grad for p in model.parameters()]
+    expected.append(model.norm.weight.grad * 2)
+    for stage in results(on_ranks, "averaged", tmp_path):
+        for found in stage:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
