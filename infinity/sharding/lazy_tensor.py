@@ -75,15 +75,6 @@ class _NoSlots(list[str]):
         )
 
 
-def _keep_from_dynamo(function: Any) -> None:
-    """What `function` runs is no part of a function that is compiled: dynamo leaves it alone."""
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
-        return
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
 class LazyTensor(torch.Tensor):
     """A tensor without data: shape, dtype, strides and device are those of what `fetch` gives. See
     [Note: operators on lazy tensors]."""
@@ -98,9 +89,6 @@ class LazyTensor(torch.Tensor):
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         cls.__slotnames__ = LazyTensor.__slotnames__  # which is looked up in the class alone
-        for name in ("__torch_function__", "__torch_dispatch__"):
-            if name in vars(cls):
-                _keep_from_dynamo(vars(cls)[name].__func__)
 
     @classmethod
     def without_data(
@@ -253,10 +241,6 @@ class LazyTensor(torch.Tensor):
                 return _on_copies_sent(func, args, kwargs)
             found = _view(func, args, kwargs)
             return _on_copies(func, args, kwargs) if found is NotImplemented else found
-
-
-_keep_from_dynamo(LazyTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
-_keep_from_dynamo(LazyTensor.__torch_dispatch__.__func__)  # type: ignore[attr-defined]
 
 
 class _Viewing(NamedTuple):
