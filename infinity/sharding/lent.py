@@ -51,6 +51,20 @@ class LentParameter(nn.Parameter, ZeroNames):
             return vars(self._parameter)[name]
         raise AttributeError(f"a saved parameter has no attribute {name!r}")
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor; torch refuses it to classes whose operators arrive here."""
+        with torch.no_grad():
+            plain = self._plain_values.detach()
+        return plain.requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self._plain_values.tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.copied import writes
@@ -208,6 +209,13 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         """Whether this is the engine's object for a parameter that is shown now."""
         return type(self).unit.data.parameter_of(self) is not self
 
+    @property
+    def root(self) -> LazyTensor:
+        """What views of it are views of: a view may be used while the parameter is dense."""
+        unit = type(self).unit
+        index = unit.position(self)
+        return self if is_dtensor(unit.parameters[index]) else LazyValue(unit, index)
+
     def fetch(self) -> torch.Tensor:
         """A copy of the value. Raises `ShardedParameterError` where this rank may not read it."""
         unit = type(self).unit
@@ -260,7 +268,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             )
         if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
-        if unit.listeners.border.touched(unit):
+        if call_uncompiled(unit.listeners.border.touched, unit):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():
             with torch._C.DisableTorchFunctionSubclass():

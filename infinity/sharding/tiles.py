@@ -209,13 +209,16 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: TiledWeight, *pieces: torch.Tensor) -> TiledWeight:
         ctx.dimension = weight.dimension
+        ctx.set_materialize_grads(False)
         ctx.sizes = [piece.shape[weight.dimension] for piece in pieces]
         made = type(weight)(weight.tiles, weight.dimension)
         vars(made).update(vars(weight))
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:  # as for a whole weight: tiles without a gradient are not updated
+            return None, *(None for _ in ctx.sizes)
         return None, *gradient.split(ctx.sizes, ctx.dimension)
 
 

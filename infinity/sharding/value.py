@@ -3,6 +3,7 @@ outside of a forward] in `sharding/parameter`."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,11 @@ class LazyValue(LazyTensor):
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.place = unit, index
+
+    @property
+    def memory(self) -> Hashable:
+        """That of the parameter."""
+        return id(self.unit), self.place
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value."""

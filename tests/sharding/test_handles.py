@@ -3,6 +3,7 @@ reads it there gets plain PyTorch's numbers, and both of its tensors have one gr
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -300,3 +301,58 @@ def test_what_a_custom_function_saved_is_a_parameter(wrap: Wrap) -> None:
     assert issubclass(kind, LentParameter) and issubclass(kind, nn.Parameter)
     available = infinity.zero.ZeroParamStatus.AVAILABLE
     assert attributes == [3, model.head.weight.ds_id, available]
+
+
+def test_a_view_of_a_handle_is_one_of_the_dense_parameter_too(wrap: Wrap) -> None:
+    """A graph of handles may go backward while another node shows their unit."""
+    found = []
+    for model in (Net(), wrap(Net(), SMALLEST)):
+        net: Any = model
+        view = net.head.weight[2:]
+        with infinity.gathered(net.head.weight) if found else contextlib.nullcontext():
+            found.append([view.t() @ view])
+        both = Late.apply(inputs(), net.head.weight).square().mean() + (view @ view.t()).mean()
+        loss = both + net(inputs()).square().mean()
+        loss.backward()
+        found[-1].append(net.head.weight.grad + 0)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_numbers_are_read_of_a_saved_parameter(wrap: Wrap) -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(w)
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            (w,) = ctx.saved_tensors
+            array, rows = w.detach().numpy(), w.detach().tolist()
+            return g * (torch.tensor(array) + torch.tensor(rows))
+
+    found = []
+    for model in (Net(), wrap(Net(), SMALLEST)):
+        net: Any = model
+        Reads.apply(net.head.weight).backward()  # type: ignore[no-untyped-call]
+        found.append(net.head.weight.grad + 0)
+    assert torch.equal(*found)
+
+
+def test_no_gradient_of_a_custom_function_is_none(pair: tuple[Any, Any]) -> None:
+    """Zeros would be decayed."""
+
+    class Ignores(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            return g, None
+
+    for model in pair:
+        x = inputs().requires_grad_()
+        Ignores.apply(x, model.head.weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert model.head.weight.grad is None
