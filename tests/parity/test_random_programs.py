@@ -22,6 +22,9 @@ from support.children import CHILD
 
 EACH = 10
 SEEDS = 2  # `make random-programs` runs thousands
+USES = 60
+"""Programs with uses of one seed."""
+SEEDS_OF_USES = 5
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -31,6 +34,15 @@ def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(
     ran, found = run(seed, EACH)
     assert found is None, found
     assert ran == EACH
+
+
+@pytest.mark.parametrize("seed", range(SEEDS_OF_USES))
+def test_uses_of_weights_see_the_same_on_every_placement_and_in_plain_pytorch(
+    seed: int, one_thread: None
+) -> None:
+    ran, found = run(seed, USES, "uses")
+    assert found is None, found
+    assert ran == USES
 
 
 def test_the_command_runs_programs_in_processes_of_its_own() -> None:
@@ -47,7 +59,7 @@ def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     ]
     done = subprocess.run(command, capture_output=True, **CHILD)
     assert done.returncode == 0, done.stderr
-    assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
+    assert "4 programs of seeds from 7 on: 0 seeds differ" in done.stdout
 
 
 def test_programs_are_the_same_each_time_and_can_be_pasted(
