@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -36,7 +37,12 @@ def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     imported."""
     if "torch._dynamo" not in sys.modules:
         return function(*args)
-    return torch.compiler.disable(_call, reason=NO_GRAPH)(function, *args)
+    return _uncompiled_call()(function, *args)
+
+
+@functools.cache
+def _uncompiled_call() -> Callable[..., Any]:
+    return uncompiled(_call)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from infinity.modules import execution
-from infinity.optim import lazy_gradient
 from infinity.sharding import lazy_tensor, parameter, tiles, twins, value
 from infinity.sharding.parameter_data import ParameterData
 from random_programs.mutations import Mutation
