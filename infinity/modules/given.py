@@ -19,7 +19,7 @@ from infinity.directories.mapped import LEAST_BYTES
 from infinity.errors import ShardedParameterError
 
 
-class _Given(NamedTuple):
+class _GivenTensor(NamedTuple):
     """One tensor, as it was given."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -31,11 +31,11 @@ class GivenTensors:
     """Those of the state dicts of one model. For the thread that runs the model."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[str, _Given]] = []
+        self._given: list[tuple[str, _GivenTensor]] = []
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """`tensor` is given under `name`."""
-        given = _Given(weakref.ref(tensor), tensor._version, _digest(tensor))
+        given = _GivenTensor(weakref.ref(tensor), tensor._version, _digest(tensor))
         self._given.append((name, given))
 
     def forget(self) -> None:

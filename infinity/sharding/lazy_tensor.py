@@ -404,7 +404,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return found or None
 
 
-class _Copies:
+class Copies:
     """Copies of lazy tensors for one operator; those of one memory have one."""
 
     def __init__(self) -> None:
@@ -484,7 +484,7 @@ def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = list(filter(_is_lazy, tree_leaves(list(_written(func, args, kwargs)))))
     for lazy in written:
         lazy.check_replace()
-    copies = _Copies()
+    copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     found = func(*given, **named)
     copies.write(written)
@@ -493,7 +493,7 @@ def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator without a schema, which may write to nothing that it is given."""
-    copies = _Copies()
+    copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     found = func(*given, **named)
     copies.check_unwritten()
@@ -503,7 +503,7 @@ def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _on_copies_sent(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A collective, which writes to what it does not say: it ends here, and what changed is
     replaced."""
-    copies = _Copies()
+    copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     before = copies.cloned()
     found = func(*given, **named)

@@ -92,7 +92,7 @@ class Twins:
     def _make_handle(self) -> torch.Tensor:
         """A handle that shares the gradient accumulator of the dense tensor."""
         dense = self.tensor
-        blank = _Blank.of(dense)
+        blank = Blank.of(dense)
         if not dense.requires_grad:
             return blank
         self._accumulator = torch.autograd.graph.get_gradient_edge(dense).node
@@ -118,7 +118,7 @@ class Twins:
             self._exchange()
 
 
-class _Blank(LazyTensor):
+class Blank(LazyTensor):
     """A handle before it belongs to a parameter."""
 
     @classmethod
@@ -128,11 +128,11 @@ class _Blank(LazyTensor):
         return made
 
 
-def _again(func: Any, blank: _Blank) -> torch.Tensor:
-    return _Blank.of(blank)
+def _again(func: Any, blank: Blank) -> torch.Tensor:
+    return Blank.of(blank)
 
 
-_Blank.answers = {_ATEN.detach.default: _again, _ATEN.alias.default: _again}
+Blank.answers = {_ATEN.detach.default: _again, _ATEN.alias.default: _again}
 
 
 class _Save(torch.autograd.Function):

@@ -25,7 +25,7 @@ def _placeholder(real: Any) -> Any:
 
 def _own_accumulator(real: Any) -> Any:
     def make(self: Any) -> torch.Tensor:
-        return twins._Blank.of(self.tensor).requires_grad_(self.tensor.requires_grad)
+        return twins.Blank.of(self.tensor).requires_grad_(self.tensor.requires_grad)
 
     return make
 
@@ -103,7 +103,7 @@ OF_USES = (
     Mutation(
         "a handle has an accumulator of its own", twins.Twins, "_make_handle", _own_accumulator, 0
     ),
-    Mutation("views of copies swallow writes", lazy_tensor._Copies, "guarded", _as_it_is, 0),
+    Mutation("views of copies swallow writes", lazy_tensor.Copies, "guarded", _as_it_is, 0),
     Mutation("views of lazy tensors swallow writes", lazy_tensor.LazyView, "replace", _nothing, 0),
     Mutation(
         "views begin where the weight does", lazy_tensor.LazyView, "part_of", _views_of_the_whole, 0
