@@ -17,11 +17,15 @@ from random_programs import recipes
 from random_programs.comparing import difference
 from random_programs.many import drawn, run
 from random_programs.mutations import MUTATIONS, OF_RANKS, Mutation
+from random_programs.mutations_of_uses import OF_USES
 from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
 EACH = 10
 SEEDS = 2  # `make random-programs` runs thousands
+USES = 60
+"""Programs with uses of one seed."""
+SEEDS_OF_USES = 5
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -31,6 +35,15 @@ def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(
     ran, found = run(seed, EACH)
     assert found is None, found
     assert ran == EACH
+
+
+@pytest.mark.parametrize("seed", range(SEEDS_OF_USES))
+def test_uses_of_weights_see_the_same_on_every_placement_and_in_plain_pytorch(
+    seed: int, one_thread: None
+) -> None:
+    ran, found = run(seed, USES, "uses")
+    assert found is None, found
+    assert ran == USES
 
 
 def test_the_command_runs_programs_in_processes_of_its_own() -> None:
@@ -47,7 +60,7 @@ def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     ]
     done = subprocess.run(command, capture_output=True, **CHILD)
     assert done.returncode == 0, done.stderr
-    assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
+    assert "4 programs of seeds from 7 on: 0 seeds differ" in done.stdout
 
 
 def test_programs_are_the_same_each_time_and_can_be_pasted(
@@ -71,6 +84,14 @@ def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: No
     some = [recipe for seed in range(4) for recipe in drawn(seed, EACH)]
     with mutation():
         assert any(difference(recipe) is not None for recipe in (some[mutation.found_by], *some))
+
+
+@pytest.mark.parametrize("mutation", OF_USES, ids=lambda mutation: mutation.breaks)
+def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
+    recipe = [r for seed in range(2) for r in drawn(seed, USES, "uses")][mutation.found_by]
+    assert difference(recipe) is None
+    with mutation():
+        assert difference(recipe) is not None
 
 
 @pytest.mark.timeout(240)

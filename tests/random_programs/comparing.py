@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from random_programs.players import Plain, Seen, play, run
+from random_programs.players import Plain, Raised, Seen, play, run
 from random_programs.recipes import Recipe
+from random_programs.refusals import is_allowed
 
 PATIENCE = 120
 """Seconds after which a player that has not ended is taken for one that never will: a hundred times
@@ -26,6 +27,10 @@ REFUSED = (
 )
 """Says an engine of a model whose gradients come in another order than its layers: the program ends
 there."""
+STALE = "modified by an inplace operation"
+"""Says torch where a graph has outlived the values that it needs: no other error will do."""
+OUTDATED = "were updated after the forward whose backward needs them"
+"""Says the engine of a forward of the model."""
 LEAST = 2.0**-100
 """What is smaller may come from subnormal numbers, which begin at 2**-126."""
 
@@ -73,7 +78,9 @@ def difference(recipe: Recipe) -> Difference | None:
             except Hang:
                 return Difference(placement, "hang", "does not end")
         expected = seen if expected is None else expected
-        found = first_difference(expected, seen, placement, functools.partial(equal, scaled=scaled))
+        same = functools.partial(equal, scaled=scaled, rounds=recipe.rounds)
+        expected, seen = until_a_refusal(recipe, expected, seen)
+        found = first_difference(expected, seen, placement, same)
         if found is not None:
             return found
     return None
@@ -100,13 +107,34 @@ def first_difference(
     return None
 
 
-def equal(one: Any, other: Any, scaled: bool = False) -> bool:
+def until_a_refusal(
+    recipe: Recipe, expected: list[Seen], seen: list[Seen]
+) -> tuple[list[Seen], list[Seen]]:
+    """What both saw before the first operation that the engine refuses and may refuse. Other errors
+    are compared."""
+    for each in seen:
+        text = each.value if each.what == "error" else getattr(each.value, "text", None)
+        if text is not None and is_allowed(recipe, each.at, text):
+            return [s for s in expected if s.at < each.at], [s for s in seen if s.at < each.at]
+    return expected, seen
+
+
+def equal(one: Any, other: Any, scaled: bool = False, rounds: bool = False) -> bool:
     """Bit for bit, but for what a NaN is made of, and where the loss is `scaled` for subnormal
-    numbers: those are rounded to another place than in a backward without a scale."""
+    numbers: those are rounded to another place than in a backward without a scale. With `rounds`
+    sums may be taken in another order."""
+    if isinstance(one, Raised) and isinstance(other, Raised):
+        return one == other and (
+            STALE not in one.text or any(text in other.text for text in (STALE, OUTDATED))
+        )
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and one == other
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
+    if rounds and one.is_floating_point():
+        most = 1e-3 if one.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        size = one.nan_to_num().abs().max().item() if one.numel() else 0.0
+        return torch.allclose(one, other, rtol=most, atol=most * size + 1e-6, equal_nan=True)
     same = one.eq(other) & (one.signbit() == other.signbit()) | (one.isnan() & other.isnan())
     if scaled and one.is_floating_point():
         same |= (one.abs() < LEAST) & (other.abs() < LEAST)

@@ -24,7 +24,10 @@ from random_programs.comparing import Difference, difference
 from random_programs.jitter import jitter
 from random_programs.ranks import TwoRanks
 from random_programs.recipes import Recipe, programs
+from random_programs.use_recipes import programs_with_uses
 
+KINDS = {"training": programs, "uses": programs_with_uses}
+"""The strategies."""
 EACH = 20
 """Programs of one seed: ten that hypothesis draws anew, then changed ones. It stops at the first
 that differs, and shrinks it."""
@@ -33,9 +36,12 @@ that differs, and shrinks it."""
 def main() -> int:
     """Run the programs that the command line says; returns how many seeds found a difference."""
     parser = argparse.ArgumentParser(prog="random_programs", description=__doc__)
-    parser.add_argument("--programs", type=int, default=5000, help="how many")
+    parser.add_argument("--programs", type=int, default=5000, help="how many of each kind")
     parser.add_argument(
         "--first", type=int, default=1000, help="the first seed; each draws 20 programs"
+    )
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), help="those of training alone, or those with uses"
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
@@ -49,17 +55,18 @@ def main() -> int:
         return _on_two_ranks(options.programs, options.first, options.jitter)
     begin = time.monotonic()
     ran = differing = 0
-    left = options.programs
-    jobs: list[tuple[int, int, bool]] = []
-    while left > 0:
-        jobs.append((options.first + len(jobs), min(EACH, left), options.jitter))
-        left -= EACH
+    kinds = [options.kind] if options.kind else sorted(KINDS)
+    jobs = [
+        (options.first + number, min(EACH, options.programs - EACH * number), kind, options.jitter)
+        for number in range(-(-options.programs // EACH))
+        for kind in kinds
+    ]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for done, (seed, count, found) in enumerate(pool.imap_unordered(_job, jobs), 1):
+        for done, (seed, kind, count, found) in enumerate(pool.imap_unordered(_job, jobs), 1):
             ran += count
             if found is not None:
                 differing += 1
-                print(f"seed {seed}: {found}", flush=True)
+                print(f"seed {seed} of {kind}: {found}", flush=True)
             if done % 20 == 0:
                 print(
                     f"{ran} programs, {differing} seeds differ, {time.monotonic() - begin:.0f} s",
@@ -91,11 +98,11 @@ def _on_two_ranks(programs: int, first: int, jitters: bool) -> int:
     return differing
 
 
-def _job(job: tuple[int, int, bool]) -> tuple[int, int, str | None]:
+def _job(job: tuple[int, int, str, bool]) -> tuple[int, str, int, str | None]:
     logging.getLogger("infinity").setLevel(logging.ERROR)
-    seed, count, jitters = job
+    seed, count, kind, jitters = job
     with jitter(seed) if jitters else nullcontext():
-        return seed, *run(seed, count)
+        return seed, kind, *run(seed, count, kind)
 
 
 class Differs(Exception):
@@ -108,9 +115,9 @@ class Differs(Exception):
         )
 
 
-def run(seed: int, count: int) -> tuple[int, str | None]:
-    """Run `count` programs. Returns how many were run before one differed, and the smallest one
-    that differs in the same."""
+def run(seed: int, count: int, kind: str = "training") -> tuple[int, str | None]:
+    """Run `count` programs of one of `KINDS`. Returns how many were run before one differed, and
+    the smallest one that differs in the same."""
     ran = 0
     first: Difference | None = None
     last: Differs | None = None
@@ -130,7 +137,7 @@ def run(seed: int, count: int) -> tuple[int, str | None]:
         raise last
 
     try:
-        _each(seed, count, (Phase.generate, Phase.shrink), same)
+        _each(seed, count, kind, (Phase.generate, Phase.shrink), same)
     except Differs as error:
         return ran, str(error)
     except Flaky:
@@ -139,14 +146,16 @@ def run(seed: int, count: int) -> tuple[int, str | None]:
 
 
 @functools.cache
-def drawn(seed: int, count: int) -> tuple[Recipe, ...]:
+def drawn(seed: int, count: int, kind: str = "training") -> tuple[Recipe, ...]:
     """The programs that `run` runs."""
     recipes: list[Recipe] = []
-    _each(seed, count, (Phase.generate,), recipes.append)
+    _each(seed, count, kind, (Phase.generate,), recipes.append)
     return tuple(recipes)
 
 
-def _each(seed: int, count: int, phases: tuple[Phase, ...], call: Callable[[Recipe], None]) -> None:
+def _each(
+    seed: int, count: int, kind: str, phases: tuple[Phase, ...], call: Callable[[Recipe], None]
+) -> None:
     """Let hypothesis call it with `count` programs; the same ones each time."""
 
     @hypothesis.seed(seed)
@@ -159,7 +168,7 @@ def _each(seed: int, count: int, phases: tuple[Phase, ...], call: Callable[[Reci
         report_multiple_bugs=False,
         print_blob=False,
     )
-    @given(programs())
+    @given(KINDS[kind]())
     def test(recipe: Recipe) -> None:
         call(recipe)
 

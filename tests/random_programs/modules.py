@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from random_programs.recipes import Model
+from random_programs.uses import Uses
 
 VOCABULARY = 32
 ROWS, LENGTH = 2, 3
@@ -37,6 +38,8 @@ class Pass:
     at: int = -1
     fault: type[BaseException] = Fault
     calls: int = 0
+    use: Callable[[Any], None] | None = None
+    """What the model does at the end of its forward."""
 
 
 class Trip(torch.autograd.Function):
@@ -259,6 +262,14 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+def _block(kind: str, width: int) -> nn.Module:
+    """A block of one of `KINDS`, or of `uses.EXPRESSIONS`."""
+    if kind in KINDS:
+        return KINDS[kind](width)
+    how, _, name = kind.partition(" ")
+    return Uses(width, name, borrows=how == "borrows")
+
+
 def hidden(output: Any) -> torch.Tensor:
     """What goes on to the next block, of whatever a block returned."""
     if isinstance(output, dict):
@@ -288,7 +299,7 @@ class Net(nn.Module):
         super().__init__()
         self.recipe = recipe
         width = recipe.width
-        blocks = [KINDS[block.kind](width) for block in recipe.blocks]
+        blocks = [_block(block.kind, width) for block in recipe.blocks]
         for first, second in recipe.tied:
             blocks[second].inner.weight = blocks[first].inner.weight
         for block, module in zip(recipe.blocks, blocks, strict=True):
@@ -325,7 +336,10 @@ class Net(nn.Module):
 
     def forward(self, batch: torch.Tensor, run: Pass) -> torch.Tensor:
         x = batch if self.embedding is None else self.embedding(batch)
-        return self.head(self._walk(self.recipe.path, run, x))
+        outputs = self.head(self._walk(self.recipe.path, run, x))
+        if run.use is not None:
+            run.use(self)
+        return outputs
 
     def _walk(self, steps: Any, run: Pass, x: torch.Tensor) -> torch.Tensor:
         for step in steps:
@@ -345,11 +359,11 @@ class Net(nn.Module):
         return x
 
 
-def build(recipe: Model) -> Net:
-    """The model, in training mode."""
+def build(recipe: Model, whole: bool = False) -> Net:
+    """The model, in training mode; with `whole` without tiles."""
     torch.manual_seed(0)
     model = Net(recipe).to(getattr(torch, recipe.dtype)).train()
-    return infinity.tile(model, recipe.tiles) if recipe.tiles else model
+    return infinity.tile(model, recipe.tiles) if recipe.tiles and not whole else model
 
 
 def units_of(model: Net) -> list[Any] | None:

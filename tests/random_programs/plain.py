@@ -77,6 +77,11 @@ class Rule(torch.optim.Optimizer):
             if p.grad is not None:
                 p.grad.mul_(self._clips.pop(p, 1.0))
 
+    def settle(self, p: torch.Tensor) -> None:
+        """`apply`, for one parameter."""
+        if p.grad is not None:
+            p.grad.mul_(self._clips.pop(p, 1.0))
+
     def forget(self, p: torch.Tensor) -> None:
         """There is no gradient any more."""
         p.grad = None

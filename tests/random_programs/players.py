@@ -20,10 +20,12 @@ from torch import nn
 
 import infinity
 from infinity.modules import saved_tensors
+from infinity.sharding.tiles import TiledWeight, pieces_of
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
 from random_programs.recipes import Recipe
+from random_programs.using import Using, is_refusal, weights_of
 
 ALGORITHMS = {"adamw": "adam"}
 """The values of `Config.algorithm` that are not called like the rule."""
@@ -35,6 +37,10 @@ RULES: dict[str, Callable[..., infinity.Optimizer]] = {
     "sgd": infinity.SGD,
     "momentum": infinity.SGD,
 }
+
+
+SPARED = (("later", 0), ("kept", 0))
+"""What outlives a step, among the graphs."""
 
 
 class Seen(NamedTuple):
@@ -51,20 +57,22 @@ class Raised:
 
     kind: str
     text: str = dataclasses.field(compare=False)
+    refusal: bool = dataclasses.field(default=False, compare=False)
+    """Whether the engine has raised it on purpose."""
 
 
-class Player:
+class Player(Using):
     """Runs the operations of a program. What differs between plain PyTorch and the engine is left
     to subclasses."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.seen: list[Seen] = []
-        self.graphs: dict[int, torch.Tensor] = {}
+        self.graphs: dict[Any, Any] = {}
         self.fault: tuple[Any, ...] | None = None
         self.saved = False
         self.at = 0
-        self.model = modules.build(recipe.model)
+        self.model = self._build()
         self.parameters = self._trainable()
         self.optimizer: Any = None
         self.open(self._place())
@@ -74,7 +82,11 @@ class Player:
         return ""
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        named = weights_of(self.model) if self.recipe.whole else self.model.named_parameters()
+        return [(name, p) for name, p in named if p.requires_grad]
+
+    def _build(self) -> modules.Net:
+        return modules.build(self.recipe.model)
 
     def _make_optimizer(self) -> None:
         training = self.recipe.training
@@ -87,7 +99,7 @@ class Player:
         decays = (training.weight_decay, 0.0)
         self.optimizer = self.make_optimizer(
             [
-                {"params": g, "lr": lr, "weight_decay": decay}
+                {"params": pieces_of(g), "lr": lr, "weight_decay": decay}
                 for g, lr, decay in zip(groups, rates, decays, strict=False)
             ]
         )
@@ -101,6 +113,12 @@ class Player:
                 getattr(self, "op_" + name.replace(" ", "_"))(*arguments)
             except (RuntimeError, Fault, Interrupt) as error:
                 self._failed(error)
+            except infinity.BudgetError:
+                raise
+            except Exception as error:
+                if not self.recipe.whole:
+                    raise
+                self._failed(error)
         self.at += 1
         for what in ("gradients", "weights", "states"):
             self.op_look(what)
@@ -110,14 +128,24 @@ class Player:
         self.see(
             "raised",
             Raised(
-                "RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__,
+                self._kind_of(error),
                 str(error),
+                is_refusal(error),
             ),
         )
         self.graphs.clear()
         self.fault = None
-        if isinstance(error, RuntimeError):  # of torch, which does not say how far a backward came
+        if self._kind_of(error) in (
+            "RuntimeError",
+            "error",
+        ):  # of torch, which does not say how far a backward came
             self.zero_grad()
+
+    def _kind_of(self, error: BaseException) -> str:
+        """Where users may do anything, errors of any other kinds are as good."""
+        if self.recipe.whole and not isinstance(error, (Fault, Interrupt)):
+            return "error"
+        return "RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__
 
     def see(self, what: str, value: Any) -> None:
         """Note what was seen."""
@@ -142,6 +170,9 @@ class Player:
     def forget(self, parameter: nn.Parameter) -> None:
         """Forget one gradient."""
         parameter.grad = None
+
+    def settle(self, parameter: torch.Tensor) -> None:
+        """Before the gradient of a parameter is changed by hand."""
 
     def zero_grad(self) -> None:
         """Forget all gradients of the model."""
@@ -244,7 +275,9 @@ class Player:
 
     def op_step(self) -> None:
         """An optimizer step."""
-        self.graphs = {slot: loss for slot, loss in self.graphs.items() if slot == 2}
+        self.graphs = {
+            slot: loss for slot, loss in self.graphs.items() if slot == 2 or slot in SPARED
+        }
         self.optimizer.step()
         norm = self.optimizer.grad_norm
         self.see("norm", None if norm is None else torch.tensor(norm, dtype=torch.float32))
@@ -304,6 +337,8 @@ class Player:
 
     def op_look(self, what: str) -> None:
         """See all gradients, weights or states."""
+        if what == "states" and self.recipe.rounds:
+            return  # of tiles
         for name, value in sorted(getattr(self, what)(), key=lambda pair: pair[0]):
             self.see(f"{what} {name}", value)
 
@@ -356,6 +391,12 @@ def _checkpoints(path: Any, reentrant: bool) -> Iterator[bool]:
 
 class Plain(Player):
     """Plain PyTorch, with the update rules of `plain`."""
+
+    def _build(self) -> modules.Net:
+        return modules.build(self.recipe.model, self.recipe.whole)
+
+    def settle(self, parameter: torch.Tensor) -> None:
+        self.optimizer.settle(parameter)
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Rule:
         training = self.recipe.training
@@ -475,7 +516,8 @@ class Wrapped(Player):
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self.parameters:
-            gradient = self.engine.gradient(parameter)
+            tiled = isinstance(parameter, TiledWeight)
+            gradient = parameter.grad if tiled else self.engine.gradient(parameter)
             yield name, gradient if gradient is None else gradient.to(parameter.dtype)
 
     def weights(self) -> Iterator[tuple[str, Any]]:
@@ -527,7 +569,7 @@ class Wrapped(Player):
         ]
         self.engine.close()
         names = self.recipe.placements
-        self.model = modules.build(self.recipe.model)
+        self.model = self._build()
         if weights is not None:
             self.model.load_state_dict(weights)
         self.parameters = self._trainable()

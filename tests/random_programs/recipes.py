@@ -115,6 +115,13 @@ class Recipe:
     program: tuple[Operation, ...]
     training: Training = Training()
     placements: tuple[str, ...] = PLACEMENTS
+    whole: bool = False
+    """Weights in tiles are whole in plain PyTorch. Then sums may round in other ways."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the engine may round otherwise than plain PyTorch."""
+        return self.whole and self.model.tiles > 0
 
 
 BATCHES = st.integers(0, 7)
@@ -342,3 +349,8 @@ _WEIGHTS: tuple[tuple[int, SearchStrategy[list[Operation]]], ...] = (
 _PHRASES = st.sampled_from([phrase for weight, phrase in _WEIGHTS for _ in range(weight)]).flatmap(
     lambda phrase: phrase
 )
+
+
+def phrases() -> SearchStrategy[list[Operation]]:
+    """Some operations that make sense together."""
+    return _PHRASES

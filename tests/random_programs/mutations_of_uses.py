@@ -1,0 +1,96 @@
+"""Faults that uses of weights once had, put back: programs with uses must find each of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.sharding import lazy_tensor, parameter, tiles, twins, value
+from random_programs.mutations import Mutation
+
+
+def _placeholder(real: Any) -> Any:
+    def fetch(self: Any) -> torch.Tensor:
+        return torch.full_like(real(self), 0.125)
+
+    return fetch
+
+
+def _own_accumulator(real: Any) -> Any:
+    def make(self: Any) -> torch.Tensor:
+        return twins._Blank.of(self.tensor).requires_grad_(self.tensor.requires_grad)
+
+    return make
+
+
+def _hook_on_the_handle(real: Any) -> Any:
+    def hook(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return hook
+
+
+def _another_parameter(real: Any) -> Any:
+    def passing(parameter: torch.Tensor, hook: Any) -> Any:
+        return hook
+
+    return passing
+
+
+def _not_linked(real: Any) -> Any:
+    return lambda self: self
+
+
+def _old_values(real: Any) -> Any:
+    """What was read first stays."""
+    read: dict[Any, torch.Tensor] = {}
+
+    def fetch(self: Any) -> torch.Tensor:
+        key = id(self.unit), self.place
+        if key not in read:
+            read[key] = real(self)
+        return read[key].clone()
+
+    return fetch
+
+
+def _views_of_the_whole(real: Any) -> Any:
+    def part_of(self: Any, whole: torch.Tensor) -> torch.Tensor:
+        found = real(self, whole)
+        start = whole.reshape(-1)[: found.numel()]
+        return start.view(found.shape) if found.dim() else found
+
+    return part_of
+
+
+def _blind_gradients(real: Any) -> Any:
+    def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return tuple(None if g is None else torch.zeros_like(g) for g in real(outputs, inputs))
+
+    return gradients
+
+
+OF_USES = (
+    Mutation("a handle answers with a placeholder", value.LazyValue, "fetch", _placeholder, 0),
+    Mutation(
+        "a handle answers with what was read first", value.LazyValue, "fetch", _old_values, 10
+    ),
+    Mutation(
+        "a weight in tiles answers with a placeholder", tiles.TiledWeight, "fetch", _placeholder, 8
+    ),
+    Mutation(
+        "a handle has an accumulator of its own", twins.Twins, "_make_handle", _own_accumulator, 0
+    ),
+    Mutation(
+        "views begin where the weight does", lazy_tensor.LazyView, "part_of", _views_of_the_whole, 0
+    ),
+    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 10),
+    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 10),
+    Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 8),
+    Mutation(
+        "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 69
+    ),
+)
+"""What programs with uses must find."""

@@ -1,0 +1,34 @@
+"""What the engine may refuse of the uses of weights, where plain PyTorch works."""
+
+from __future__ import annotations
+
+import re
+
+from random_programs.recipes import Recipe
+
+ALLOWED: dict[str, str] = {
+    "dlpack": r"dlpack",
+    "hooks": r"a weight in tiles has no gradient of its own; register hooks on its tiles",
+    "inputs": r"torch\.autograd\.grad\(loss, \[weight\]\)",
+    **dict.fromkeys(("keeps", "keeps views"), r"leaves a view of .* behind"),
+    **dict.fromkeys(
+        ("func.grad", "func.vjp", "func.jacrev", "func.both"),
+        r"Such hooks bring the parameters of a wrapped model back for the backward",
+    ),
+    "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
+    "compiled": r"the gradient of .* has no memory of its own that untyped_storage could use",
+    "kept view": r"was forgotten since \.grad was read; keep a copy",
+}
+"""A text, as a regular expression, that a refusal may have, by the name of an expression, of a way,
+of an operation, or of what is done with a graph."""
+
+
+def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
+    """Whether operation number `at` of a program may be refused with this text, for something that
+    it does or an earlier one did."""
+    names = [f"block {block.kind.partition(' ')[2]}" for block in recipe.model.blocks]
+    for operation in recipe.program[: at + 1]:
+        for part in operation:
+            names += part if isinstance(part, tuple) else [part]
+    patterns = [ALLOWED[name] for name in names if isinstance(name, str) and name in ALLOWED]
+    return any(re.search(pattern, text) for pattern in patterns)
