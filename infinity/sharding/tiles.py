@@ -105,6 +105,11 @@ class TiledWeight(LazyTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.retains_grad
 
+    def _is_linked(self) -> bool:
+        """Whether autograd sees this weight as the output of a node."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is not None
+
     def relink(self) -> TiledWeight:
         """This weight, as the output of a new node that leads to its tiles. See [Note: a weight in
         tiles and autograd]."""
@@ -122,6 +127,10 @@ class TiledWeight(LazyTensor):
                         data = type(piece).unit.data
                         data.note(self)
                         data.note(linked)
+            elif not any(piece.requires_grad for piece in pieces) and self._is_linked():
+                # It was frozen: its last node would still lead to the tiles.
+                made = type(self)(self.tiles, self.dimension)
+                torch._C._swap_tensor_impl(self, made)
         return self
 
     @property

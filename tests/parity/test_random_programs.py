@@ -17,6 +17,7 @@ from random_programs import recipes
 from random_programs.comparing import difference
 from random_programs.many import drawn, run
 from random_programs.mutations import MUTATIONS, OF_RANKS, Mutation
+from random_programs.mutations_of_uses import OF_USES
 from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
@@ -83,6 +84,14 @@ def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: No
     some = [recipe for seed in range(4) for recipe in drawn(seed, EACH)]
     with mutation():
         assert any(difference(recipe) is not None for recipe in (some[mutation.found_by], *some))
+
+
+@pytest.mark.parametrize("mutation", OF_USES, ids=lambda mutation: mutation.breaks)
+def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
+    recipe = [r for seed in range(2) for r in drawn(seed, USES, "uses")][mutation.found_by]
+    assert difference(recipe) is None
+    with mutation():
+        assert difference(recipe) is not None
 
 
 @pytest.mark.timeout(240)

@@ -6,14 +6,8 @@ from typing import Any
 
 import torch
 
-from infinity.modules import execution
 from infinity.sharding import lazy_tensor, parameter, tiles, twins, value
-from infinity.sharding.parameter_data import ParameterData
 from random_programs.mutations import Mutation
-
-
-def _nothing(real: Any) -> Any:
-    return lambda *arguments, **options: None
 
 
 def _placeholder(real: Any) -> Any:
@@ -28,10 +22,6 @@ def _own_accumulator(real: Any) -> Any:
         return twins.Blank.of(self.tensor).requires_grad_(self.tensor.requires_grad)
 
     return make
-
-
-def _as_it_is(real: Any) -> Any:
-    return lambda self, value: value
 
 
 def _hook_on_the_handle(real: Any) -> Any:
@@ -82,43 +72,25 @@ def _blind_gradients(real: Any) -> Any:
     return gradients
 
 
-def _first_tile(real: Any) -> Any:
-    def replace(self: Any, values: torch.Tensor) -> None:
-        real(self, torch.cat([values[:1], self.fetch()[1:]]))
-
-    return replace
-
-
 OF_USES = (
+    Mutation("a handle answers with a placeholder", value.LazyValue, "fetch", _placeholder, 0),
     Mutation(
-        "a handle answers with a placeholder", parameter.ShardedParameter, "fetch", _placeholder, 0
-    ),
-    Mutation("detached values are a placeholder", value.LazyValue, "fetch", _placeholder, 0),
-    Mutation(
-        "detached values are those that were read first", value.LazyValue, "fetch", _old_values, 0
+        "a handle answers with what was read first", value.LazyValue, "fetch", _old_values, 10
     ),
     Mutation(
-        "a weight in tiles answers with a placeholder", tiles.TiledWeight, "fetch", _placeholder, 0
+        "a weight in tiles answers with a placeholder", tiles.TiledWeight, "fetch", _placeholder, 8
     ),
     Mutation(
         "a handle has an accumulator of its own", twins.Twins, "_make_handle", _own_accumulator, 0
     ),
-    Mutation("views of copies swallow writes", lazy_tensor.Copies, "guarded", _as_it_is, 0),
-    Mutation("views of lazy tensors swallow writes", lazy_tensor.LazyView, "replace", _nothing, 0),
     Mutation(
         "views begin where the weight does", lazy_tensor.LazyView, "part_of", _views_of_the_whole, 0
     ),
-    Mutation("a step counts no versions up", ParameterData, "outdate", _nothing, 0),
-    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 0),
-    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 0),
-    Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 0),
-    Mutation("tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 0),
+    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 10),
+    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 10),
+    Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 8),
     Mutation(
-        "no weight in a custom function is a use",
-        execution.Execution,
-        "sweep",
-        lambda real: real,
-        0,
+        "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 69
     ),
 )
 """What programs with uses must find."""

@@ -16,6 +16,7 @@ ALLOWED: dict[str, str] = {
         r"Such hooks bring the parameters of a wrapped model back for the backward",
     ),
     "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
+    "compiled": r"the gradient of .* has no memory of its own that untyped_storage could use",
     "kept view": r"was forgotten since \.grad was read; keep a copy",
 }
 """A text, as a regular expression, that a refusal may have, by the name of an expression, of a way,

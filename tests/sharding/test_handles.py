@@ -356,3 +356,15 @@ def test_no_gradient_of_a_custom_function_is_none(pair: tuple[Any, Any]) -> None
         x = inputs().requires_grad_()
         Ignores.apply(x, model.head.weight).sum().backward()  # type: ignore[no-untyped-call]
         assert model.head.weight.grad is None
+
+
+def test_a_weight_that_is_frozen_later_gets_no_gradient(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        model(inputs(), lambda net, x: x @ net.head.weight).sum().backward()
+        model.head.weight.grad = None
+        model.head.weight.requires_grad_(False)
+        model(inputs(), lambda net, x: x @ net.head.weight).sum().backward()
+        assert model.head.weight.grad is None
+        model.head.weight.requires_grad_(True)
+        model(inputs(), lambda net, x: x @ net.head.weight).sum().backward()
+        assert model.head.weight.grad is not None
