@@ -44,7 +44,9 @@ def close_engines(directory: str | os.PathLike[str] | None = None) -> int:
 def beside_own_engines(config: Config | None) -> Iterator[None]:
     """A `wrap` with `config`: engines in its directories that only garbage keeps are closed first,
     and a refusal names those that are left."""
-    directories = [] if config is None else [Path(each) for each in config.nvme]
+    # What is no Config is refused inside.
+    nvme = config.nvme if isinstance(config, Config) else ()
+    directories = [Path(each) for each in nvme]
     if _open_engines(directories):
         gc.collect()
         await_closings()

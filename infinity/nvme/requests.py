@@ -32,11 +32,19 @@ def check(
     )
 
 
+def refuse_memory(tensor: torch.Tensor) -> None:
+    """Let a tensor of a wrapped model that has no memory say so, with a way out."""
+    refuse = getattr(tensor, "refuse_memory", None)
+    if refuse is not None:
+        refuse("the address")
+
+
 def memory_of(operation: str, tensor: torch.Tensor, what: str) -> tuple[int, int]:
     """Address and length of the tensor's memory, which `operation` may use."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: it takes a torch.Tensor, not {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        refuse_memory(tensor)
         raise TypeError(
             f"{what}: a {type(tensor).__name__} has no memory of its own; give the tensors "
             "that it wraps"

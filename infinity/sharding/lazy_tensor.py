@@ -181,6 +181,10 @@ class LazyTensor(torch.Tensor):
             raise self._has_no_memory("__dlpack__")
         return brought(self).__dlpack__(**named)
 
+    def refuse_memory(self, what: str) -> None:
+        """Raise `ShardedParameterError` for code that wants the address."""
+        raise self._has_no_memory(what)
+
     def _has_no_memory(self, what: str) -> ShardedParameterError:
         way = _WRITE if what.endswith("_") and not what.endswith("__") else _COPY
         return ShardedParameterError(f"{self.called} {_NO_MEMORY.format(what=what, way=way)}")

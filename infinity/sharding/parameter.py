@@ -221,6 +221,14 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         unit = type(self).unit
         return read(unit, unit.position(self))
 
+    def refuse_memory(self, what: str) -> None:
+        """Raise `ShardedParameterError` for code that wants the address."""
+        unit = type(self).unit
+        raise ShardedParameterError(
+            f"{unit.name_of(self)} (unit {unit.name}) lives on {unit.tier} and {what} was asked "
+            f"for outside of its module's forward; {_GATHER}"
+        )
+
     def replace(self, values: torch.Tensor) -> None:
         """Refused."""
         raise ShardedParameterError(f"{WRITE} ({type(self).unit.name_of(self)})")

@@ -355,7 +355,7 @@ def _data(weight: TiledWeight, *value: torch.Tensor) -> torch.Tensor | None:
     given = value[0]
     parts = given.pieces if isinstance(given, TiledWeight) else weight.divided(given)
     for piece, part in zip(weight.pieces, parts, strict=True):
-        piece.data = part
+        piece.data = brought(part)
     return None
 
 

@@ -22,7 +22,9 @@ Hooks on gradients lie with the dense tensor, because its node runs them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.errors import ShardedParameterError
 from infinity.sharding.lazy_tensor import LazyTensor
 
 _ATEN: Any = torch.ops.aten
@@ -83,7 +86,7 @@ class Twins:
         except RuntimeError:
             # Autocast refers to leaves whose casts it keeps. See [Note: casts] in `modules/hooks`.
             torch.clear_autocast_cache()
-            torch._C._swap_tensor_impl(mine, other)
+            _swap_at_last(mine, other)
         self.is_handle = not self.is_handle
         handle, hidden = self._kinds
         mine.__class__ = handle if self.is_handle else self.plain
@@ -146,6 +149,21 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None
+
+
+def _swap_at_last(mine: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange the tensors of two objects to which something refers weakly, maybe garbage."""
+    for collect in (None, gc.collect):
+        if collect is not None:
+            collect()
+        with contextlib.suppress(RuntimeError):
+            torch._C._swap_tensor_impl(mine, other)
+            return
+    raise ShardedParameterError(
+        "a parameter of a wrapped model is kept by what made a graph of the model, such as a "
+        "torch.jit.trace that failed and whose traceback is still there; delete that (the "
+        "exception, and sys.last_traceback)"
+    )
 
 
 def passing(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Callable[[Any], None]:

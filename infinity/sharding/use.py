@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from infinity.sharding.layout import ParameterPlace
+from infinity.sharding.lazy_tensor import brought
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
@@ -109,7 +110,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _DATA.__set__(self, value)
+        _DATA.__set__(self, brought(value))
 
     @property
     def grad(self) -> torch.Tensor | None:
