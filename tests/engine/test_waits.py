@@ -121,6 +121,7 @@ WAITS: dict[str, tuple[str, str]] = {
         "the thread of the snapshot ends with its I/O, and when it is cancelled",
         "test_snapshots.py::test_cancelled",
     ),
+    "closing.py await_closings": ("gives up after a minute", CLOSING[1]),
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
@@ -191,6 +192,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/exchange.py Collective._await": COLLECTIVE,
     "sharding/exchange.py Exchange.sum": COLLECTIVE,
     "sharding/exchange.py Exchange.sum_by_rank": COLLECTIVE,
+    "sharding/exchange.py Exchange.sum_alike": COLLECTIVE,
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),
     "sharding/exchange.py Exchange._run": ("`close` posts None", CLOSING[1]),
     "sharding/exchange.py Exchange._join": RANKS,
@@ -199,8 +201,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/gradient_block.py GradientBlock.reduce_home": DEVICE,
     "sharding/gradient_block.py GradientBlock.rewrite": DRIVE,
     "sharding/gradients.py Gradients._drop_forgotten": COLLECTIVE,
+    "sharding/gradients.py Gradients._scale_assigned": COLLECTIVE,
     "sharding/gradients.py Gradients.settle": COLLECTIVE,
     "sharding/gradients.py Gradients.reduce": DEVICE,
+    "sharding/lazy_tensor.py _on_copies_sent": ("torch's timeout of the user's group", RANKS[1]),
     "sharding/unit.py Unit.gather_ahead": STORE,
     "sharding/unit.py Unit.wait": STORE,
     "sharding/states.py States.read_chunk": COLLECTIVE,
