@@ -138,6 +138,8 @@ class ParameterData:
     def close(self) -> None:
         """The parameters are handles without values for good."""
         self.guard()
+        for twins in self._twins:
+            twins.close()
         self.views.close()
         self._windows.clear()
 

@@ -108,6 +108,11 @@ class Twins:
         handle: torch.Tensor = saving.grad_fn.saved_tensors[0]
         return handle
 
+    def close(self) -> None:
+        """No gradient comes any more. The node refers to the dense tensor, so this ends a cycle
+        that Python's collector does not see."""
+        self._accumulator = None
+
     @contextmanager
     def dense(self) -> Iterator[None]:
         """Inside, the parameter is the dense tensor, of its plain class; its data is not there."""
