@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, in_words
-from infinity.optim.bench import BenchStates, Carried, Workbench, host_copy
 from infinity.optim.kernels import Segment
 from infinity.optim.norm import NormGroup
 from infinity.optim.optimizer import Optimizer
@@ -30,6 +29,7 @@ from infinity.optim.state_tensors import StateCopy, StateTensor
 from infinity.optim.state_view import Keeper
 from infinity.optim.step import Step
 from infinity.optim.trial import step_of, try_out
+from infinity.optim.workbench import BenchStates, Carried, Workbench, host_copy
 from infinity.placement.spec import MOMENTS, Kind
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import Unit

@@ -373,10 +373,6 @@ def _zero(func: Any, tensor: Any) -> Any:
     return tensor
 
 
-def _detach(func: Any, tensor: Any) -> Any:
-    return LazyGradient(tensor.gradient) if isinstance(tensor, LazyGradient) else NotImplemented
-
-
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.norm.Scalar: _norm,
@@ -388,8 +384,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN._foreach_mul_.ScalarList: _scale_all,
     _ATEN._amp_foreach_non_finite_check_and_unscale_.default: _unscale_all,
     _ATEN.zero_.default: _zero,
-    _ATEN.detach.default: _detach,
-    _ATEN.alias.default: _detach,
 }
 
 
@@ -422,6 +416,10 @@ class LazyGradient(LazyTensor):
         """A copy of the gradient on its device."""
         _ = self.gradient.place
         return self.gradient.fetch().to(self.dtype)
+
+    def detached(self) -> LazyGradient:
+        """The same again."""
+        return LazyGradient(self.gradient)
 
     def check_replace(self) -> None:
         """Raises `ShardedParameterError` when it was forgotten."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,8 +27,6 @@ from infinity.sharding.parameter import METADATA
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
-
-_ATEN: Any = torch.ops.aten
 
 
 class Slot:
@@ -156,10 +154,6 @@ class CountSlot(Slot):
         return self._counts.get(self._key, 0)
 
 
-def _alias(func: Any, tensor: StateTensor) -> StateTensor:
-    return StateTensor(tensor.slot, tensor.content)
-
-
 class _Content:
     """What a `StateTensor` and its aliases have: the state, or what it was when the entry got
     another tensor."""
@@ -172,7 +166,6 @@ class StateTensor(LazyTensor):
     """A tensor in `optimizer.state`: reading it fetches the state, and what is written in place
     replaces it. Once the entry has another tensor, this one keeps what it was then."""
 
-    answers: ClassVar[Any] = {_ATEN.detach.default: _alias, _ATEN.alias.default: _alias}
     way = (
         "a part of a copy of an optimizer state of a wrapped model was changed in place, which "
         "would be lost; change the state itself, as optimizer.state[parameter]['exp_avg'][rows] = "
@@ -187,6 +180,10 @@ class StateTensor(LazyTensor):
         self.slot = slot
         self.content = _Content() if content is None else content
         """Shared with aliases."""
+
+    def detached(self) -> StateTensor:
+        """The same again."""
+        return StateTensor(self.slot, self.content)
 
     @property
     def is_current(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.optim.bench import host_copy, options_of, same
+from infinity.optim.workbench import host_copy, options_of, same
 
 _SHAPES = (
     ((3, 4), (5, 2), (4, 4)),  # some take matrices alone

@@ -40,6 +40,10 @@ class JoinedTensor(LazyTensor):
         with torch.no_grad():
             return torch.cat([brought(part).detach() for part in self.parts], self.dimension)
 
+    def detached(self) -> JoinedTensor:
+        """The same again."""
+        return JoinedTensor(self.parts, self.dimension)
+
     def check_replace(self) -> None:
         """As of the parts."""
         for part in self.parts:
@@ -77,17 +81,9 @@ def _each(func: Any, tensor: Any, *args: Any) -> Any:
     return tensor
 
 
-def _detach(func: Any, tensor: Any) -> Any:
-    if not isinstance(tensor, JoinedTensor):
-        return NotImplemented
-    return JoinedTensor(tensor.parts, tensor.dimension)
-
-
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.mul_.Tensor: _each,
     _ATEN.mul_.Scalar: _each,
     _ATEN.zero_.default: _each,
-    _ATEN.detach.default: _detach,
-    _ATEN.alias.default: _detach,
 }
 JoinedTensor.answers = _ANSWERS

@@ -48,6 +48,8 @@ _LIKE = {
     )
 }
 """Operators that ask for shape, dtype and device alone."""
+DETACHING = (_ATEN.detach.default, _ATEN.alias.default)
+"""What takes a tensor out of the graph; it gives the same memory."""
 _VALUES = {
     *("tolist", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
     *("__format__", "__reduce_ex__"),
@@ -129,11 +131,18 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values`, of the same shape, dtype and device, are the values from now on."""
+        """`values`, of the same shape, dtype and device, are the values from now on. A class that
+        refuses that says so in `check_replace`."""
+        self.check_replace()
         raise NotImplementedError
 
     def check_replace(self) -> None:
         """Raise what `replace` would raise; before anything is changed."""
+
+    def detached(self) -> Any:
+        """What `detach` gives: an alias that requires no gradient; `NotImplemented` where that is a
+        `LazyView` of it."""
+        return NotImplemented
 
     @property
     def memory(self) -> Hashable:
@@ -232,6 +241,10 @@ class LazyTensor(torch.Tensor):
                 found = NotImplemented if answer is None else answer(func, *args, **kwargs)
                 if found is not NotImplemented:
                     return found
+            if func in DETACHING:
+                found = args[0].detached()
+                if found is not NotImplemented:
+                    return found
             if not isinstance(func, torch._ops.OpOverload):  # of higher order
                 return _on_copies_read(func, args, kwargs)
             if func is _ATEN.is_same_size.default:
@@ -318,10 +331,6 @@ class LazyView(LazyTensor):
     def check_replace(self) -> None:
         """As of the root."""
         self._root.check_replace()
-
-    def viewed(self, step: _Viewing, stand_in: torch.Tensor) -> LazyView:
-        """A view of this one."""
-        return LazyView(self._root, (*self._steps, step), stand_in)
 
 
 def brought(value: Any) -> Any:

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.sharding.lazy_tensor import DETACHING
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
-
-_DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LentParameter(nn.Parameter, ZeroNames):
@@ -69,7 +68,7 @@ class LentParameter(nn.Parameter, ZeroNames):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _DETACHING:
+        if func in DETACHING:
             return cls.of(args[0]._parameter, args[0]._plain_values)
         given, named = tree_map(_plain, (tuple(args), kwargs or {}))
         return func(*given, **named)

@@ -27,19 +27,17 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.compilation import call_uncompiled
-from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
+from infinity.errors import ConfigError, ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
 from infinity.sharding.twins import passing
-from infinity.sharding.value import WRITE, LazyValue, read, readable
+from infinity.sharding.value import WRITE, LazyValue, closed, read, readable
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
-
-_ATEN: Any = torch.ops.aten
 
 METADATA = {
     "shape",
@@ -213,8 +211,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     def root(self) -> LazyTensor:
         """What views of it are views of: a view may be used while the parameter is dense."""
         unit = type(self).unit
-        index = unit.position(self)
-        return self if is_dtensor(unit.parameters[index]) else LazyValue(unit, index)
+        return self if is_dtensor(unit.parameters[unit.position(self)]) else self.detached()
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value. Raises `ShardedParameterError` where this rank may not read it."""
@@ -229,7 +226,12 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             f"for outside of its module's forward; {_GATHER}"
         )
 
-    def replace(self, values: torch.Tensor) -> None:
+    def detached(self) -> LazyValue:
+        """Its value, detached."""
+        unit = type(self).unit
+        return LazyValue(unit, unit.position(self))
+
+    def check_replace(self) -> None:
         """Refused."""
         raise ShardedParameterError(f"{WRITE} ({type(self).unit.name_of(self)})")
 
@@ -270,10 +272,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
         if not unit.tier:
-            raise EngineClosedError(
-                f"{who} has no data any more, because its engine was closed; save the data "
-                "first, then close"
-            )
+            raise closed(who)
         if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
         if call_uncompiled(unit.listeners.border.touched, unit):
@@ -353,14 +352,6 @@ def _hook(func: Any, name: str, parameter: torch.Tensor, *args: Any, **kwargs: A
         args, kwargs = (passing(parameter, hook),), {}
     with unit.data.leaf(unit.position(parameter)):
         return func(parameter, *args, **kwargs)
-
-
-def _detach(func: Any, parameter: ShardedParameter) -> LazyValue:
-    unit = type(parameter).unit
-    return LazyValue(unit, unit.position(parameter))
-
-
-ShardedParameter.answers = {_ATEN.detach.default: _detach, _ATEN.alias.default: _detach}
 
 
 def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:

@@ -89,14 +89,21 @@ class TiledWeight(LazyTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return torch.cat([value.detach() for value in values], self.dimension)
 
+    def detached(self) -> DetachedTiles:
+        """Its values, detached."""
+        return DetachedTiles(self)
+
+    def check_replace(self) -> None:
+        """Raise `ShardedParameterError` while the tiles are not there."""
+        for piece in self.pieces:
+            if isinstance(piece, LazyTensor):
+                piece.check_replace()
+
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles. Raises `ShardedParameterError` while they are not there."""
-        pieces = self.pieces
-        away = [piece for piece in pieces if isinstance(piece, LazyTensor)]
-        if away:
-            away[0].replace(values)
+        """Write `values` to the tiles."""
+        self.check_replace()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for piece, part in zip(pieces, self.divided(values), strict=True):
+            for piece, part in zip(self.pieces, self.divided(values), strict=True):
                 piece.detach().copy_(part)
                 torch.autograd.graph.increment_version(piece)
 
@@ -375,26 +382,17 @@ class DetachedTiles(LazyTensor):
         """A copy of the values."""
         return self._weight.fetch()
 
+    def check_replace(self) -> None:
+        """As of the weight."""
+        self._weight.check_replace()
+
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles. Raises `ShardedParameterError` while they are not there."""
+        """Write `values` to the tiles."""
         self._weight.replace(values)
 
     def detached(self) -> DetachedTiles:
         """The same again."""
         return DetachedTiles(self._weight)
-
-
-def _detach_weight(func: Any, weight: TiledWeight) -> DetachedTiles:
-    return DetachedTiles(weight)
-
-
-def _detach_again(func: Any, values: DetachedTiles) -> DetachedTiles:
-    return values.detached()
-
-
-_DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-TiledWeight.answers = dict.fromkeys(_DETACHING, _detach_weight)
-DetachedTiles.answers = dict.fromkeys(_DETACHING, _detach_again)
 
 
 def _refuse_hook(weight: TiledWeight, *_: Any, **__: Any) -> None:

@@ -16,7 +16,6 @@ from infinity.sharding.recognize import is_dtensor
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
-_ATEN: Any = torch.ops.aten
 WRITE = (
     "a copy of a parameter was changed in place, which would be lost; change the parameter inside "
     "`with infinity.gathered(parameter, write=True):`"
@@ -28,6 +27,14 @@ def readable(unit: Unit, index: int) -> bool:
     return unit.is_readable and not is_dtensor(unit.parameters[index])
 
 
+def closed(name: str) -> EngineClosedError:
+    """What is wrong with parameter `name` once its engine is closed."""
+    return EngineClosedError(
+        f"{name} has no data any more, because its engine was closed; save the data first, then "
+        "close"
+    )
+
+
 def read(unit: Unit, index: int) -> torch.Tensor:
     """A copy of the value of parameter `index`, on its device; waits for pending updates.
 
@@ -35,10 +42,7 @@ def read(unit: Unit, index: int) -> torch.Tensor:
     forward where a rank must not read alone.
     """
     if not unit.tier:
-        raise EngineClosedError(
-            f"{unit.names[index]} has no data any more, because its engine was closed; save the "
-            "data first, then close"
-        )
+        raise closed(unit.names[index])
     if unit.data.shown:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return unit.parameters[index].detach().clone()
@@ -85,17 +89,10 @@ class LazyValue(LazyTensor):
         """A copy of the value."""
         return read(self.unit, self.place)
 
-    def replace(self, values: torch.Tensor) -> None:
+    def check_replace(self) -> None:
         """Refused."""
         raise ShardedParameterError(f"{WRITE} ({self.unit.names[self.place]})")
 
     def detached(self) -> LazyValue:
         """The same again."""
         return LazyValue(self.unit, self.place)
-
-
-def _detach(func: Any, tensor: LazyValue) -> LazyValue:
-    return tensor.detached()
-
-
-LazyValue.answers = {_ATEN.detach.default: _detach, _ATEN.alias.default: _detach}
