@@ -26,6 +26,7 @@ from torch import nn
 from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.lazy_tensor import brought
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.twins import passing
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class GatheredParameter(nn.Parameter, ZeroNames):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As of any tensor: `hook` is called with the parameter, also when that is a handle
+        again."""
+        return super().register_post_accumulate_grad_hook(passing(self, hook))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is nobody's view, so it is a plain parameter."""

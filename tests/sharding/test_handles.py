@@ -4,7 +4,9 @@ reads it there gets plain PyTorch's numbers, and both of its tensors have one gr
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.sharding.lent import LentParameter
+from infinity.sharding.states import States
+from support.configs import config_of
 from support.smallest import Wrap, wrapping
 
 WIDTH = 16
 SMALLEST = {"poison": True}
+CLOSED = {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26, "threads": 1}
 
 
 class Net(nn.Module):
@@ -191,7 +196,7 @@ def test_a_handle_has_no_memory(wrap: Wrap) -> None:
             what(weight)
 
 
-@pytest.mark.parametrize("when", ["before wrap", "outside", "inside"])
+@pytest.mark.parametrize("when", ["before wrap", "outside", "inside", "in its own forward"])
 def test_hooks_see_the_whole_gradient_once(wrap: Wrap, when: str) -> None:
     """Of a parameter that is used in the forward and outside of it, whenever they were
     registered."""
@@ -204,11 +209,16 @@ def test_hooks_see_the_whole_gradient_once(wrap: Wrap, when: str) -> None:
         ]
 
     def use(model: Any) -> list[Any]:
-        handles = []
+        handles: list[Any] = []
+
+        def late(head: nn.Linear, args: Any) -> None:
+            handles.extend(register(head.weight))
 
         def run(net: Any, x: torch.Tensor) -> torch.Tensor:
             if when == "inside":
                 handles.extend(register(net.head.weight))
+            if when == "in its own forward":
+                handles.append(net.head.register_forward_pre_hook(late))
             return net.head(x)
 
         loss = model(inputs(), run).sum() + model.head.weight.square().sum()
@@ -233,6 +243,49 @@ def test_hooks_see_the_whole_gradient_once(wrap: Wrap, when: str) -> None:
     when = ""
     use(model)
     assert calls == []
+
+
+@pytest.mark.parametrize("where", ["whole", "view"])
+def test_a_refused_write_reads_nothing(
+    pair: tuple[Any, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = pair[1].head.weight
+    writes: dict[str, Callable[[], Any]] = {
+        "whole": lambda: weight.detach().mul_(2),
+        "view": lambda: weight.detach()[0].zero_(),
+    }
+    reads: list[Any] = []
+    parameter = States.parameter
+    monkeypatch.setattr(
+        States, "parameter", lambda *given: (reads.append(given), parameter(*given))[1]
+    )
+    with pytest.raises(infinity.ShardedParameterError, match="changed in place"):
+        writes[where]()
+    assert not reads
+    assert torch.isfinite(weight.detach()).all() and reads
+
+
+def test_a_gradient_is_deleted(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        model(inputs()).sum().backward()
+        del model.head.weight.grad
+        assert model.head.weight.grad is None and model.layers[0].weight.grad is not None
+
+
+def test_no_parameter_is_made_of_a_parameter(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(infinity.ShardedParameterError, match=r"detach\(\)\.clone\(\)"):
+        nn.Parameter(pair[1].head.weight)
+
+
+def test_a_closed_engine_leaves_no_class_behind(wrap: Wrap, tmp_path: Path) -> None:
+    """Classes of parameters know their unit, and nodes of autograd know parameters."""
+    model: Any = infinity.wrap(Net(), config_of(**CLOSED, nvme=[tmp_path]))
+    model(inputs()).sum().backward()
+    kind = weakref.ref(type(model.head.weight))
+    infinity.engine(model).close()
+    del model
+    gc.collect()
+    assert kind() is None
 
 
 def test_autograd_finds_the_parameter(pair: tuple[Any, Any]) -> None:
