@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
@@ -49,7 +48,8 @@ class ParameterData:
         """How many uses show the parameters."""
         dtype = unit.dtype
         parameters = unit.parameters
-        self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+        self._placeholders: list[torch.Tensor] = []
+        self.place_on(torch.device("cpu"))
         self._tensors = [torch.empty(0, dtype=dtype) if is_dtensor(p) else p for p in parameters]
         guards = {
             kind: guard_for(unit, kind)
@@ -58,11 +58,15 @@ class ParameterData:
         hidden = hidden_leaf_for(unit)
         self._twins = [Twins(t, guards[type(t)], hidden) for t in self._tensors]
         # A DTensor has no memory of its own: its class alone changes.
-        self._dtensors = [(p, type(p), guards[type(p)]) for p in parameters if is_dtensor(p)]
+        self._dtensors = [
+            (p, t, type(p), guards[type(p)])
+            for p, t in zip(parameters, self._tensors, strict=True)
+            if is_dtensor(p)
+        ]
         self._positions = {
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
-        self._doubles: dict[int, torch.Tensor] = {}
+        self._doubles: dict[int, torch.Tensor] = {}  # by the ids of the hidden ones
         self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._updates = 0  # of the unit, when graphs were last told
         self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
@@ -71,7 +75,11 @@ class ParameterData:
 
     def place_on(self, device: torch.device) -> None:
         """The parameters are on `device` from the first `guard` on."""
-        self._placeholder = self._placeholder.to(device)
+        dtype, places = self._unit.dtype, self._unit.layout.places
+        nothing = torch.nan if dtype.is_floating_point else 0
+        one = torch.full((), nothing, dtype=dtype, device=device)
+        shaped = {shape: one.expand(shape) for shape in {place.shape for place in places}}
+        self._placeholders = [shaped[place.shape] for place in places]
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """The index of the parameter that `tensor` is, or is the local tensor of; None for any
@@ -87,11 +95,8 @@ class ParameterData:
         """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired
         with `hide`. See `Showing`."""
         if self.shown == 0:
-            self.make_dense()
+            self.make_dense(GatheredParameter)
             self.views.attach(flat)
-            for twins in self._twins:
-                if twins.plain is nn.Parameter:
-                    twins.tensor.__class__ = GatheredParameter
         self.shown += 1
         self.views.writers += writable
 
@@ -120,19 +125,17 @@ class ParameterData:
     def guard(self) -> None:
         """Make handles of the parameters; the data that they held is freed with its last view."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, twins, place in zip(
-                self._unit.parameters, self._twins, self._unit.layout.places, strict=True
-            ):
-                if twins.is_handle:
-                    continue
-                twins.tensor.__class__ = twins.plain
-                twins.hide(self._placeholder.expand(place.shape))
-                self._positions[id(twins.other)] = self._positions[id(twins.tensor)]
-                self._doubles[id(twins.other)] = twins.tensor
-                if is_dtensor(parameter) and local(parameter) is not twins.tensor:
-                    attach(parameter, twins.tensor)
-        for tensor, _, guard in self._dtensors:
-            tensor.__class__ = guard  # type: ignore[assignment]
+            for twins, placeholder in zip(self._twins, self._placeholders, strict=True):
+                if not twins.is_handle:
+                    twins.hide(placeholder)
+            if len(self._doubles) < len(self._twins):
+                self._doubles = {id(t.other): t.tensor for t in self._twins}
+                self._positions.update({id(t.other): i for i, t in enumerate(self._twins)})
+            for parameter, tensor, _, _ in self._dtensors:
+                if local(parameter) is not tensor:
+                    attach(parameter, tensor)
+        for parameter, _, _, guard in self._dtensors:
+            parameter.__class__ = guard  # type: ignore[assignment]
         self.shown, self.state = 0, UnitState.SHARDED
 
     def close(self) -> None:
@@ -149,13 +152,14 @@ class ParameterData:
         for parameter, value in zip(self._unit.parameters, values, strict=True):
             parameter.data = value
 
-    def make_dense(self) -> None:
-        """The parameters are dense tensors, whose data the caller sets."""
+    def make_dense(self, kind: type[torch.Tensor] | None = None) -> None:
+        """The parameters are dense tensors, whose data the caller sets: plain ones are of class
+        `kind` then, where it is given."""
         with torch._C.DisableTorchFunctionSubclass():
             for twins in self._twins:
                 if twins.is_handle:
-                    twins.show()
-        for tensor, plain, _ in self._dtensors:
+                    twins.show(kind)
+        for tensor, _, plain, _ in self._dtensors:
             tensor.__class__ = plain
         self.state = UnitState.UNSHARDED
 

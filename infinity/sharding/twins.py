@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import ShardedParameterError
@@ -63,15 +64,19 @@ class Twins:
     def hide(self, placeholder: torch.Tensor) -> None:
         """The parameter becomes a handle of the shape, dtype and device of `placeholder`, which the
         dense tensor holds meanwhile."""
+        self.tensor.__class__ = self.plain
         self.tensor.data = placeholder
         if self.other is None:
             _pass_parameter(self.tensor)
             self.other = self._make_handle()
         self._exchange()
 
-    def show(self) -> None:
-        """The parameter becomes the dense tensor again."""
+    def show(self, kind: type[torch.Tensor] | None = None) -> None:
+        """The parameter becomes the dense tensor again: of class `kind`, if that is given and it is
+        a plain `nn.Parameter`."""
         self._exchange()
+        if kind is not None and self.plain is nn.Parameter:
+            self.tensor.__class__ = kind
 
     def _exchange(self) -> None:
         mine, other = self.tensor, self.other

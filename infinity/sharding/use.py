@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
+_references: Callable[[int], int] = torch._C._storage_Use_Count
 _DIGESTED = 1 << 17  # int64 numbers at a time: 1 MiB, and as much again for their products
 _FACTOR = 0x9E3779B97F4A7C1  # of a digest so far, when that of the next part is added
 
@@ -66,7 +67,7 @@ class Window:
 
     def references(self) -> int:
         """How many tensors refer to this memory through this storage."""
-        return int(torch._C._storage_Use_Count(self.storage._cdata)) - 1
+        return _references(self.storage._cdata) - 1
 
     def digest(self) -> int:
         """A number that changes with the content: the 64-bit sum of every 8 bytes times their
@@ -173,6 +174,7 @@ class Views:
         self._checked = checked
         self._address = -1
         self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
+        self._storages: list[int] = []  # theirs, of C++
         self._made: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._digests: dict[int, int] = {}
@@ -184,6 +186,7 @@ class Views:
         address = flat.data_ptr()
         if address != self._address:
             self._windows = [Window(flat, place.offset, place.end) for place in self._places]
+            self._storages = [window.storage._cdata for window in self._windows]
             with torch.inference_mode(False):
                 self._made = [
                     w.tensor(place.shape)
@@ -191,7 +194,7 @@ class Views:
                 ]
             self._address = address
         for tensor, view in zip(self._tensors, self._made, strict=True):
-            tensor.data = view
+            _DATA.__set__(tensor, view)
         self._versions = self._versions_now()
         GatheredParameter.views.add(self)
         self._digests = (
@@ -221,14 +224,18 @@ class Views:
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
         # Somebody keeps a view: that is told once.
-        if any(window.references() > 1 for window in self._windows):
+        if max(self._references(), default=0) > 1:
             self.close()
 
     def close(self) -> None:
         """Let the memory go."""
-        self._address, self._windows, self._made = -1, [], []
+        self._address, self._windows, self._storages, self._made = -1, [], [], []
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
+
+    def _references(self) -> list[int]:
+        """How many tensors refer to the bytes of each parameter."""
+        return [_references(storage) - 1 for storage in self._storages]
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -249,7 +256,7 @@ class Views:
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""
-        return [index for index, window in enumerate(self._windows) if window.references() > _OURS]
+        return [index for index, count in enumerate(self._references()) if count > _OURS]
 
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other memory, since the last time that this
@@ -263,9 +270,7 @@ class Views:
             for index, (old, new) in enumerate(zip(before, self._versions, strict=True))
             if old != new
         }
-        found.update(
-            index for index, window in enumerate(self._windows) if window.references() < _OURS
-        )
+        found.update(index for index, count in enumerate(self._references()) if count < _OURS)
         for index, old in list(self._digests.items()):
             self._digests[index] = self._windows[index].digest()
             if self._digests[index] != old:
