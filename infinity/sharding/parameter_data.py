@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.placement.spec import Kind
+from infinity.sharding.memory_requests import refuse_memory_requests
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
@@ -42,6 +43,7 @@ class ParameterData:
     """
 
     def __init__(self, unit: Unit, checked: bool) -> None:
+        refuse_memory_requests()
         self._unit = unit
         self.state = UnitState.UNSHARDED
         self.shown = 0

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.errors import ShardedParameterError
 from infinity.sharding.lent import LentParameter
 from infinity.sharding.states import States
 from support.configs import config_of
@@ -421,3 +422,27 @@ def test_a_weight_that_is_frozen_later_gets_no_gradient(pair: tuple[Any, Any]) -
         model.head.weight.requires_grad_(True)
         model(inputs(), lambda net, x: x @ net.head.weight).sum().backward()
         assert model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("part", ["whole", "detached", "view", "gradient"])
+def test_what_takes_memory_without_asking_the_class_refuses(wrap: Wrap, part: str) -> None:
+    """As data of a plain tensor it would end the process when that is read."""
+    net: Any = wrap(Net(), SMALLEST)
+    net(inputs()).sum().backward()
+    weight = net.head.weight
+    parts = {
+        "whole": weight,
+        "detached": weight.detach(),
+        "view": weight[:2],
+        "gradient": weight.grad,
+    }
+    lazy, plain = parts[part], torch.zeros(parts[part].shape)
+    with pytest.raises(ShardedParameterError, match=r"\.data of another tensor (was|could)"):
+        plain.data = lazy
+    for to_dlpack in (torch.utils.dlpack.to_dlpack, torch.to_dlpack):
+        with pytest.raises(ShardedParameterError, match=r"to_dlpack (was|could)"):
+            to_dlpack(lazy)
+    plain.data = lazy.clone().detach()
+    assert torch.equal(plain, lazy) and torch.equal(
+        torch.from_dlpack(torch.to_dlpack(plain)), plain
+    )
