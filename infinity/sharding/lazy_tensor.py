@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.compilation import call_uncompiled
 from infinity.errors import ShardedParameterError
+from infinity.sharding import backwards
 from infinity.sharding.copied import lent, read_only
 
 _ATEN: Any = torch.ops.aten
@@ -86,6 +87,8 @@ class LazyTensor(torch.Tensor):
     `NotImplemented` where these need data."""
     way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
     """What the error says where a copy is changed that nothing can take over."""
+    answers_backwards: ClassVar[bool] = False
+    """Whether the class takes part in backwards with other tensors than itself."""
     __slotnames__ = _NoSlots()
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -206,6 +209,8 @@ class LazyTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         lazy = args[0] if args and isinstance(args[0], LazyTensor) else None
+        if func in backwards.ANSWERS:
+            return cls.answer_backward(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if lazy is not None and attribute == "data":
                 return lazy.assign(args[1]) if name == "__set__" else lazy.detach()
@@ -217,6 +222,13 @@ class LazyTensor(torch.Tensor):
             if name in _VALUES:
                 args, kwargs = tree_map(brought, (tuple(args), kwargs))
             return func(*args, **kwargs)
+
+    @classmethod
+    def answer_backward(cls, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """What a function of `backwards` does, of which an argument is of this class."""
+        if any(issubclass(kind, LazyTensor) and kind.answers_backwards for kind in types):
+            return NotImplemented  # for that class to do
+        return backwards.ANSWERS[func](*args, **kwargs)
 
     @staticmethod
     def _lent(args: Sequence[Any]) -> str:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.placement.spec import Kind
+from infinity.sharding import backwards
 from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
@@ -103,9 +104,6 @@ _LIKE = {
     *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")),
 }
 """Functions that make another tensor by shape, dtype and device."""
-
-_BACKWARD = {torch.autograd.backward, torch.autograd.grad}
-"""Functions that ask parameters for their place in the graph alone."""
 
 _SAME = {"view_as", "expand_as"}
 """Methods that give the parameter as it is when it is their argument, too."""
@@ -249,15 +247,14 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             return func(*args, **kwargs)
         plain = name in METADATA and accessor != "__set__"
         plain = plain or (attribute == "requires_grad" and accessor == "__set__")
-        plain = plain or func in _BACKWARD
         if attribute == "grad":
             return _grad(args[0], *((None,) if accessor == "__delete__" else args[1:]))
         if name in _HOOKS or (name in _HOOKED and accessor == "__set__"):
             return _hook(func, name, *args, **(kwargs or {}))
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
-        if func in _BACKWARD and any(map(_answers_itself, types)):
-            return NotImplemented
+        if func in backwards.ANSWERS:
+            return cls.answer_backward(func, types, args, kwargs or {})
         if plain:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -319,11 +316,6 @@ class HiddenLeaf(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _answers_itself(kind: type) -> bool:
-    """Whether tensors of class `kind` have an answer of their own, as weights in tiles have."""
-    return issubclass(kind, LazyTensor) and not issubclass(kind, ShardedParameter)
 
 
 def parameter_of(value: Any) -> Any:

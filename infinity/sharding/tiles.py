@@ -11,9 +11,9 @@ function or a checkpoint that is handed the weight brings gradients of the tiles
 anew whenever a module gives its weight away (`TiledWeight.relink`): it leads to the accumulators
 that the tiles have now, and comes late enough in the order of the graph.
 
-`torch.autograd.grad(loss, [weight])` takes the gradients of the tiles. `loss.backward(inputs=
-[weight])` cannot: torch asks the weight for nothing then, but has it retain its gradient. That
-shows (`TiledWeight.retains`), and the backward raises at its end.
+`torch.autograd.grad(loss, [weight])` and `loss.backward(inputs=[weight])` get the tiles in its
+place. A torch that does not ask the weight in `backward` has it retain its gradient. That shows
+(`TiledWeight.retains`), and the backward raises at its end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.errors import ConfigError, ShardedParameterError
+from infinity.sharding import backwards
 from infinity.sharding.copied import writes
 from infinity.sharding.joined import JoinedTensor
 from infinity.sharding.lazy_tensor import LazyTensor, brought
@@ -68,6 +69,7 @@ class TiledWeight(LazyTensor):
 
     _is_param = True  # for `isinstance(weight, nn.Parameter)`
     way = _WAY
+    answers_backwards = True
     tiles: tuple[Any, ...]
     dimension: int
 
@@ -208,8 +210,8 @@ class TiledWeight(LazyTensor):
             if (attribute or name) in METADATA and name != "__set__":
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        if func is torch.autograd.grad:
-            return _gradients(*args, **kwargs)
+        if func in _BACKWARDS:
+            return _BACKWARDS[func](*args, **kwargs)
         in_place = writes(name)
         # Functions of torch.nn.init give it by name.
         first = next(iter((*args, *kwargs.values())), None) if in_place else None
@@ -308,16 +310,28 @@ def _side_by_side_in(args: Any, kwargs: Any) -> Any:
     return tree_map(value_of, (tuple(args), kwargs))
 
 
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _grad_of_tiles(outputs: Any, inputs: Any, **named: Any) -> tuple[Any, ...]:
     """`torch.autograd.grad`, with the gradients of their tiles for weights in tiles."""
-    among = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    found = iter(torch.autograd.grad(outputs, pieces_of(among), *args, **kwargs))
+    found = iter(backwards.grad(outputs, pieces_of(inputs), **named))
     return tuple(
         each.cat([next(found) for _ in each.tiles])
         if isinstance(each, TiledWeight)
         else next(found)
-        for each in among
+        for each in inputs
     )
+
+
+def _backward_of_tiles(tensors: Any, inputs: Any = None, **named: Any) -> None:
+    """`torch.autograd.backward`, to their tiles for weights in tiles."""
+    among = None if inputs is None else pieces_of(inputs)
+    backwards.backward(tensors, inputs=among, **named)
+
+
+_BACKWARDS: dict[Any, Callable[..., Any]] = {
+    **backwards.ANSWERS,
+    torch.autograd.grad: _grad_of_tiles,
+    torch.autograd.backward: _backward_of_tiles,
+}
 
 
 # What a weight in tiles answers itself

@@ -57,6 +57,9 @@ class Rule(torch.optim.Optimizer):
         self._last_norm: float | None = None
         self._clips: dict[torch.Tensor, float] = {}
         self.grad_norm: float | None = None
+        if rule == "adagrad":  # as torch's, it has states from the start
+            for p in self._all():
+                self._begin(p)
 
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -111,16 +114,15 @@ class Rule(torch.optim.Optimizer):
             self._last_norm = self.grad_norm
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is not None and not self.state[p]:
+                    self._begin(p)
+                if self.state[p] and p.dtype != torch.float32:
+                    self.state[p].setdefault("master", p.detach().float())
                 if p.grad is not None:
                     self._update(p, group)
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
-        if not state:
-            state |= {name: torch.zeros(p.shape) for name in STATES[self._rule]}
-            state["step"] = 0
-            if p.dtype != torch.float32:
-                state["master"] = p.detach().float()
         state["step"] += 1
         w = state.get("master", p.detach())
         g = p.grad.float() * _single(self._clips.get(p, 1.0))
@@ -133,6 +135,10 @@ class Rule(torch.optim.Optimizer):
         if "master" in state:
             state["master"] = w
         p.copy_(rounded(w, p.dtype))
+
+    def _begin(self, p: torch.Tensor) -> None:
+        moments = {name: torch.zeros(p.shape) for name in STATES[self._rule]}
+        self.state[p] |= {"step": 0} | moments
 
     def _adam(
         self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float

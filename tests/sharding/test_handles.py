@@ -302,13 +302,16 @@ def test_autograd_finds_the_parameter(pair: tuple[Any, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_weight_in_tiles_is_no_input_of_a_backward(wrap: Wrap) -> None:
+def test_a_backward_that_does_not_ask_a_weight_in_tiles_is_refused(wrap: Wrap) -> None:
+    """As torch's does that knows no functions of classes there."""
     model: Any = Net()
     infinity.tile(model.head, WIDTH * WIDTH)
     wrap(model, SMALLEST)
     optimizer = infinity.AdamW(model.parameters())
     with pytest.raises(infinity.ConfigError, match=r"torch.autograd.grad\(loss, \[weight\]\)"):
-        model(inputs()).sum().backward(inputs=[model.head.weight])
+        loss = model(inputs()).sum()
+        with torch._C.DisableTorchFunctionSubclass():
+            loss.backward(inputs=[model.head.weight])
         optimizer.step()
     model(inputs()).sum().backward()  # and the next one is as ever
     assert model.head.weight.grad is not None
@@ -446,3 +449,38 @@ def test_what_takes_memory_without_asking_the_class_refuses(wrap: Wrap, part: st
     assert torch.equal(plain, lazy) and torch.equal(
         torch.from_dlpack(torch.to_dlpack(plain)), plain
     )
+
+
+@pytest.mark.parametrize("way", ["grad", "edges and zeros", "inputs", "view", "of a view"])
+def test_code_of_users_in_a_backward_of_handles_finds_functions_of_classes(
+    pair: tuple[Any, Any], way: str
+) -> None:
+    """A hook reads a weight as an array, which no operator of torch shows."""
+    found = []
+    for model in pair:
+        weight, other, unused = model.head.weight, model.layers[0].weight, model.layers[3].bias
+        arrays: list[float] = []
+        loss = (inputs() @ weight).square().sum() + other.sum() * weight[0, 0]
+        loss.register_hook(lambda _, w=weight, a=arrays: a.append(w.detach().numpy().sum()))
+        view = weight[1:]
+        if way == "grad":
+            seen = [*torch.autograd.grad(loss, [weight, other])]
+        elif way == "edges and zeros":
+            asked = {"w": weight, "o": other, "u": unused}
+            named = torch.autograd.grad(loss, asked, materialize_grads=True)
+            seen = [named[key] for key in asked]
+        elif way == "inputs":
+            loss.backward(inputs=[weight])
+            seen = [weight.grad + 0, torch.tensor(other.grad is None)]
+        elif way == "view":
+            more = loss + view.square().sum()
+            more.backward(inputs=[view, other])
+            seen = [view.grad + 0, other.grad + 0, torch.tensor(weight.grad is None)]
+        else:
+            weight[0, 0].backward()
+            loss.backward()
+            seen = [weight.grad + 0, other.grad + 0]
+        assert len(arrays) == 1
+        found.append([*seen, torch.tensor(arrays)])
+    for one, mine in zip(*found, strict=True):
+        assert torch.equal(one, mine)
