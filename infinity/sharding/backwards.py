@@ -80,10 +80,11 @@ def _edges(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 def _read(outputs: Any) -> tuple[Any, ...]:
     """`outputs`, with the values of lazy ones."""
-    return tuple(
-        each * 1 if is_tensor_like(each) and has_torch_function_unary(each) else each
-        for each in _several(outputs)
-    )
+    with torch.enable_grad():  # a backward inside of a backward finds it off
+        return tuple(
+            each * 1 if is_tensor_like(each) and has_torch_function_unary(each) else each
+            for each in _several(outputs)
+        )
 
 
 def _as_it_is(function: Callable[..., Any], *args: Any, **named: Any) -> Any:

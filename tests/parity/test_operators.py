@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError
-from support.smallest import Wrap, wrapping
+from support.smallest import wrapping
 
 pytest.importorskip("expecttest")  # which the catalogue imports
 catalogue = pytest.importorskip("torch.testing._internal.common_methods_invocations")
@@ -210,26 +209,33 @@ def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any
         yield case.name, "exact" if same(case, ours, theirs) else "differs", ""
 
 
-@pytest.fixture
-def wrap(tmp_path: Path) -> Iterator[Wrap]:
-    with wrapping(tmp_path) as made:
-        yield made
-
-
-@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiled"])
-@pytest.mark.parametrize("way", WAYS)
-def test_each_operator_is_plain_or_refused(
-    wrap: Wrap, way: str, tiled: bool, record_property: Callable[[str, Any], None]
-) -> None:
-    some = cases(tiled)
-    kind = LinearHolder if tiled else Holder
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "tiled"])
+def wrapped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[tuple[Case, ...], Any]]:
+    """The cases, and a wrapped model with a module for each."""
+    some = cases(request.param)
+    kind = LinearHolder if request.param else Holder
     model = nn.ModuleList(kind(case.weight) for case in some)
-    if tiled:
+    if request.param:
         for module in model:
             rows, columns = module.weight.shape
             infinity.tile(module, -(-rows // 2) * columns * 4)
-    wrapped = wrap(model, {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26})
-    found = list(outcomes(WAYS[way], some, wrapped))
+    before = [case.weight.clone() for case in some]
+    with wrapping(tmp_path_factory.mktemp("states")) as wrap:
+        yield some, wrap(model, {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26})
+        assert all(
+            torch.equal(module.weight.detach(), weight)
+            for module, weight in zip(model, before, strict=True)
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_operator_is_plain_or_refused(
+    wrapped: tuple[tuple[Case, ...], Any], way: str, record_property: Callable[[str, Any], None]
+) -> None:
+    some, model = wrapped
+    found = list(outcomes(WAYS[way], some, model))
     for outcome in ("exact", "refused"):
         record_property(outcome, sum(each[1] == outcome for each in found))
     wrong = [each for each in found if each[1] not in ("exact", "refused")]
