@@ -112,11 +112,19 @@ def until_a_refusal(
 ) -> tuple[list[Seen], list[Seen]]:
     """What both saw before the first operation that the engine refuses and may refuse. Other errors
     are compared."""
+    end = refused_at(recipe, seen)
+    if end is None:
+        return expected, seen
+    return [s for s in expected if s.at < end], [s for s in seen if s.at < end]
+
+
+def refused_at(recipe: Recipe, seen: list[Seen]) -> int | None:
+    """The first operation that the engine refuses and may refuse; None when there is none."""
     for each in seen:
         text = each.value if each.what == "error" else getattr(each.value, "text", None)
         if text is not None and is_allowed(recipe, each.at, text):
-            return [s for s in expected if s.at < each.at], [s for s in seen if s.at < each.at]
-    return expected, seen
+            return each.at
+    return None
 
 
 def equal(one: Any, other: Any, scaled: bool = False, rounds: bool = False) -> bool:

@@ -23,6 +23,18 @@ ALLOWED: dict[str, str] = {
 of an operation, or of what is done with a graph."""
 
 
+ORDERS = r"the ranks used the units of the model in different orders"
+"""Where a rank leaves out a module that others run, or its output."""
+HORIZONTAL = r"infinity\.accumulate\(\.\.\., order=\"horizontal\"\)"
+"""Where the gradients of a model come in another order than its layers."""
+
+
+def _leaves_units_out(recipe: Recipe) -> bool:
+    """Whether ranks may run different modules, or drop the output of one."""
+    kinds = {block.kind for block in recipe.model.blocks}
+    return recipe.own and ("dropped" in kinds or "'skip'" in repr(recipe.model.path))
+
+
 def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
     """Whether operation number `at` of a program may be refused with this text, for something that
     it does or an earlier one did."""
@@ -31,4 +43,6 @@ def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
         for part in operation:
             names += part if isinstance(part, tuple) else [part]
     patterns = [ALLOWED[name] for name in names if isinstance(name, str) and name in ALLOWED]
+    if recipe.ranks > 1:
+        patterns += [HORIZONTAL, *([ORDERS] if _leaves_units_out(recipe) else [])]
     return any(re.search(pattern, text) for pattern in patterns)
