@@ -11,6 +11,7 @@ another order, so what they see is rounded in another way.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from contextlib import nullcontext
@@ -49,13 +50,12 @@ def work(task: Task, where: Path, rank: int) -> None:
         torch.save(play(of_rank(recipe, rank), placement, where), where / f"seen{rank}.pt")
 
 
-def _close(one: Any, other: Any) -> bool:
-    """Equal but for rounding."""
+def _close(rough: bool, one: Any, other: Any) -> bool:
+    """Equal but for rounding, which is `rough` where gradients have 16 bits."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return equal(one, other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    rough = one.dtype is not torch.float32
     size = one.double().abs().nan_to_num(posinf=1.0).amax().item() if one.numel() else 0.0
     close = {"rtol": 5e-2, "atol": 5e-2 * size} if rough else {"rtol": 1e-3, "atol": 1e-4 * size}
     return torch.allclose(one.double(), other.double(), equal_nan=True, **close)
@@ -71,7 +71,8 @@ def _difference(
 ) -> Difference | None:
     """Where a rank has seen else than expected, or else than the first rank."""
     ranks = range(recipe.ranks)
-    pairs = [(expected[rank], seen[rank], _close, f"rank {rank}") for rank in ranks]
+    close = functools.partial(_close, recipe.model.dtype != "float32")
+    pairs = [(expected[rank], seen[rank], close, f"rank {rank}") for rank in ranks]
     alike = [[each for each in some if _is_alike(recipe, each)] for some in seen]
     pairs += [(alike[0], alike[rank], equal, f"rank {rank} beside 0") for rank in ranks[1:]]
     for wanted, mine, same, where in pairs:
