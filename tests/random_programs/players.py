@@ -133,7 +133,9 @@ class Player(Using):
             self.op_look(what)
         return self.seen
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: Exception | Interrupt) -> None:
+        if "the engine cannot go on" in str(error):
+            raise error
         self.see(
             "raised",
             Raised(

@@ -24,15 +24,17 @@ of an operation, or of what is done with a graph."""
 
 
 ORDERS = r"the ranks used the units of the model in different orders"
-"""Where a rank leaves out a module that others run, or its output."""
+"""Where a rank leaves out a module that others run, or its output. Also where it leaves out a
+parameter inside of a checkpoint: whether the backward asks first for the parameter, or for what has
+to be recomputed, depends on what else it saved."""
 HORIZONTAL = r"infinity\.accumulate\(\.\.\., order=\"horizontal\"\)"
 """Where the gradients of a model come in another order than its layers."""
 
 
-def _leaves_units_out(recipe: Recipe) -> bool:
-    """Whether ranks may run different modules, or drop the output of one."""
-    kinds = {block.kind for block in recipe.model.blocks}
-    return recipe.own and ("dropped" in kinds or "'skip'" in repr(recipe.model.path))
+def _orders_may_differ(recipe: Recipe) -> bool:
+    """Whether ranks may use units in different orders: see `ORDERS`."""
+    words = repr((recipe.model.blocks, recipe.model.path))
+    return recipe.own and any(f"'{word}'" in words for word in ("dropped", "skip", "checkpoint"))
 
 
 def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
@@ -44,5 +46,5 @@ def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
             names += part if isinstance(part, tuple) else [part]
     patterns = [ALLOWED[name] for name in names if isinstance(name, str) and name in ALLOWED]
     if recipe.ranks > 1:
-        patterns += [HORIZONTAL, *([ORDERS] if _leaves_units_out(recipe) else [])]
+        patterns += [HORIZONTAL, *([ORDERS] if _orders_may_differ(recipe) else [])]
     return any(re.search(pattern, text) for pattern in patterns)
