@@ -60,6 +60,16 @@ class Rule(torch.optim.Optimizer):
         self._last_norm: float | None = None
         self._clips: dict[torch.Tensor, float] = {}
         self.grad_norm: float | None = None
+        if rule == "adagrad":  # as torch.optim.Adagrad
+            for p in self._all():
+                self._begin(p)
+
+    def _begin(self, p: torch.Tensor) -> dict[str, Any]:
+        """The states of a parameter before its first update."""
+        state = self.state[p]
+        state |= {name: torch.zeros(p.shape) for name in STATES[self._rule]}
+        state["step"] = 0
+        return state
 
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -118,12 +128,9 @@ class Rule(torch.optim.Optimizer):
                     self._update(p, group)
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        if not state:
-            state |= {name: torch.zeros(p.shape) for name in STATES[self._rule]}
-            state["step"] = 0
-            if p.dtype != torch.float32:
-                state["master"] = p.detach().float()
+        state = self.state[p] or self._begin(p)
+        if p.dtype != torch.float32:
+            state.setdefault("master", p.detach().float())
         state["step"] += 1
         w = state.get("master", p.detach())
         g = p.grad.float() * _single(self._clips.get(p, 1.0))

@@ -264,6 +264,7 @@ class Player(Using):
             return
         generator = torch.Generator().manual_seed(batch)
         data = torch.randn(2, 3, model.width, generator=generator).to(getattr(torch, model.dtype))
+        modules.BATCH.number = batch
         with nullcontext() if train else torch.no_grad():
             outputs = modules.hidden(self.model.block(number)(data))
         self.see("outputs", outputs)
