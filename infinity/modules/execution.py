@@ -365,6 +365,13 @@ class Executions:
         elif self._buffer is not None:
             self._buffer.begin_turn(unit)
 
+    def collect(self, unit: Unit) -> None:
+        """The backward has a gradient of `unit`."""
+        self.now.backward_pass()
+        if self._spans is not None:
+            self.now.sweep()
+            self._spans.collect(unit)
+
     def flush(self) -> None:
         """Send what gradients were collected home: no backward brings more of them."""
         if self._spans is not None:

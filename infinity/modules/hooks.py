@@ -443,10 +443,11 @@ class Hooks(Border):
             if gradient is not None:
                 interleaver = self._executions.interleaver
                 if interleaver is None:
+                    self._executions.collect(unit)
                     unit.gradients.add(index, gradient, self._updater.scales.current)
                 else:
                     interleaver.collect(unit, index, gradient)
-                self._now.backward_pass()
+                    self._now.backward_pass()
 
         return collect
 

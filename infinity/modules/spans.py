@@ -71,7 +71,11 @@ class Spans:
                 self._buffer.begin_turn(unit)
             return
         around = self._around.get(unit, [])
-        closing = [span for span in self._open if unit not in self._inside[span]]
+        # A use of a unit around an open one may come on some ranks alone, and says nothing.
+        inside = self._inside.get(unit, ())
+        closing = [
+            span for span in self._open if unit not in self._inside[span] and span not in inside
+        ]
         opening = [span for span in around if span not in self._open]
         if self._buffer is not None and (closing or opening):
             self._buffer.flush()
@@ -83,6 +87,12 @@ class Spans:
                 self._runtime.enter(span)
                 self._runtime.held.add(span)
             self._open.append(span)
+
+    def collect(self, unit: Unit) -> None:
+        """A gradient of `unit` has come. The backward may have had no use of it before: a layer
+        whose input requires no gradient needs no weight."""
+        if not self._rests and unit in self._around and unit not in self._inside:
+            self.turn(unit)
 
     def end(self) -> None:
         """The backward has ended, well or not. Where the engine cannot go on, the next call that

@@ -79,8 +79,14 @@ class Runtime:
         """An optimizer step was started: take the places of what comes first, for its updates to
         fill."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
+        self._renew()
         self.look_ahead()
-        for unit in self._units:
+
+    def _renew(self) -> None:
+        """Have what stays whole gathered in the order of the next forward, which is that of all
+        ranks. Their backwards may have used units in other orders."""
+        first = [self._units[index] for index in self.trace.first_uses()]
+        for unit in dict.fromkeys((*first, *self._units)):
             unit.renew()
 
     def enter(self, unit: Unit) -> torch.Tensor:

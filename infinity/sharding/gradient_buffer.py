@@ -142,12 +142,13 @@ class GradientBuffer:
     def _take_back(self, unit: Unit) -> None:
         """Free the part that was taken first, for `unit`: what only a copy reads is written when
         that has ended, which the device waits for, and not the host."""
-        reduction, part = self._taken.popleft()
+        reduction, part = self._taken[0]
         if reduction.leaving is not None and unit.exchange is not None:
             unit.exchange.device.follow_copy(reduction.leaving)
         else:
             while not reduction.collective.ended():
                 self._end_first()
+        self._taken.popleft()  # not where the wait raised: what ends the engine asks again
         self._free.append(part)
 
     def _zero_rest(self, holder: Unit) -> None:

@@ -6,6 +6,7 @@ paste it into a test.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from random_programs.comparing import difference
 from random_programs.many import drawn, run
 from random_programs.mutations import MUTATIONS, OF_RANKS, Mutation
 from random_programs.mutations_of_uses import OF_USES
-from random_programs.ranks import TwoRanks
+from random_programs.placements import RANKED
+from random_programs.ranks import Ranks
 from support.children import CHILD
 
 EACH = 10
@@ -98,16 +100,72 @@ def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: No
 def test_random_programs_see_the_same_on_two_ranks_of_every_stage(
     tmp_path: Path, one_thread: None
 ) -> None:
-    with TwoRanks(tmp_path) as ranks:
-        for recipe in drawn(0, EACH)[6:7]:
-            assert ranks.difference(recipe) is None
+    with Ranks(tmp_path) as ranks:
+        assert ranks.difference(_on_two_ranks(6)) is None
+
+
+@pytest.mark.timeout(240)
+def test_random_programs_see_the_same_on_three_ranks(tmp_path: Path, one_thread: None) -> None:
+    three = [recipe for recipe in drawn(2, 20, "ranks") if recipe.ranks == 3]
+    some = [*[r for r in three if r.own][:2], *[r for r in three if not r.own][:1]]
+    with Ranks(tmp_path) as ranks:
+        assert [ranks.difference(recipe) for recipe in some] == [None] * 3
+        assert ranks.refused == 0
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", range(len(OF_RANKS)), ids=lambda n: OF_RANKS[n].breaks)
 def test_two_ranks_find_a_broken_engine(number: int, tmp_path: Path, one_thread: None) -> None:
-    with TwoRanks(tmp_path, number) as ranks:
-        assert ranks.difference(drawn(0, EACH)[OF_RANKS[number].found_by]) is not None
+    with Ranks(tmp_path, number) as ranks:
+        assert ranks.difference(_on_two_ranks(OF_RANKS[number].found_by)) is not None
+
+
+def _on_two_ranks(number: int) -> recipes.Recipe:
+    """A program of one process, on two ranks of each stage."""
+    return dataclasses.replace(drawn(0, EACH)[number], placements=tuple(RANKED), ranks=2)
+
+
+SGD = recipes.Training("sgd")
+GATE = recipes.Block("sometimes gate")
+LINEAR = recipes.Block("linear")
+TRAIN = (("train", 4), ("step",), ("zero_grad", True))
+LEFT_OUT = {
+    "in the first layer": recipes.Recipe(
+        recipes.Model((GATE,), (0,)), TRAIN, SGD, ("stage 3 in memory", "stage 2")
+    ),
+    "around units that span one another": recipes.Recipe(
+        recipes.Model((LINEAR, LINEAR), (0, 1), tied=((0, 1),), units="groups", scales=True),
+        TRAIN,
+        SGD,
+        ("stage 2, gradients at home", "stage 3 in memory"),
+    ),
+    "before a step whose units stay whole": recipes.Recipe(
+        recipes.Model((LINEAR, GATE), (0, 1), units="leaves", scales=True),
+        TRAIN * 2,
+        SGD,
+        ("stage 1",),
+    ),
+}
+
+
+@pytest.mark.timeout(240)
+def test_ranks_leave_out_parameters(tmp_path: Path, one_thread: None) -> None:
+    with Ranks(tmp_path) as ranks:
+        for name, recipe in LEFT_OUT.items():
+            found = ranks.difference(dataclasses.replace(recipe, ranks=2, own=True))
+            assert found is None, name
+        assert ranks.refused == 0
+
+
+@pytest.mark.timeout(240)
+def test_an_engine_closes_after_ranks_have_used_units_in_different_orders(
+    tmp_path: Path, one_thread: None
+) -> None:
+    model = recipes.Model((LINEAR, GATE), (("checkpoint", False, (0, 1)),))
+    recipe = recipes.Recipe(model, (("train", 5),), SGD, ("stage 0",), ranks=2, own=True)
+    with Ranks(tmp_path) as ranks:
+        assert ranks.difference(recipe) is None
+        assert ranks.refused == 1
 
 
 def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None) -> None:

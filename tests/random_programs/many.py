@@ -22,12 +22,15 @@ from hypothesis.internal.conjecture import providers
 
 from random_programs.comparing import Difference, difference
 from random_programs.jitter import jitter
-from random_programs.ranks import TwoRanks
+from random_programs.rank_recipes import programs_on_ranks
+from random_programs.ranks import Ranks
 from random_programs.recipes import Recipe, programs
 from random_programs.use_recipes import programs_with_uses
 
-KINDS = {"training": programs, "uses": programs_with_uses}
+KINDS = {"training": programs, "uses": programs_with_uses, "ranks": programs_on_ranks}
 """The strategies."""
+ALONE = ("training", "uses")
+"""The kinds whose programs run in one process."""
 EACH = 20
 """Programs of one seed: ten that hypothesis draws anew, then changed ones. It stops at the first
 that differs, and shrinks it."""
@@ -40,22 +43,20 @@ def main() -> int:
     parser.add_argument(
         "--first", type=int, default=1000, help="the first seed; each draws 20 programs"
     )
-    parser.add_argument(
-        "--kind", choices=sorted(KINDS), help="those of training alone, or those with uses"
-    )
+    parser.add_argument("--kind", choices=ALONE, help="those of training alone, or those with uses")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
-        "--two-ranks", action="store_true", help="in turn on two ranks of each stage, unshrunk"
+        "--ranks", action="store_true", help="programs of two or three ranks, in turn"
     )
     parser.add_argument(
         "--jitter", action="store_true", help="with random sleeps in the engine's methods"
     )
     options = parser.parse_args()
-    if options.two_ranks:
-        return _on_two_ranks(options.programs, options.first, options.jitter)
+    if options.ranks:
+        return _on_ranks(options.programs, options.first, options.jitter)
     begin = time.monotonic()
     ran = differing = 0
-    kinds = [options.kind] if options.kind else sorted(KINDS)
+    kinds = [options.kind] if options.kind else ALONE
     jobs = [
         (options.first + number, min(EACH, options.programs - EACH * number), kind, options.jitter)
         for number in range(-(-options.programs // EACH))
@@ -79,22 +80,25 @@ def main() -> int:
     return differing
 
 
-def _on_two_ranks(programs: int, first: int, jitters: bool) -> int:
-    """Run so many programs on two ranks; returns how many differ."""
+def _on_ranks(programs: int, first: int, jitters: bool) -> int:
+    """Run so many programs on ranks; returns how many seeds found a difference."""
     logging.getLogger("infinity").setLevel(logging.ERROR)
-    seeds = range(first, first - (-programs // EACH))
-    recipes = [recipe for seed in seeds for recipe in drawn(seed, EACH)][:programs]
-    differing = 0
+    ran = differing = 0
     with (
         tempfile.TemporaryDirectory() as directory,
-        TwoRanks(Path(directory), jitters=jitters) as ranks,
+        Ranks(Path(directory), jitters=jitters) as ranks,
     ):
-        for recipe in recipes:
-            found = ranks.difference(recipe)
+        for number in range(-(-programs // EACH)):
+            count = min(EACH, programs - EACH * number)
+            tried, found = run(first + number, count, "ranks", ranks.difference)
+            ran += tried
             if found is not None:
                 differing += 1
-                print(f"on {found.placement}: {found.text}\n\n    {recipe!r}\n", flush=True)
-    print(f"{len(recipes)} programs of seeds from {first} on: {differing} differ on two ranks")
+                print(f"seed {first + number} of ranks: {found}", flush=True)
+        print(
+            f"{ran} programs of seeds from {first} on: {differing} seeds differ on ranks, "
+            f"{ranks.refused} programs refused"
+        )
     return differing
 
 
@@ -115,9 +119,14 @@ class Differs(Exception):
         )
 
 
-def run(seed: int, count: int, kind: str = "training") -> tuple[int, str | None]:
-    """Run `count` programs of one of `KINDS`. Returns how many were run before one differed, and
-    the smallest one that differs in the same."""
+def run(
+    seed: int,
+    count: int,
+    kind: str = "training",
+    difference: Callable[[Recipe], Difference | None] = difference,
+) -> tuple[int, str | None]:
+    """Run `count` programs of one of `KINDS`, compared by `difference`. Returns how many were run
+    before one differed, and the smallest one that differs in the same."""
     ran = 0
     first: Difference | None = None
     last: Differs | None = None

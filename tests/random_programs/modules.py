@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,15 @@ class Pass:
     calls: int = 0
     use: Callable[[Any], None] | None = None
     """What the model does at the end of its forward."""
+
+
+class _Batch(threading.local):
+    """The batch that this thread computes with."""
+
+    number = 0
+
+
+BATCH = _Batch()
 
 
 class Trip(torch.autograd.Function):
@@ -242,6 +252,38 @@ class Int8(nn.Module):
         return x + (x @ self.weight.to(x.dtype)) * self.scale
 
 
+class SometimesGate(Residual):
+    """A parameter of its own that odd batches leave out, beside a module with parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = torch.tanh(self.inner(x))
+        return x + (y if BATCH.number % 2 else y * self.gate)
+
+
+class Expert(nn.Module):
+    """Three modules, of which a batch uses the weight of one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.router = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + torch.tanh(self.router(x)) @ self.experts[BATCH.number % 3].weight
+
+
+class Dropped(Residual):
+    """A module whose output odd batches do not use."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return x if BATCH.number % 2 else y
+
+
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "linear": Residual,
     "norm": nn.LayerNorm,
@@ -259,6 +301,9 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "buffer": Buffer,
     "scalar": Scalar,
     "int8": Int8,
+    "sometimes gate": SometimesGate,
+    "expert": Expert,
+    "dropped": Dropped,
 }
 
 
@@ -268,6 +313,11 @@ def _block(kind: str, width: int) -> nn.Module:
         return KINDS[kind](width)
     how, _, name = kind.partition(" ")
     return Uses(width, name, borrows=how == "borrows")
+
+
+def _scale(recipe: Model) -> nn.Parameter | None:
+    """A parameter of the model itself, or of a group."""
+    return nn.Parameter(torch.ones(recipe.width)) if recipe.scales else None
 
 
 def hidden(output: Any) -> torch.Tensor:
@@ -280,15 +330,18 @@ def hidden(output: Any) -> torch.Tensor:
 
 
 class Group(nn.Module):
-    """Several blocks in one module."""
+    """Several blocks in one module, with a scale after each for the batches that have one."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[nn.Module], scale: nn.Parameter | None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = hidden(block(x))
+            if self.scale is not None and (BATCH.number + number) % 3 == 0:
+                x = x * self.scale
         return x
 
 
@@ -308,8 +361,9 @@ class Net(nn.Module):
         inside = {number for group in recipe.groups for number in group}
         self.embedding = nn.Embedding(VOCABULARY, width) if recipe.tokens else None
         self.groups = nn.ModuleList(
-            Group([blocks[number] for number in group]) for group in recipe.groups
+            Group([blocks[number] for number in group], _scale(recipe)) for group in recipe.groups
         )
+        self.scale = _scale(recipe)
         self.blocks = nn.ModuleDict(
             {f"block{n}": block for n, block in enumerate(blocks) if n not in inside}
         )
@@ -336,15 +390,21 @@ class Net(nn.Module):
 
     def forward(self, batch: torch.Tensor, run: Pass) -> torch.Tensor:
         x = batch if self.embedding is None else self.embedding(batch)
-        outputs = self.head(self._walk(self.recipe.path, run, x))
+        x = self._walk(self.recipe.path, run, x)
+        if self.scale is not None and run.batch % 2:
+            x = x * self.scale
+        outputs = self.head(x)
         if run.use is not None:
             run.use(self)
         return outputs
 
     def _walk(self, steps: Any, run: Pass, x: torch.Tensor) -> torch.Tensor:
         for step in steps:
+            BATCH.number = run.batch
             if isinstance(step, int):
                 x = hidden(self.block(step)(x))
+                if self.scale is not None and (run.batch + step) % 3 == 0:
+                    x = x * self.scale
                 run.calls += 1
                 if run.calls == run.at and run.where == "forward":
                     raise run.fault

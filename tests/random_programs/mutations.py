@@ -38,7 +38,8 @@ class Mutation(NamedTuple):
             yield
 
 
-def _nothing(real: Any) -> Any:
+def nothing(real: Any) -> Any:
+    """A function that does nothing."""
     return lambda *arguments, **options: None
 
 
@@ -142,7 +143,7 @@ def _pins_are_ignored(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("zero_grad forgets nothing", gradients.Gradients, "clear", _nothing, 0),
+    Mutation("zero_grad forgets nothing", gradients.Gradients, "clear", nothing, 0),
     Mutation(
         "the kernels do not see the clip factor, nor the loss scale",
         kernels.Kernels,
@@ -172,13 +173,13 @@ MUTATIONS = (
         19,
     ),
     Mutation(
-        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2
+        "another gradient does not roll a speculative update back", Unit, "rollback", nothing, 2
     ),
     Mutation(
         "what a speculative update put in place is not rolled back",
         Residency,
         "rollback",
-        _nothing,
+        nothing,
         3,
     ),
     Mutation(
@@ -235,9 +236,9 @@ MUTATIONS = (
     ),
     Mutation("a copy that is in use is evicted", Residency, "_next_use_of", _pins_are_ignored, 1),
     Mutation(
-        "what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2
+        "what gathered(write=True) leaves is not written", gathered, "_write_back", nothing, 2
     ),
 )
 
-OF_RANKS = (Mutation("what other ranks wrote is not gathered", Unit, "outdate", _nothing, 6),)
+OF_RANKS = (Mutation("what other ranks wrote is not gathered", Unit, "outdate", nothing, 6),)
 """What two ranks must find."""

@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 
+from infinity.optim.assigned import AssignedTensor
+from infinity.optim.gradient_object import GradientObject
+from infinity.optim.kernel_states import KernelStates
+from infinity.optim.lazy_gradient import LazyGradients
+from infinity.optim.lazy_norm import NormTaken
+from infinity.optim.state_entry import StateEntry
 from infinity.sharding import lazy_tensor, parameter, tiles, twins, value
-from random_programs.mutations import Mutation
+from infinity.sharding.parameter_data import ParameterData
+from random_programs.mutations import Mutation, nothing
 
 
 def _placeholder(real: Any) -> Any:
@@ -72,6 +79,17 @@ def _blind_gradients(real: Any) -> Any:
     return gradients
 
 
+def _as_it_is(real: Any) -> Any:
+    return lambda self, value: value
+
+
+def _no_views(real: Any) -> Any:
+    def write(self: Any, written: Any) -> None:
+        real(self, [each for each in written if not isinstance(each, lazy_tensor.LazyView)])
+
+    return write
+
+
 OF_USES = (
     Mutation("a handle answers with a placeholder", value.LazyValue, "fetch", _placeholder, 0),
     Mutation(
@@ -92,5 +110,24 @@ OF_USES = (
     Mutation(
         "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 69
     ),
+    Mutation("writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 0),
+    Mutation(
+        "writes to results that share memory with a copy are swallowed",
+        lazy_tensor.Copies,
+        "guarded",
+        _as_it_is,
+        0,
+    ),
+    Mutation("an update counts no version up", ParameterData, "outdate", nothing, 0),
+    Mutation("a norm is computed when it is read", NormTaken, "freeze", nothing, 0),
+    Mutation("an assigned gradient does not follow its tensor", AssignedTensor, "take", nothing, 0),
+    Mutation(
+        "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 0
+    ),
+    Mutation("a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 0),
+    Mutation(
+        "a cleared or deleted entry of optimizer.state stays", KernelStates, "restart", nothing, 0
+    ),
+    Mutation("a changed entry of optimizer.state is lost", StateEntry, "_change", nothing, 0),
 )
 """What programs with uses must find."""

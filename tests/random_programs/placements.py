@@ -91,6 +91,7 @@ def wrap(
         "threads": 1,
         "algorithm": algorithm,
         "moment_precision": moments,
+        "collective_timeout": 60.0,
     }
     with _device(placement):
         while True:

@@ -49,17 +49,25 @@ class Rule(torch.optim.Optimizer):
         max_grad_norm: float | None,
         watches: bool,
         previous: bool,
+        eps: float | None,
     ) -> None:
-        """With `previous` the norm of the step before clips a step."""
+        """With `previous` the norm of the step before clips a step. `eps` is that of Adam, the
+        usual one if None."""
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._rule, self._max_grad_norm, self._watches = rule, max_grad_norm, watches
         self._previous = previous
+        self._eps = EPSILON["adam"] if eps is None else eps
         self._last_norm: float | None = None
         self._clips: dict[torch.Tensor, float] = {}
         self.grad_norm: float | None = None
-        if rule == "adagrad":  # as torch's, it has states from the start
+        if rule == "adagrad":  # as torch.optim.Adagrad
             for p in self._all():
                 self._begin(p)
+
+    def _begin(self, p: torch.Tensor) -> None:
+        """Make the states of a parameter as they are before its first update."""
+        moments = {name: torch.zeros(p.shape) for name in STATES[self._rule]}
+        self.state[p] |= {"step": 0} | moments
 
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -136,10 +144,6 @@ class Rule(torch.optim.Optimizer):
             state["master"] = w
         p.copy_(rounded(w, p.dtype))
 
-    def _begin(self, p: torch.Tensor) -> None:
-        moments = {name: torch.zeros(p.shape) for name in STATES[self._rule]}
-        self.state[p] |= {"step": 0} | moments
-
     def _adam(
         self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
     ) -> torch.Tensor:
@@ -147,9 +151,7 @@ class Rule(torch.optim.Optimizer):
         step = state["step"]
         state["exp_avg"] = _single(beta1) * state["exp_avg"] + _single(1 - beta1) * g
         state["exp_avg_sq"] = _single(beta2) * state["exp_avg_sq"] + (_single(1 - beta2) * g) * g
-        d = _root(state["exp_avg_sq"]) / _single((1 - beta2**step) ** 0.5) + _single(
-            EPSILON["adam"]
-        )
+        d = _root(state["exp_avg_sq"]) / _single((1 - beta2**step) ** 0.5) + _single(self._eps)
         return w - _single(lr / (1 - beta1**step)) * (state["exp_avg"] / d)
 
     _adamw = _adam

@@ -24,7 +24,7 @@ from infinity.sharding.tiles import TiledWeight, pieces_of
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
-from random_programs.recipes import Recipe
+from random_programs.recipes import Recipe, of_rank
 from random_programs.using import Using, is_refusal, weights_of
 
 ALGORITHMS = {"adamw": "adam"}
@@ -106,25 +106,36 @@ class Player(Using):
 
     def play(self) -> list[Seen]:
         """Run the program; returns what was seen."""
-        for at, (name, *arguments) in enumerate(self.recipe.program):
-            self.at = at
-            torch.manual_seed(self.at)
-            try:
-                getattr(self, "op_" + name.replace(" ", "_"))(*arguments)
-            except (RuntimeError, Fault, Interrupt) as error:
-                self._failed(error)
-            except infinity.BudgetError:
+        for at in range(len(self.recipe.program)):
+            self.operate(at)
+        return self.end()
+
+    def operate(self, at: int) -> None:
+        """Run operation number `at`."""
+        self.at = at
+        torch.manual_seed(self.at)
+        name, *arguments = self.recipe.program[at]
+        try:
+            getattr(self, "op_" + name.replace(" ", "_"))(*arguments)
+        except (RuntimeError, Fault, Interrupt) as error:
+            self._failed(error)
+        except infinity.BudgetError:
+            raise
+        except Exception as error:
+            if not self.recipe.whole:
                 raise
-            except Exception as error:
-                if not self.recipe.whole:
-                    raise
-                self._failed(error)
+            self._failed(error)
+
+    def end(self) -> list[Seen]:
+        """After the last operation; returns what was seen."""
         self.at += 1
         for what in ("gradients", "weights", "states"):
             self.op_look(what)
         return self.seen
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: Exception | Interrupt) -> None:
+        if "the engine cannot go on" in str(error):
+            raise error
         self.see(
             "raised",
             Raised(
@@ -253,6 +264,7 @@ class Player(Using):
             return
         generator = torch.Generator().manual_seed(batch)
         data = torch.randn(2, 3, model.width, generator=generator).to(getattr(torch, model.dtype))
+        modules.BATCH.number = batch
         with nullcontext() if train else torch.no_grad():
             outputs = modules.hidden(self.model.block(number)(data))
         self.see("outputs", outputs)
@@ -401,7 +413,7 @@ class Plain(Player):
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Rule:
         training = self.recipe.training
         watches, previous = training.loss_scale is not None, training.clip == "previous"
-        return Rule(groups, training.rule, training.max_grad_norm, watches, previous)
+        return Rule(groups, training.rule, training.max_grad_norm, watches, previous, training.eps)
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self.parameters:
@@ -497,7 +509,11 @@ class Wrapped(Player):
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> infinity.Optimizer:
         training = self.recipe.training
-        options = {"momentum": 0.9, "nesterov": True} if training.rule == "momentum" else {}
+        options: dict[str, Any] = {}
+        if training.rule == "momentum":
+            options = {"momentum": 0.9, "nesterov": True}
+        if training.eps is not None:
+            options = {"eps": training.eps}
         scaler = (
             None
             if training.loss_scale is None
@@ -584,6 +600,69 @@ class Wrapped(Player):
             self.optimizer.load_state_dict(states)
         if scaler is not None and self.optimizer.loss_scaler.scale != scaler.scale:
             self.see("loss scale", f"{self.optimizer.loss_scaler.scale} is not {scaler.scale}")
+
+
+class PlainRank(Plain):
+    """One rank of several: what it computes with its own batches."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        super().__init__(recipe)
+
+    def begin(self) -> None:
+        """An operation that may go backward begins."""
+        self.optimizer.apply()
+        self._before = {p: p.grad for _, p in self.parameters}
+        for p in self._before:
+            p.grad = None
+
+    def zero_grad(self) -> None:
+        """Also what there was before the operation."""
+        super().zero_grad()
+        self._before = dict.fromkeys(self._before)
+
+    def add(self, means: Sequence[torch.Tensor | None]) -> None:
+        """These are the gradients of the operation, of all ranks."""
+        for (p, before), mean in zip(self._before.items(), means, strict=True):
+            p.grad = before
+            if mean is not None:
+                p.grad = mean.clone() if before is None else before + mean
+
+
+class PlainRanks:
+    """All ranks in one process, one operation after the other. The gradient of an operation is the
+    mean of theirs, with zeros for a rank that has none, as with `find_unused_parameters` of DDP."""
+
+    BACKWARD = ("train", "backward", "accumulate", "submodule", "input gradient")
+    """Operations that may go backward."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._program = recipe.program
+        self._players = [PlainRank(of_rank(recipe, rank)) for rank in range(recipe.ranks)]
+
+    def play(self) -> list[list[Seen]]:
+        """Run the program; returns what each rank saw."""
+        for at, operation in enumerate(self._program):
+            backward = operation[0] in self.BACKWARD
+            for player in self._players:
+                if backward:
+                    player.begin()
+                player.operate(at)
+            if backward:
+                self._average()
+        return [player.end() for player in self._players]
+
+    def _average(self) -> None:
+        rows = zip(*([p.grad for _, p in each.parameters] for each in self._players), strict=True)
+        means = [self._mean([g for g in row if g is not None]) for row in rows]
+        for player in self._players:
+            player.add(means)
+
+    def _mean(self, some: list[torch.Tensor]) -> torch.Tensor | None:
+        if not some:
+            return None
+        total = functools.reduce(torch.add, (each.float() for each in some))
+        return (total / len(self._players)).to(some[0].dtype)
 
 
 def run(make: Callable[[], Player]) -> list[Seen]:

@@ -72,7 +72,8 @@ class Model:
     reentrant, steps); or ("skip", phase, steps), whose steps are left out in every second batch.
     `groups` are blocks that one module holds, `tied` pairs of linear blocks with one weight.
     `units` is given to `wrap`: "auto", "blocks", "leaves" or "groups". Of `tiles` bytes are the
-    tiles that weights lie in, in plain PyTorch, too; 0 leaves them whole.
+    tiles that weights lie in, in plain PyTorch, too; 0 leaves them whole. With `scales` the model
+    and its groups have parameters of their own, which some batches leave out.
     """
 
     blocks: tuple[Block, ...]
@@ -84,6 +85,7 @@ class Model:
     units: str = "auto"
     dtype: str = "float32"
     tiles: int = 0
+    scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Training:
     """Moments in another format are compared over placements alone."""
     clip: str = "global"
     """Plain PyTorch has no units: "unit" is compared over placements alone, too."""
+    eps: float | None = None
+    """That of Adam; the usual one if None."""
 
     @property
     def is_plain(self) -> bool:
@@ -117,11 +121,48 @@ class Recipe:
     placements: tuple[str, ...] = PLACEMENTS
     whole: bool = False
     """Weights in tiles are whole in plain PyTorch. Then sums may round in other ways."""
+    ranks: int = 1
+    own: bool = False
+    """Each rank has batches of its own."""
 
     @property
     def rounds(self) -> bool:
         """Whether the engine may round otherwise than plain PyTorch."""
         return self.whole and self.model.tiles > 0
+
+
+STRIDE = 11
+"""Batches of one rank and the next are so far apart, which is neither even nor divided by 3."""
+_BATCH_AT = {
+    "forward": 1,
+    "train": 0,
+    "accumulate": 0,
+    "evaluate": 0,
+    "generate": 0,
+    "submodule": 1,
+    "input gradient": 0,
+}
+"""Which argument of an operation is a batch, or are batches."""
+
+
+def of_rank(recipe: Recipe, rank: int) -> Recipe:
+    """What this rank does: where ranks have their own batches, not what the others do."""
+
+    def shifted(operation: Operation) -> Operation:
+        name, *arguments = operation
+        if name in _BATCH_AT:
+            at = _BATCH_AT[name]
+            batch = arguments[at]
+            arguments[at] = (
+                batch + STRIDE * rank
+                if isinstance(batch, int)
+                else tuple(each + STRIDE * rank for each in batch)
+            )
+        return name, *arguments
+
+    if not recipe.own or not rank:
+        return recipe
+    return dataclasses.replace(recipe, program=tuple(map(shifted, recipe.program)))
 
 
 BATCHES = st.integers(0, 7)

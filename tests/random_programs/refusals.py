@@ -17,10 +17,32 @@ ALLOWED: dict[str, str] = {
     ),
     "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
     "compiled": r"the gradient of .* has no memory of its own that untyped_storage could use",
+    "share": r"was assigned to that of another parameter, too",
+    "unsafe split": r"a copy of a tensor of a wrapped model was changed in place",
     "kept view": r"was forgotten since \.grad was read; keep a copy",
 }
 """A text, as a regular expression, that a refusal may have, by the name of an expression, of a way,
 of an operation, or of what is done with a graph."""
+
+
+ORDERS = r"the ranks used the units of the model in different orders"
+"""Where a rank leaves out a module that others run, or its output. Also where it leaves out a
+parameter
+
+- inside of a checkpoint: whether the backward asks first for the parameter, or for what has to be
+  recomputed, depends on what else it saved;
+- below frozen modules, whose backward runs for that parameter alone;
+- of micro-batches that are interleaved, whose turns have no order that ranks agree on.
+"""
+HORIZONTAL = r"infinity\.accumulate\(\.\.\., order=\"horizontal\"\)"
+"""Where the gradients of a model come in another order than its layers."""
+
+
+def _orders_may_differ(recipe: Recipe, at: int) -> bool:
+    """Whether ranks may use units in different orders: see `ORDERS`."""
+    text = repr((recipe.model.blocks, recipe.model.path, recipe.program[: at + 1]))
+    words = ("'dropped'", "'skip'", "'checkpoint'", "frozen=True", "'vertical'")
+    return recipe.own and any(word in text for word in words)
 
 
 def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
@@ -31,4 +53,6 @@ def is_allowed(recipe: Recipe, at: int, text: str) -> bool:
         for part in operation:
             names += part if isinstance(part, tuple) else [part]
     patterns = [ALLOWED[name] for name in names if isinstance(name, str) and name in ALLOWED]
+    if recipe.ranks > 1:
+        patterns += [HORIZONTAL, *([ORDERS] if _orders_may_differ(recipe, at) else [])]
     return any(re.search(pattern, text) for pattern in patterns)

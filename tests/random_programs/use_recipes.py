@@ -61,8 +61,22 @@ def _used(draw: DrawFn) -> list[Operation]:
 def _later(draw: DrawFn) -> list[Operation]:
     """A graph whose backward comes later, perhaps too late."""
     use = (*draw(_USE)[:-1], "later")
-    between = draw(st.sampled_from(([], [("train", 1)], [("train", 1), *_STEP], [("step",)])))
+    updated = [("train", 1), *_STEP]
+    between = draw(st.sampled_from(([], [("train", 1)], updated, updated, [("step",)])))
     return [use, *between, ("later",), *draw(st.sampled_from(([], _STEP)))]
+
+
+_OUTDATED = st.tuples(
+    st.sampled_from(("views", "columns", "einsum", "norms", "saves", "bmm", "index")),
+    NUMBERS,
+    BATCHES,
+).map(
+    lambda drawn: [
+        ("use", drawn[0], (), *drawn[1:], "alone", "later"),
+        *(("train", 1), ("step",), ("later",), ("zero_grad", True)),
+    ]
+)
+"""A graph of weights alone that a step outdates."""
 
 
 @st.composite
@@ -85,6 +99,17 @@ def _gradient(draw: DrawFn) -> list[Operation]:
 
 
 @st.composite
+def _kept_gradient(draw: DrawFn) -> list[Operation]:
+    """Something of a gradient that is kept, and a change of that gradient."""
+    numbers = draw(NUMBERS)
+    kinds = _are_ready("gradient", GRADIENTS)
+    keep = draw(st.sampled_from([kind for kind in kinds if kind.startswith("kept")]))
+    change = draw(st.sampled_from([kind for kind in kinds if not kind.startswith("kept")]))
+    changes: list[Operation] = [("gradient", kind, numbers) for kind in (keep, change)]
+    return [("train", draw(BATCHES)), *changes, ("read kept",), *_STEP]
+
+
+@st.composite
 def _assigned(draw: DrawFn) -> list[Operation]:
     changed = draw(st.sampled_from(_are_ready("assigned", (False, True))))
     again = draw(st.sampled_from(([], [("train", 3)])))
@@ -101,10 +126,12 @@ def _state(draw: DrawFn) -> list[Operation]:
 _WEIGHTS: list[tuple[int, Any]] = [
     (10, _used()),
     (3, _later()),
+    (1, _OUTDATED),
     (3, _kept()),
     (4 if _are_ready("gradient", GRADIENTS) else 0, _gradient()),
+    (2 if _are_ready("gradient", GRADIENTS) else 0, _kept_gradient()),
     (2 if _are_ready("assigned", (False, True)) else 0, _assigned()),
-    (2 if _are_ready("state", STATES) else 0, _state()),
+    (4 if _are_ready("state", STATES) else 0, _state()),
     (6, phrases()),
 ]
 _PHRASES = st.sampled_from([phrase for weight, phrase in _WEIGHTS for _ in range(weight)]).flatmap(

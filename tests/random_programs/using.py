@@ -253,6 +253,18 @@ def _set_itself(w: Any, v: Any) -> None:
     w.grad = w.grad * 0.5
 
 
+def _share(w: Any, v: Any) -> None:
+    """One gradient of two weights, which is changed through one of them."""
+    w.grad = v.grad
+    v.grad[1:3] += 1
+
+
+def _unsafe_split(w: Any, v: Any) -> None:
+    """Views of which autograd knows nothing."""
+    for part in w.grad.unsafe_split(4):
+        part.mul_(0.5)
+
+
 GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "mul_": lambda w, v: w.grad.mul_(0.5),
     "data": lambda w, v: w.grad.data.mul_(0.25),
@@ -264,6 +276,8 @@ GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "zero_": lambda w, v: w.grad.zero_(),
     "swap": _swap,
     "set": _set_itself,
+    "share": _share,
+    "unsafe split": _unsafe_split,
     "times weight": lambda w, v: w.grad * v,
     "weight times": lambda w, v: v * w.grad,
     "product": lambda w, v: w.grad[:3] @ v.grad.t(),
@@ -281,6 +295,11 @@ def _clear(optimizer: Any, w: torch.Tensor) -> None:
 
 def _delete(optimizer: Any, w: torch.Tensor) -> None:
     optimizer.state.pop(w, None)
+
+
+def _clear_entry(optimizer: Any, w: torch.Tensor) -> None:
+    if w in optimizer.state:
+        optimizer.state[w].clear()
 
 
 def _scale(optimizer: Any, w: torch.Tensor) -> None:
@@ -308,6 +327,7 @@ def _read(optimizer: Any, w: torch.Tensor) -> torch.Tensor | None:
 STATES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "clear": _clear,
     "delete": _delete,
+    "clear entry": _clear_entry,
     "scale": _scale,
     "replace": _replace,
     "read": _read,

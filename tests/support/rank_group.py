@@ -70,7 +70,7 @@ def _run(errors: Path, path: str, work: str, *arguments: Any) -> None:
     getattr(load(path), work)(*arguments)
 
 
-def _serve(errors: Path, rendezvous: Path, rank: int, tasks: Connection) -> None:
+def _serve(errors: Path, rendezvous: Path, rank: int, ranks: int, tasks: Connection) -> None:
     """Join the group, and work for each task: a test file, a directory and what its `work` takes.
 
     Sends "ready", then "done" or "failed ..." for each task.
@@ -80,7 +80,7 @@ def _serve(errors: Path, rendezvous: Path, rank: int, tasks: Connection) -> None
         "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=PATIENCE),
     )
     tasks.send("ready")
@@ -145,21 +145,23 @@ def _content(path: Path) -> str:
 
 
 class Group:
-    """Two ranks that wait for tasks; `close` ends them however they are."""
+    """Two ranks, or as many as it is given, that wait for tasks; `close` ends them however they
+    are."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ranks: int = RANKS) -> None:
         self._tasks: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             ours, theirs = SERVER.Pipe()
-            arguments = (directory / f"errors{rank}.txt", directory / "rendezvous", rank, theirs)
+            said, rendezvous = directory / f"errors{rank}.txt", directory / "rendezvous"
+            arguments = (said, rendezvous, rank, ranks, theirs)
             process = SERVER.Process(target=_serve, args=arguments)
             self._tasks.append(ours)
             self._processes.append(process)
             process.start()
             theirs.close()
         try:
-            assert self._answers() == ["ready"] * RANKS
+            assert self._answers() == ["ready"] * ranks
         except BaseException:
             self.close()
             raise
