@@ -467,6 +467,13 @@ class Hooks(Border):
         found.touched.append(self._enter(unit))
         return True
 
+    def records_backward(self) -> bool:
+        """Whether code of a backward runs now whose graph may outlive the backward: that of
+        `create_graph=True`, or of code of a user."""
+        calls = self._now.calls
+        recomputes = bool(calls) and calls[-1].recomputing  # with our hooks on saved tensors
+        return in_backward() and torch.is_grad_enabled() and not recomputes
+
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for what passes Python's API by; None outside of a forward
         and a backward."""

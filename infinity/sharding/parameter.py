@@ -272,7 +272,10 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             raise closed(who)
         if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
-        if call_uncompiled(unit.listeners.border.touched, unit):
+        border = unit.listeners.border
+        if name not in _MEMORY and call_uncompiled(border.records_backward):
+            return super().__torch_function__(func, types, args, kwargs)  # which saves the handle
+        if call_uncompiled(border.touched, unit):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():
             with torch._C.DisableTorchFunctionSubclass():

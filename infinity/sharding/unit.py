@@ -38,6 +38,10 @@ class Border:
         """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
         return False
 
+    def records_backward(self) -> bool:
+        """Whether code of a backward runs now whose graph may outlive the backward."""
+        return False
+
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of parameter `index` inside of a forward or a backward of this thread; None
         outside of both."""

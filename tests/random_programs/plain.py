@@ -122,15 +122,15 @@ class Rule(torch.optim.Optimizer):
             self._last_norm = self.grad_norm
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and not self.state[p]:
-                    self._begin(p)
-                if self.state[p] and p.dtype != torch.float32:
-                    self.state[p].setdefault("master", p.detach().float())
                 if p.grad is not None:
                     self._update(p, group)
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[p]:
+            self._begin(p)
         state = self.state[p]
+        if not state["step"] and p.dtype != torch.float32:
+            state["master"] = p.detach().float()
         state["step"] += 1
         w = state.get("master", p.detach())
         g = p.grad.float() * _single(self._clips.get(p, 1.0))

@@ -542,7 +542,8 @@ class Wrapped(Player):
     def states(self) -> Iterator[tuple[str, Any]]:
         for number, state in copy.deepcopy(self.optimizer.state_dict()["state"]).items():
             for name, value in state.items():
-                yield f"{number} {name}", value
+                if name != "master" or state["step"]:  # before the first update it is the weight
+                    yield f"{number} {name}", value
 
     def clip(self, most: float) -> float:
         return self.engine.clip_grad_norm_(most)

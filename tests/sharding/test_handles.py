@@ -484,3 +484,29 @@ def test_code_of_users_in_a_backward_of_handles_finds_functions_of_classes(
         found.append([*seen, torch.tensor(arrays)])
     for one, mine in zip(*found, strict=True):
         assert torch.equal(one, mine)
+
+
+class Keeps(torch.autograd.Function):
+    """A product that keeps the weight as an attribute, where no hook on saved tensors sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.w = x, w
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g @ ctx.w, g.t() @ ctx.x
+
+
+def test_a_recorded_backward_saves_no_bytes_that_leave(pair: tuple[Any, Any]) -> None:
+    found = []
+    for model in pair:
+        run = lambda net, x: Keeps.apply(x, net.head.weight)  # noqa: E731
+        loss = model(inputs(), run).square().mean()
+        first = model.layers[0].weight
+        (gradient,) = torch.autograd.grad(loss, [first], create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        found.append([p.grad + 0 for p in (*model.layers.parameters(), model.head.weight)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
