@@ -41,7 +41,9 @@ class ReadOnlyCopy(torch.Tensor):
                 raise ShardedParameterError(f"{value.way} (changed by {name})")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            return read_only(found, copies, copies[0].way) if copies else found
+            base = getattr(getattr(func, "__self__", None), "__name__", "") == "_base"
+            # What it is a view of, which torch.compile asks for, again and again of a class.
+            return read_only(found, copies, copies[0].way) if copies and not base else found
 
 
 class LentArray(np.ndarray[Any, Any]):

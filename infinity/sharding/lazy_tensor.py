@@ -33,11 +33,20 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.compilation import call_uncompiled
 from infinity.errors import ShardedParameterError
 from infinity.sharding import backwards
+from infinity.sharding.compiled import (
+    DETACHING,
+    InGraphs,
+    makes_graph,
+    on_given,
+    stands_for_another,
+    written,
+)
 from infinity.sharding.copied import lent, read_only
 
 _ATEN: Any = torch.ops.aten
@@ -49,8 +58,6 @@ _LIKE = {
     )
 }
 """Operators that ask for shape, dtype and device alone."""
-DETACHING = (_ATEN.detach.default, _ATEN.alias.default)
-"""What takes a tensor out of the graph; it gives the same memory."""
 _VALUES = {
     *("tolist", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
     *("__format__", "__reduce_ex__"),
@@ -78,15 +85,13 @@ class _NoSlots(list[str]):
         )
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(InGraphs):
     """A tensor without data: shape, dtype, strides and device are those of what `fetch` gives. See
     [Note: operators on lazy tensors]."""
 
     answers: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     """Operators that need no data: each is called with the operator and its arguments, and gives
     `NotImplemented` where these need data."""
-    way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
-    """What the error says where a copy is changed that nothing can take over."""
     answers_backwards: ClassVar[bool] = False
     """Whether the class takes part in backwards with other tensors than itself."""
     __slotnames__ = _NoSlots()
@@ -157,6 +162,16 @@ class LazyTensor(torch.Tensor):
         """What it is, for errors."""
         return "a tensor of a wrapped model"
 
+    def copied_values(self) -> torch.Tensor:
+        """A copy of the values, for a graph of torch.compile."""
+        with (
+            _disable_current_modes(),
+            torch._C._DisableFuncTorch(),
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.no_grad(),
+        ):
+            return self.values().detach()
+
     # What views differ in
 
     @property
@@ -177,6 +192,10 @@ class LazyTensor(torch.Tensor):
         return self.part_of(_copy_of(self.root))
 
     def __repr__(self) -> str:  # type: ignore[override]
+        return super().__repr__() if stands_for_another(self) else self.described()
+
+    def described(self) -> str:
+        """What people see of it."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -206,6 +225,9 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if makes_graph():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         lazy = args[0] if args and isinstance(args[0], LazyTensor) else None
@@ -246,30 +268,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            for kind in types:
-                answer = kind.answers.get(func) if issubclass(kind, LazyTensor) else None
-                found = NotImplemented if answer is None else answer(func, *args, **kwargs)
-                if found is not NotImplemented:
-                    return found
-            if func in DETACHING:
-                found = args[0].detached()
-                if found is not NotImplemented:
-                    return found
-            if not isinstance(func, torch._ops.OpOverload):  # of higher order
-                return _on_copies_read(func, args, kwargs)
-            if func is _ATEN.is_same_size.default:
-                return args[0].shape == args[1].shape
-            if func in _LIKE:
-                named = {"device": args[0].device} | kwargs
-                return func(args[0].stand_in(), *args[1:], **named)
-            if "_foreach_" in func._schema.name:
-                return _one_by_one(func, args, kwargs)
-            if func.namespace == "c10d":
-                return _on_copies_sent(func, args, kwargs)
-            found = _view(func, args, kwargs)
-            return _on_copies(func, args, kwargs) if found is NotImplemented else found
+        return call_uncompiled(_dispatched, func, types, args, kwargs or {})
 
 
 class _Viewing(NamedTuple):
@@ -343,6 +342,36 @@ class LazyView(LazyTensor):
     def check_replace(self) -> None:
         """As of the root."""
         self._root.check_replace()
+
+
+def _dispatched(func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator on lazy tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = on_given(func, args, kwargs, LazyView)
+        if found is not NotImplemented:
+            return found
+        for kind in types:
+            answer = kind.answers.get(func) if issubclass(kind, LazyTensor) else None
+            found = NotImplemented if answer is None else answer(func, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if func in DETACHING:
+            found = args[0].detached()
+            if found is not NotImplemented:
+                return found
+        if not isinstance(func, torch._ops.OpOverload):  # of higher order
+            return _on_copies_read(func, args, kwargs)
+        if func is _ATEN.is_same_size.default:
+            return args[0].shape == args[1].shape
+        if func in _LIKE:
+            named = {"device": args[0].device} | kwargs
+            return func(args[0].stand_in(), *args[1:], **named)
+        if "_foreach_" in func._schema.name:
+            return _one_by_one(func, args, kwargs)
+        if func.namespace == "c10d":
+            return _on_copies_sent(func, args, kwargs)
+        found = _view(func, args, kwargs)
+        return _on_copies(func, args, kwargs) if found is NotImplemented else found
 
 
 def brought(value: Any) -> Any:
@@ -506,13 +535,13 @@ def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
         found = next(filter(_is_lazy, tree_leaves((args, kwargs))))
         raise found._has_no_memory(func._schema.name.removeprefix("aten::"))
-    written = list(filter(_is_lazy, tree_leaves(list(_written(func, args, kwargs)))))
-    for lazy in written:
+    changed = list(filter(_is_lazy, tree_leaves(list(written(func, args, kwargs)))))
+    for lazy in changed:
         lazy.check_replace()
     copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     found = func(*given, **named)
-    copies.write(written)
+    copies.write(changed)
     return copies.guarded(tree_map(copies.lazy, found))
 
 
@@ -537,10 +566,3 @@ def _on_copies_sent(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             work.wait()  # type: ignore[attr-defined]
     copies.replace_changed(before)
     return tree_map(copies.lazy, found)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
-    """The arguments that an operator writes to."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)

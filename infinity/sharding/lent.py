@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from infinity.sharding.lazy_tensor import DETACHING
+from infinity.sharding.compiled import DETACHING
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 

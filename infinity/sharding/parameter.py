@@ -30,6 +30,7 @@ from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding import backwards
+from infinity.sharding.compiled import makes_graph
 from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
@@ -184,7 +185,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     ds_status = ZeroStatus.NOT_AVAILABLE
     way = WRITE
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def described(self) -> str:
+        """As a parameter, with its place."""
         unit = type(self).unit
         place = f"on {unit.tier or 'no tier'}, unit {unit.name}"
         return f"Parameter containing:\nShardedParameter({unit.name_of(self)}, {place})"
@@ -235,6 +237,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if makes_graph():
+            return super().__torch_function__(func, types, args, kwargs)
         accessor = getattr(func, "__name__", "")
         attribute = (
             getattr(getattr(func, "__self__", None), "__name__", "")
@@ -423,8 +427,10 @@ def _way_out() -> str:
 def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
     """The class of those parameters of `unit`, or their local tensors, that are of class `kind`
     while they are gathered."""
-    bases = (ShardedParameter, kind) if is_dtensor_class(kind) else (ShardedParameter,)
-    return type("ShardedParameter", bases, {"unit": unit})
+    if not is_dtensor_class(kind):
+        return type("ShardedParameter", (ShardedParameter,), {"unit": unit})
+    parts = {name: vars(kind)[name] for name in ("__tensor_flatten__", "__tensor_unflatten__")}
+    return type("ShardedParameter", (ShardedParameter, kind), {"unit": unit} | parts)
 
 
 def hidden_leaf_for(unit: Unit) -> type[HiddenLeaf]:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
+from infinity.sharding.compiled import makes_graph
 from infinity.sharding.copied import writes
 from infinity.sharding.joined import JoinedTensor
 from infinity.sharding.lazy_tensor import LazyTensor, brought
@@ -86,10 +87,10 @@ class TiledWeight(LazyTensor):
 
     def fetch(self) -> torch.Tensor:
         """A copy of its values."""
-        with torch.no_grad():
-            values = [brought(piece) for piece in self.pieces]
-            with torch._C.DisableTorchFunctionSubclass():
-                return torch.cat([value.detach() for value in values], self.dimension)
+        pieces = self.pieces
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            values = [p.values() if isinstance(p, LazyTensor) else p.detach() for p in pieces]
+            return torch.cat(values, self.dimension)
 
     def detached(self) -> DetachedTiles:
         """Its values, detached."""
@@ -182,7 +183,8 @@ class TiledWeight(LazyTensor):
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in pieces)
         return None if tracked else _side_by_side(pieces, self.dimension)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def described(self) -> str:
+        """As a parameter."""
         return f"Parameter containing:\nTiledWeight({tuple(self.shape)}, {len(self.tiles)} tiles)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
@@ -195,6 +197,8 @@ class TiledWeight(LazyTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if makes_graph():
+            return super().__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         accessor = name in ("__get__", "__set__", "__delete__")

@@ -202,6 +202,11 @@ def preferences_of_liger(compiled: bool = False) -> Loss:
     return lambda h, w, labels: made(w, h, labels)[0]
 
 
+def cut_cross_entropy() -> Loss:
+    library = pytest.importorskip("cut_cross_entropy")
+    return lambda h, w, labels: library.linear_cross_entropy(h, w, labels, impl="torch_compile")
+
+
 LOSSES: dict[str, Callable[[], Loss]] = {
     "sequence after sequence": lambda: sequence_after_sequence,
     "checkpointed chunks": lambda: checkpointed_chunks,
@@ -216,6 +221,10 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 TRANSFORMED: dict[str, Callable[[], Loss]] = {
     "torch.func": lambda: FunctionalGradients.apply,
     "liger": preferences_of_liger,
+}
+COMPILED: dict[str, Callable[[], Loss]] = {
+    "liger": lambda: preferences_of_liger(compiled=True),
+    "cut cross entropy": cut_cross_entropy,
 }
 
 
@@ -387,10 +396,11 @@ def test_a_transformed_loss_in_a_forward_is_refused(
 
 
 @weights
-def test_a_compiled_loss_of_liger_is_that_of_plain_pytorch_to_rounding(
-    weight: str, wrap: Wrap
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_loss_after_the_forward_is_that_of_plain_pytorch_to_rounding(
+    name: str, weight: str, wrap: Wrap
 ) -> None:
-    for ours, theirs in both(preferences_of_liger(compiled=True), AFTER, weight, wrap):
+    for ours, theirs in both(COMPILED[name](), AFTER, weight, wrap):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,144 @@
+"""What a lazy tensor is in a graph of torch.compile.
+
+[Note: lazy tensors in graphs]
+torch.compile asks a tensor of a class of its own for the plain tensors it is made of, and how to
+make it of others (`__tensor_flatten__`, `__tensor_unflatten__`). A lazy tensor is made of its
+values. While a graph is made, another tensor of its class stands for it, which has values of its
+own (`values_in_graph`), and no place in an engine. When the graph runs, torch takes the values of
+the lazy tensor that is given, hands them to the graph, and gives the gradient to the lazy tensor.
+
+The values are a copy, so a graph must not write to them. torch.compile ends the graph before an
+operator that does, and runs that on the lazy tensor itself; where one graph is asked for, it
+raises. What a graph gives is a copy, too, where it would be a view of the lazy tensor: one that
+cannot be written, or one that requires a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from infinity.compilation import call_uncompiled
+from infinity.errors import ShardedParameterError
+from infinity.sharding.copied import read_only
+
+DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""What takes a tensor out of the graph; it gives the same memory."""
+WRITTEN = (
+    "a tensor of a wrapped model was changed in place in compiled code, where that would be lost; "
+    "change it outside of the code that is compiled"
+)
+VALUES = "values_in_graph"
+"""The attribute that has the values."""
+
+
+class InGraphs(torch.Tensor):
+    """A tensor that is made of its values in a graph."""
+
+    way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
+    """What the error says where a copy is changed that nothing can take over."""
+    _given: torch.Tensor | None = None
+
+    def copied_values(self) -> torch.Tensor:
+        """A copy of the values, which is not in the graph of autograd."""
+        raise NotImplementedError
+
+    @property
+    def values_in_graph(self) -> torch.Tensor:
+        """Those that were given to what stands for a tensor; else a copy."""
+        return self.copied_values() if self._given is None else self._given
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [VALUES], None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(in a graph, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _stable_hash_for_caching(self) -> str:
+        """What tells it from other tensors among the keys of torch's cache of graphs."""
+        kind, (attrs, _) = type(self), self.__tensor_flatten__()
+        known = (kind.__module__, kind.__qualname__, attrs, self.dtype, self.device)
+        layout = (tuple(self.shape), self.stride(), self.storage_offset(), self.requires_grad)
+        return str((*known, *layout))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: Mapping[str, torch.Tensor], _: None, shape: Sequence[int], stride: Sequence[int]
+    ) -> Any:
+        values = parts[VALUES]
+        if type(values) is torch.Tensor and not makes_graph():
+            # A graph that ran gives a view of what it was given.
+            return read_only(values, [values], cls.way)
+        return cls.standing_for(values, shape, stride)
+
+    @classmethod
+    def standing_for(
+        cls, values: torch.Tensor, shape: Sequence[int], stride: Sequence[int]
+    ) -> InGraphs:
+        """What stands for a tensor of these `values` while a graph is made."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: InGraphs = make(
+            cls,
+            shape,
+            strides=stride,
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        made._given = values
+        return made
+
+
+def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
+    """An operator on what stands for tensors, of class `view` where it gives views of one;
+    `NotImplemented` where nothing stands for any. Raises where it writes to one."""
+    standing = [value for value in tree_leaves((args, kwargs)) if stands_for_another(value)]
+    if not standing:
+        return NotImplemented
+    functional: Any = torch._subclasses.functional_tensor  # imported, as something stands for one
+    last = isinstance(standing[0]._given, functional.FunctionalTensor)
+    if any(map(stands_for_another, tree_leaves(list(written(func, args, kwargs))))):
+        # At first torch.compile may still run it outside of the graph.
+        raise ShardedParameterError(WRITTEN) if last else torch._dynamo.exc.Unsupported(WRITTEN)
+    found = func(*tree_map(_given, tuple(args)), **tree_map(_given, kwargs))
+    if _gives_views(func) and not (last and _is_recorded(func, standing[0])):
+        kind = type(standing[0]) if func in DETACHING else view
+        return tree_map(lambda made: kind.standing_for(made, made.shape, made.stride()), found)
+    return next((value for value in standing if found is value._given), found)
+
+
+def makes_graph() -> bool:
+    """Whether a graph is made now, and what runs was not asked for by a user."""
+    found: bool = call_uncompiled(torch.compiler.is_compiling)
+    return found
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """The arguments that an operator writes to; none for one without a schema."""
+    for place, argument in enumerate(getattr(getattr(func, "_schema", None), "arguments", ())):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _is_recorded(func: Any, standing: torch.Tensor) -> bool:
+    """Whether what a view function gives of a tensor requires a gradient; torch knows such results
+    of a graph as plain tensors alone."""
+    return func is not DETACHING[0] and torch.is_grad_enabled() and standing.requires_grad
+
+
+def _gives_views(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    aliases = [each.alias_info for each in getattr(schema, "returns", ())]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def stands_for_another(value: Any) -> bool:
+    """Whether this is a tensor that stands for one while a graph is made."""
+    return isinstance(value, InGraphs) and value._given is not None
+
+
+def _given(value: Any) -> Any:
+    return value._given if stands_for_another(value) else value
