@@ -90,7 +90,8 @@ def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: No
 
 @pytest.mark.parametrize("mutation", OF_USES, ids=lambda mutation: mutation.breaks)
 def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
-    recipe = [r for seed in range(2) for r in drawn(seed, USES, "uses")][mutation.found_by]
+    seed, number = divmod(mutation.found_by, USES)
+    recipe = drawn(seed, USES, "uses")[number]
     assert difference(recipe) is None
     with mutation():
         assert difference(recipe) is not None

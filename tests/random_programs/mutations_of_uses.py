@@ -91,12 +91,12 @@ def _no_views(real: Any) -> Any:
 
 
 OF_USES = (
-    Mutation("a handle answers with a placeholder", value.LazyValue, "fetch", _placeholder, 0),
+    Mutation("a handle answers with a placeholder", value.LazyValue, "fetch", _placeholder, 1),
     Mutation(
-        "a handle answers with what was read first", value.LazyValue, "fetch", _old_values, 10
+        "a handle answers with what was read first", value.LazyValue, "fetch", _old_values, 23
     ),
     Mutation(
-        "a weight in tiles answers with a placeholder", tiles.TiledWeight, "fetch", _placeholder, 8
+        "a weight in tiles answers with a placeholder", tiles.TiledWeight, "fetch", _placeholder, 2
     ),
     Mutation(
         "a handle has an accumulator of its own", twins.Twins, "_make_handle", _own_accumulator, 0
@@ -104,30 +104,34 @@ OF_USES = (
     Mutation(
         "views begin where the weight does", lazy_tensor.LazyView, "part_of", _views_of_the_whole, 0
     ),
-    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 10),
-    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 10),
-    Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 8),
+    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 8),
+    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 8),
+    Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 23),
     Mutation(
-        "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 69
+        "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 158
     ),
-    Mutation("writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 0),
+    Mutation(
+        "writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 12
+    ),
     Mutation(
         "writes to results that share memory with a copy are swallowed",
         lazy_tensor.Copies,
         "guarded",
         _as_it_is,
-        0,
+        64,
     ),
-    Mutation("an update counts no version up", ParameterData, "outdate", nothing, 0),
-    Mutation("a norm is computed when it is read", NormTaken, "freeze", nothing, 0),
-    Mutation("an assigned gradient does not follow its tensor", AssignedTensor, "take", nothing, 0),
+    Mutation("an update counts no version up", ParameterData, "outdate", nothing, 83),
+    Mutation("a norm is computed when it is read", NormTaken, "freeze", nothing, 110),
+    Mutation("an assigned gradient does not follow its tensor", AssignedTensor, "take", nothing, 6),
     Mutation(
-        "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 0
+        "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 275
     ),
-    Mutation("a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 0),
     Mutation(
-        "a cleared or deleted entry of optimizer.state stays", KernelStates, "restart", nothing, 0
+        "a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 103
     ),
-    Mutation("a changed entry of optimizer.state is lost", StateEntry, "_change", nothing, 0),
+    Mutation(
+        "a cleared or deleted entry of optimizer.state stays", KernelStates, "restart", nothing, 10
+    ),
+    Mutation("a changed entry of optimizer.state is lost", StateEntry, "_change", nothing, 117),
 )
 """What programs with uses must find."""

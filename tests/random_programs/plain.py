@@ -211,6 +211,8 @@ class Rule(torch.optim.Optimizer):
         """Go on where `saved` was called."""
         states, rates, self._last_norm = copy.deepcopy(saved)
         for p, state in zip(self._all(), states, strict=True):
+            if state and p.dtype != torch.float32:
+                state.setdefault("master", p.detach().float())
             self.state[p] = state
         for group, lr in zip(self.param_groups, rates, strict=True):
             group["lr"] = lr

@@ -471,6 +471,7 @@ class Plain(Player):
 
     def again(self, offset: int, moves: bool) -> None:
         self.zero_grad()
+        self.optimizer.take(self.optimizer.saved())
         for _, parameter in self.parameters:
             parameter.requires_grad_(True)
 

@@ -259,6 +259,14 @@ def _share(w: Any, v: Any) -> None:
     v.grad[1:3] += 1
 
 
+def _norm(w: Any, v: Any) -> torch.Tensor:
+    """The engine sums squares in double precision."""
+    gradient: torch.Tensor = w.grad
+    if type(gradient) is torch.Tensor:
+        return gradient.double().norm().to(gradient.dtype)
+    return gradient.norm()
+
+
 def _unsafe_split(w: Any, v: Any) -> None:
     """Views of which autograd knows nothing."""
     for part in w.grad.unsafe_split(4):
@@ -282,7 +290,7 @@ GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "weight times": lambda w, v: v * w.grad,
     "product": lambda w, v: w.grad[:3] @ v.grad.t(),
     "clip value": lambda w, v: nn.utils.clip_grad_value_([w, v], 1e-3),
-    "kept norm": lambda w, v: w.grad.norm(),
+    "kept norm": _norm,
     "kept view": lambda w, v: w.grad[1:4],
     "kept copy": lambda w, v: w.grad.clone(),
 }
