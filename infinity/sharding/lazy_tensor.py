@@ -233,6 +233,9 @@ class LazyTensor(InGraphs):
         lazy = args[0] if args and isinstance(args[0], LazyTensor) else None
         if func in backwards.ANSWERS:
             return cls.answer_backward(func, types, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # which asks classes for rules
+            args, kwargs = tree_map(_cloned, (tuple(args), kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if lazy is not None and attribute == "data":
                 return lazy.assign(args[1]) if name == "__set__" else lazy.detach()
@@ -372,6 +375,10 @@ def _dispatched(func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, An
             return _on_copies_sent(func, args, kwargs)
         found = _view(func, args, kwargs)
         return _on_copies(func, args, kwargs) if found is NotImplemented else found
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, LazyTensor) else value
 
 
 def brought(value: Any) -> Any:

@@ -510,3 +510,16 @@ def test_a_recorded_backward_saves_no_bytes_that_leave(pair: tuple[Any, Any]) ->
         found.append([p.grad + 0 for p in (*model.layers.parameters(), model.head.weight)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile looks at
+def test_an_operator_of_functions_gets_values(pair: tuple[Any, Any]) -> None:
+    torch._dynamo.reset()
+    found = []
+    for model in pair:
+        weight = model.head.weight
+        chosen = torch.cond(torch.tensor(True), lambda w: w * 2, lambda w: w * 3, (weight,))
+        (chosen.square().sum() + model(inputs()).sum()).backward()
+        found.append([chosen.detach(), weight.grad + 0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
