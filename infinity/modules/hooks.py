@@ -469,10 +469,11 @@ class Hooks(Border):
 
     def records_backward(self) -> bool:
         """Whether code of a backward runs now whose graph may outlive the backward: that of
-        `create_graph=True`, or of code of a user."""
+        `create_graph=True`, or of code of a user. What is recomputed ends with the backward."""
+        if not torch.is_grad_enabled() or not in_backward():
+            return False
         calls = self._now.calls
-        recomputes = bool(calls) and calls[-1].recomputing  # with our hooks on saved tensors
-        return in_backward() and torch.is_grad_enabled() and not recomputes
+        return not (calls and calls[-1].recomputing) and not _in_a_checkpoint()
 
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for what passes Python's API by; None outside of a forward
@@ -509,6 +510,16 @@ def _asked_by_hand() -> bool:
         # `uncompiled` puts a frame of torch's between.
         if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
             return name.partition(".")[0] != "torch"
+        frame = frame.f_back
+    return False
+
+
+def _in_a_checkpoint() -> bool:
+    """Whether a checkpoint of torch's recomputes what runs now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
         frame = frame.f_back
     return False
 

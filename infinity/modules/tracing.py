@@ -75,7 +75,7 @@ def refuse_transforms() -> None:
 
 def complete(error: BaseException | None) -> None:
     """Say in an error of a forward of a wrapped model what it has to do with that."""
-    if type(error) is RuntimeError and "yet support saved tensor hooks" in str(error):
+    if isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error):
         error.args = (
             f"{error} Such hooks bring the parameters of a wrapped model back for the backward. "
             "Inside of its forward use torch.autograd.grad, torch.func.jvp or jacfwd, or call the "

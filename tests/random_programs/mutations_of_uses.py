@@ -73,10 +73,13 @@ def _views_of_the_whole(real: Any) -> Any:
 
 
 def _blind_gradients(real: Any) -> Any:
-    def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return tuple(None if g is None else torch.zeros_like(g) for g in real(outputs, inputs))
+    grad = torch.autograd.grad
 
-    return gradients
+    def gradients(outputs: Any, inputs: Any, **named: Any) -> Any:
+        found = real[grad](outputs, inputs)
+        return tuple(None if g is None else torch.zeros_like(g) for g in found)
+
+    return real | {grad: gradients}
 
 
 def _as_it_is(real: Any) -> Any:
@@ -108,7 +111,7 @@ OF_USES = (
     Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 8),
     Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 23),
     Mutation(
-        "tiles have no gradients for autograd.grad", tiles, "_gradients", _blind_gradients, 158
+        "tiles have no gradients for autograd.grad", tiles, "_BACKWARDS", _blind_gradients, 158
     ),
     Mutation(
         "writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 12

@@ -9,16 +9,12 @@ from random_programs.recipes import Recipe
 ALLOWED: dict[str, str] = {
     "dlpack": r"dlpack",
     "hooks": r"a weight in tiles has no gradient of its own; register hooks on its tiles",
-    "inputs": r"torch\.autograd\.grad\(loss, \[weight\]\)",
     **dict.fromkeys(("keeps", "keeps views"), r"leaves a view of .* behind"),
     **dict.fromkeys(
         ("func.grad", "func.vjp", "func.jacrev", "func.both"),
         r"Such hooks bring the parameters of a wrapped model back for the backward",
     ),
     "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
-    # Inside of torch.autograd.grad of handles, torch asks nobody.
-    "recomputes": r"\.tolist\(\) is not supported for tensor subclasses",
-    "compiled": r"the gradient of .* has no memory of its own that untyped_storage could use",
     "share": r"was assigned to that of another parameter, too",
     "unsafe split": r"a copy of a tensor of a wrapped model was changed in place",
     "kept view": r"was forgotten since \.grad was read; keep a copy",
