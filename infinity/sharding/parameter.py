@@ -250,13 +250,17 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
             return func(*args, **kwargs)
         plain = name in METADATA and accessor != "__set__"
-        plain = plain or (attribute == "requires_grad" and accessor == "__set__")
         if attribute == "grad":
             return _grad(args[0], *((None,) if accessor == "__delete__" else args[1:]))
         if name in _HOOKS or (name in _HOOKED and accessor == "__set__"):
             return _hook(func, name, *args, **(kwargs or {}))
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            unit = type(args[0]).unit
+            unit.data.agree(unit.position(args[0]))
+            return found
         if func in backwards.ANSWERS:
             return cls.answer_backward(func, types, args, kwargs or {})
         if plain:

@@ -172,6 +172,11 @@ class ParameterData:
         with torch._C.DisableTorchFunctionSubclass(), self._twins[index].dense():
             yield
 
+    def agree(self, index: int) -> None:
+        """`requires_grad` of parameter `index` was set."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._twins[index].agree()
+
     def note(self, tensor: torch.Tensor) -> None:
         """`tensor` is a handle that has the values of some of these parameters."""
         self._joined[id(tensor)] = tensor

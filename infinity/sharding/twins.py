@@ -78,12 +78,18 @@ class Twins:
         if kind is not None and self.plain is nn.Parameter:
             self.tensor.__class__ = kind
 
+    def agree(self) -> None:
+        """Both tensors require a gradient where the parameter does: the node of both accumulates
+        none for a dense tensor that does not."""
+        mine, other = self.tensor, self.other
+        if other is not None and mine.requires_grad != other.requires_grad:
+            other.requires_grad_(mine.requires_grad)
+
     def _exchange(self) -> None:
         mine, other = self.tensor, self.other
         if other is None:
             raise RuntimeError("a parameter has no handle yet")
-        if mine.requires_grad != other.requires_grad:
-            other.requires_grad_(mine.requires_grad)
+        self.agree()
         try:
             torch._C._swap_tensor_impl(mine, other)
         except RuntimeError:

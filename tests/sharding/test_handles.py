@@ -523,3 +523,21 @@ def test_an_operator_of_functions_gets_values(pair: tuple[Any, Any]) -> None:
         found.append([chosen.detach(), weight.grad + 0])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_is_thawed_while_it_is_a_handle_gets_its_gradient(
+    pair: tuple[Any, Any],
+) -> None:
+    """A forward while it was frozen must leave no trace in the tensor that autograd knows."""
+    found = []
+    for model in pair:
+        loss = model(inputs()).square().mean()
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(inputs())
+        model.requires_grad_(True)
+        (loss + model.layers[0].weight.square().sum() + model.head.weight.sum()).backward()
+        found.append([p.grad + 0 for p in (*model.layers.parameters(), model.head.weight)])
+        model.requires_grad_(False)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
