@@ -9,8 +9,8 @@ the lazy tensor that is given, hands them to the graph, and gives the gradient t
 
 The values are a copy, so a graph must not write to them. torch.compile ends the graph before an
 operator that does, and runs that on the lazy tensor itself; where one graph is asked for, it
-raises. What a graph gives is a copy, too, where it would be a view of the lazy tensor: one that
-cannot be written, or one that requires a gradient.
+raises. A view of the lazy tensor that a graph gives is a copy, too. It cannot be written; one that
+requires a gradient could be, so such a graph is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ WRITTEN = (
     "a tensor of a wrapped model was changed in place in compiled code, where that would be lost; "
     "change it outside of the code that is compiled"
 )
+GIVEN = (
+    "a compiled function gives a view of a tensor of a wrapped model that requires a gradient, "
+    "which would be a copy; give its .clone(), or take the view outside of the function"
+)
 VALUES = "values_in_graph"
 """The attribute that has the values."""
 
@@ -41,6 +45,7 @@ class InGraphs(torch.Tensor):
     way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
     """What the error says where a copy is changed that nothing can take over."""
     _given: torch.Tensor | None = None
+    _is_recorded_view = False
 
     def copied_values(self) -> torch.Tensor:
         """A copy of the values, which is not in the graph of autograd."""
@@ -52,6 +57,8 @@ class InGraphs(torch.Tensor):
         return self.copied_values() if self._given is None else self._given
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
+        if self._is_recorded_view:  # torch asks what a graph takes and gives, not what is between
+            raise ShardedParameterError(GIVEN)
         return [VALUES], None
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -104,9 +111,12 @@ def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
         # At first torch.compile may still run it outside of the graph.
         raise ShardedParameterError(WRITTEN) if last else torch._dynamo.exc.Unsupported(WRITTEN)
     found = func(*tree_map(_given, tuple(args)), **tree_map(_given, kwargs))
-    if _gives_views(func) and not (last and _is_recorded(func, standing[0])):
+    if _gives_views(func):
         kind = type(standing[0]) if func in DETACHING else view
-        return tree_map(lambda made: kind.standing_for(made, made.shape, made.stride()), found)
+        views = tree_map(lambda made: kind.standing_for(made, made.shape, made.stride()), found)
+        for each in tree_leaves(views):
+            each._is_recorded_view = last and _is_recorded(func, standing[0])
+        return views
     return next((value for value in standing if found is value._given), found)
 
 
@@ -124,8 +134,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterab
 
 
 def _is_recorded(func: Any, standing: torch.Tensor) -> bool:
-    """Whether what a view function gives of a tensor requires a gradient; torch knows such results
-    of a graph as plain tensors alone."""
+    """Whether what a view function gives of a tensor requires a gradient."""
     return func is not DETACHING[0] and torch.is_grad_enabled() and standing.requires_grad
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
-_references: Callable[[int], int] = torch._C._storage_Use_Count
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _DIGESTED = 1 << 17  # int64 numbers at a time: 1 MiB, and as much again for their products
 _FACTOR = 0x9E3779B97F4A7C1  # of a digest so far, when that of the next part is added
 
@@ -67,7 +67,7 @@ class Window:
 
     def references(self) -> int:
         """How many tensors refer to this memory through this storage."""
-        return _references(self.storage._cdata) - 1
+        return _use_count(self.storage._cdata) - 1
 
     def digest(self) -> int:
         """A number that changes with the content: the 64-bit sum of every 8 bytes times their
@@ -235,7 +235,7 @@ class Views:
 
     def _references(self) -> list[int]:
         """How many tensors refer to the bytes of each parameter."""
-        return [_references(storage) - 1 for storage in self._storages]
+        return [_use_count(storage) - 1 for storage in self._storages]
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():

@@ -182,3 +182,17 @@ def test_a_graph_is_made_once_and_reads_the_values_anew() -> None:
         handle.home.fill_(value)
         assert total(handle) == 16 * value
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "in tiles"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_graph_that_gives_a_view_with_a_gradient_is_refused(
+    wrap: Wrap, tiled: bool, fullgraph: bool
+) -> None:
+    """A write to the copy that it would be is lost. What is between is computed as ever."""
+    weight = wrap(built(tiled), {})[1].weight
+    view = torch.compile(lambda w: w.t(), backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match=r"a view of a tensor of a wrapped model .* its .clone\(\)"):
+        view(weight)
+    copy = torch.compile(lambda w: w.t().clone(), backend="aot_eager", fullgraph=fullgraph)
+    assert torch.equal(copy(weight), weight.t())
