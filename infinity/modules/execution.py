@@ -73,8 +73,8 @@ class Execution:
 
     Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
     all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
-    `check` is called at the end of each, before a forward and before a step, to raise where a
-    backward was asked for too much.
+    `end` ends a use at the end of a pass. `check` is called at the end of each, before a forward
+    and before a step, to raise where a backward was asked for too much.
     """
 
     def __init__(
@@ -83,10 +83,11 @@ class Execution:
         recorder: Recorder,
         backward_ended: Callable[[], None],
         check: Callable[[], None],
+        end: Callable[[Use], None] = Use.end,
     ) -> None:
         self._runtime = runtime
         self._recorder = recorder
-        self._backward_ended, self._check = backward_ended, check
+        self._backward_ended, self._check, self._end = backward_ended, check, end
         self.calls: list[Call] = []
         self.passes: dict[int, Pass] = {}
         """By autograd's number."""
@@ -232,7 +233,7 @@ class Execution:
         self.passes.pop(found.watch.number, None)
         uses, found.uses, found.touched = [*found.uses, *found.touched], [], []
         for use in uses:
-            use.end()
+            self._end(use)
         if not self.passes:
             self._show("forward" if self.calls else "")
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
@@ -287,6 +288,10 @@ class Executions:
     The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
     where gradients are collected; what it holds goes home when the last backward has ended. `spans`
     are the turns of units on several ranks.
+
+    [Note: parameters that another micro-batch shows]
+    A micro-batch that reads a parameter which another one shows begins no use of its own. So a use
+    that ends while somebody refers to its parameters lingers until nobody does.
     """
 
     def __init__(
@@ -303,6 +308,7 @@ class Executions:
         self.backwards = 0
         """How many backwards have ended, one inside of another one not counted."""
         self._interleaver: Interleaving | None = None
+        self._lingering: list[Use] = []
         self.now = self.new()
         """What is under way."""
 
@@ -319,14 +325,40 @@ class Executions:
 
     def new(self) -> Execution:
         """An execution of which nothing is under way."""
-        return Execution(self._runtime, self._recorder, self._backward_ended, self._check)
+        return Execution(self._runtime, self._recorder, self._backward_ended, self._check, self.end)
 
     def exchange(self, execution: Execution) -> Execution:
         """Leave the execution that is under way for another one; returns the one that was left."""
         left, self.now = self.now, execution
         left.pause()
+        self._sweep()
         execution.resume()
         return left
+
+    def end(self, use: Use) -> None:
+        """End `use`. See [Note: parameters that another micro-batch shows]."""
+        if self._interleaver is not None and isinstance(use, Showing):
+            self._lingering.append(use)
+            self._sweep()
+        else:
+            use.end()
+
+    def _sweep(self) -> None:
+        uses, self._lingering = self._lingering, []
+        for use in uses:
+            if use.referenced():
+                self._lingering.append(use)
+            else:
+                use.end()
+
+    def end_lingering(self) -> list[str]:
+        """No micro-batch goes on: end all uses; returns the names of the parameters that somebody
+        still refers to."""
+        uses, self._lingering = self._lingering, []
+        kept = [name for use in uses for name in collected(use)]
+        for use in uses:
+            use.end()
+        return kept
 
     def end_interrupted(self) -> None:
         """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing

@@ -176,7 +176,9 @@ class Hooks(Border):
             self._executions.interleaver = None
             for border in borders:
                 border.remove()
+            kept = self._executions.end_lingering()
             self._executions.flush()
+        self._refuse_kept("the model", kept)
 
     def check_thread(self, what: str) -> None:
         """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
@@ -320,9 +322,13 @@ class Hooks(Border):
                 "lost; change it outside of the forward, in `with infinity.gathered(model, "
                 "write=True):` (or gathered(parameter, write=True))"
             )
+        self._refuse_kept(type(module).__name__, kept)
+
+    @staticmethod
+    def _refuse_kept(who: str, kept: Sequence[str]) -> None:
         if kept:
             raise ShardedParameterError(
-                f"{type(module).__name__} leaves a view of {described(kept)} behind: in its "
+                f"{who} leaves a view of {described(kept)} behind: in its "
                 "output, in an attribute or in hooks on saved tensors. The data leaves when the "
                 "forward ends; keep a copy (.clone()), or call the module inside `with "
                 "infinity.gathered(model):`"
@@ -343,6 +349,8 @@ class Hooks(Border):
                 self._now.calls[-1].uses.append(use)
             elif left and call.recomputing:
                 self._now.backward_pass().uses.append(use)
+            elif left and self._executions.interleaver is not None:
+                self._executions.end(use)
             else:
                 kept += collected(use) if left else []
                 use.end()

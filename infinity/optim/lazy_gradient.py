@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -89,18 +89,23 @@ class LazyGradients(Grads):
         if value is None:
             unit.gradients.forget([index])
             return
-        if isinstance(value, LazyGradient) and value.gradient.is_at(unit, index):
+        mine = self._objects.get((unit, index))
+        if (
+            mine is not None
+            and isinstance(value, LazyTensor)
+            and mine.is_at(unit, index)
+            and is_whole_of(value, mine)
+        ):
             return
         self._check(unit, index, value)
         self.settle(unit.names[index])
-        same = isinstance(value, LazyGradient) and value.dtype == dtype_of(unit, index)
-        given = value.gradient if isinstance(value, LazyGradient) and same else None
+        given = value.gradient if _can_be_shared(value, unit, index) else None
         values = brought(value.detach())
         self._leave(unit, index)
         self._write(unit, index, values)
         if given is not None:
             self._share(given, unit, index)
-        elif not isinstance(value, LazyTensor):
+        else:
             self._keep(unit, index, value)
 
     def _check(self, unit: Unit, index: int, value: Any) -> None:
@@ -121,6 +126,9 @@ class LazyGradients(Grads):
                 f"the gradient assigned to {name} has shape {tuple(value.shape)}, the parameter "
                 f"has {tuple(parameter.shape)}"
             )
+        memory = value.detach()
+        if isinstance(memory, LazyTensor) and not _can_be_shared(value, unit, index):
+            memory.check_follows(f"the gradient of {name}")
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         """`values` are what the gradient is from now on, in place."""
@@ -136,9 +144,8 @@ class LazyGradients(Grads):
     def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """The memory of `value` is that of the gradient from now on."""
         self.settle(unit.names[index])
-        self._write(unit, index, brought(value.detach()))
-        if not isinstance(value, LazyTensor):
-            self._keep(unit, index, value)
+        self._write(unit, index, value.detach())
+        self._keep(unit, index, value)
 
     def _write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         dense = values if values.layout is torch.strided else values.to_dense()
@@ -296,6 +303,11 @@ class LazyGradients(Grads):
             unit.gradients.zero(positions)
 
 
+def _can_be_shared(value: Any, unit: Unit, index: int) -> TypeGuard[LazyGradient]:
+    """Whether `value` is a gradient that this parameter can have, too."""
+    return isinstance(value, LazyGradient) and value.dtype is dtype_of(unit, index)
+
+
 def shares_of(places: Sequence[GradientPlace]) -> list[UnitShare]:
     """These gradients, unit by unit."""
     positions: dict[Unit, list[int]] = {}
@@ -432,7 +444,22 @@ class LazyGradient(LazyTensor):
     def assign(self, values: Any) -> None:
         """`.data = values`: as in torch, that memory is the gradient from now on."""
         place = self.gradient.place
+        if isinstance(values, LazyTensor):
+            if is_whole_of(values, self.gradient):
+                return
+            values.check_follows(self.called)
         if place is None or values.shape != self.shape or values.dtype != self.dtype:
             super().assign(values)
         else:
-            place.answers.alias(place.unit, place.position, values)
+            place.answers.alias(place.unit, place.position, brought(values))
+
+
+def is_whole_of(tensor: LazyTensor, gradient: GradientObject) -> bool:
+    """Whether `tensor` is that gradient, or all of it in the same layout."""
+    root = tensor.root
+    if not isinstance(root, LazyGradient) or root.gradient is not gradient:
+        return False
+    mine, whole = tensor.stand_in(), root.stand_in()
+    return (mine.shape, mine.stride(), mine.dtype, mine.is_neg()) == (
+        (whole.shape, whole.stride(), whole.dtype, whole.is_neg())
+    )

@@ -62,6 +62,8 @@ class LazyNorm(LazyTensor):
     """The L2 norm of one gradient (0-dimensional), or those of several (n,). See [Note: a norm that
     is not computed yet]."""
 
+    shares = False
+
     @staticmethod
     def __new__(cls, taken: Sequence[NormTaken], dtype: torch.dtype, several: bool) -> Any:
         return cls.without_data((len(taken),) if several else (), dtype, taken[0].answers.device)

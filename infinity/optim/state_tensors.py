@@ -160,6 +160,8 @@ class _Content:
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
+        self.changes = 0
+        """How often what is kept was replaced."""
 
 
 class StateTensor(LazyTensor):
@@ -201,6 +203,7 @@ class StateTensor(LazyTensor):
             self.slot.replace(values)
         else:
             self.content.kept = values.detach().to(self.device, self.dtype, copy=True)
+            self.content.changes += 1
 
 
 class JoinedSlot(Slot):

@@ -15,6 +15,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import torch
 from infinity.errors import ConfigError, ShardedParameterError, in_words
 from infinity.optim.state_entry import MISSING, JoinedStateEntry, StateEntry
 from infinity.optim.state_tensors import JoinedSlot, StateTensor
+from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.tiles import TiledWeight
 
 
@@ -101,7 +103,10 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         """`wanted` becomes the entry of `parameter`."""
         changes = self._check(parameter, wanted)
         entry = self[parameter]
-        new = {n: v for n, v in wanted.items() if dict.get(entry, n, MISSING) is not v}
+        new = {n: v for n, v in wanted.items() if not _is_same(dict.get(entry, n, MISSING), v)}
+        for name, value in new.items():
+            if isinstance(value, LazyTensor) and not isinstance(value, StateTensor):
+                value.check_follows(f"optimizer.state[parameter][{name!r}]")
         for piece, mine in changes:
             self._replace_one(piece, mine)
         for name, value in new.items():
@@ -269,6 +274,8 @@ class _Given:
     def __init__(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
         self.parameter, self.name = parameter, name
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        # The memory of a state may outlive the tensor.
+        self._kept = tensor if isinstance(tensor, StateTensor) else None
         self._version = _version(tensor)
         self._stepped = False
 
@@ -283,6 +290,7 @@ class _Given:
         """Have the state be what the tensor is; raises `ShardedParameterError` where torch has
         something else."""
         tensor, state = self.tensor(), entry.get(self.name)
+        self._kept = None
         if tensor is None or not isinstance(state, StateTensor):
             return
         shared = isinstance(tensor, StateTensor) and tensor.is_current
@@ -303,8 +311,18 @@ class _Given:
         self._stepped = True
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are the same state; those of a weight in tiles are made when they are asked
+    for."""
+    slots = [value.slot for value in (one, other) if isinstance(value, StateTensor)]
+    joined = [slot.tensors for slot in slots if isinstance(slot, JoinedSlot)]
+    return one is other or (len(joined) > 1 and all(map(operator.is_, *joined)))
+
+
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() or isinstance(tensor, StateTensor) else tensor._version
+    if isinstance(tensor, StateTensor):
+        return tensor.content.changes
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _divided(weight: TiledWeight, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:

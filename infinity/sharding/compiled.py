@@ -15,6 +15,7 @@ requires a gradient could be, so such a graph is refused.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -35,6 +36,8 @@ GIVEN = (
     "a compiled function gives a view of a tensor of a wrapped model that requires a gradient, "
     "which would be a copy; give its .clone(), or take the view outside of the function"
 )
+_GRAD: Any = torch.Tensor.grad
+_PLACES: deque[torch.Tensor] = deque(maxlen=64)
 VALUES = "values_in_graph"
 """The attribute that has the values."""
 
@@ -51,10 +54,34 @@ class InGraphs(torch.Tensor):
         """A copy of the values, which is not in the graph of autograd."""
         raise NotImplementedError
 
+    def kept_gradient(self) -> torch.Tensor | None:
+        """`.grad`, where something else than the tensor keeps it."""
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As of any tensor. torch.compile asks for it where no class answers."""
+        found: torch.Tensor | None = call_uncompiled(_gradient_of, self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
     @property
     def values_in_graph(self) -> torch.Tensor:
         """Those that were given to what stands for a tensor; else a copy."""
-        return self.copied_values() if self._given is None else self._given
+        if self._given is not None:
+            return self._given
+        # Guards tell tensors by their addresses, also copies that are gone: see that a new one has
+        # another address.
+        _PLACES.append(torch.empty(0))
+        return self.copied_values()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         if self._is_recorded_view:  # torch asks what a graph takes and gives, not what is between
@@ -97,6 +124,13 @@ class InGraphs(torch.Tensor):
         )
         made._given = values
         return made
+
+
+def _gradient_of(tensor: InGraphs) -> torch.Tensor | None:
+    if not stands_for_another(tensor):
+        return tensor.kept_gradient()
+    found: torch.Tensor | None = _GRAD.__get__(tensor)
+    return found
 
 
 def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:

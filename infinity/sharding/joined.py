@@ -56,6 +56,18 @@ class JoinedTensor(LazyTensor):
             for part, value in zip(self.parts, self.divided(values), strict=True):
                 part.copy_(value)
 
+    def assign(self, values: Any) -> None:
+        """`.data = values`: the memory of the parts is that of `values`."""
+        if values.shape != self.shape or values.dtype is not self.dtype:
+            super().assign(values)
+        same = isinstance(values, JoinedTensor) and values.is_split_as(self.parts, self.dimension)
+        divided = values.parts if same else self.divided(values)
+        for part, value in zip(self.parts, divided, strict=True):
+            if isinstance(part, LazyTensor):
+                part.assign(value)
+            else:
+                part.data = value
+
     def divided(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """What each part has of a tensor of this shape: views."""
         sizes = [part.shape[self.dimension] for part in self.parts]

@@ -92,6 +92,8 @@ class LazyTensor(InGraphs):
     answers: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     """Operators that need no data: each is called with the operator and its arguments, and gives
     `NotImplemented` where these need data."""
+    shares: ClassVar[bool] = True
+    """Whether others may be the same memory."""
     answers_backwards: ClassVar[bool] = False
     """Whether the class takes part in backwards with other tensors than itself."""
     __slotnames__ = _NoSlots()
@@ -263,9 +265,18 @@ class LazyTensor(InGraphs):
         )
 
     def assign(self, values: Any) -> None:
-        """What `.data = values` does."""
-        with torch.no_grad():
-            self.copy_(brought(values))
+        """What `.data = values` does: the memory of `values` is that of this tensor from now on,
+        and not of its aliases. Refused, but by a class that can do that."""
+        raise ShardedParameterError(f".data of {self.called} cannot be assigned to; {_WRITE}")
+
+    def check_follows(self, of: str) -> None:
+        """Raise `ShardedParameterError` when this tensor was assigned to be the memory of
+        something that would get a copy, which does not follow it."""
+        if self.shares:
+            raise ShardedParameterError(
+                f"{of} would be the same memory as {self.called}, and a later change of one would "
+                "not be seen in the other; assign a copy: .clone()"
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -198,6 +198,10 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         unit.listeners.updates.look()
         return unit.states.part(Kind.PARAM, unit.position(self))
 
+    def kept_gradient(self) -> torch.Tensor | None:
+        """What the engine has of the gradient."""
+        return _grad(self)
+
     def partition_numel(self) -> int:
         """How many of its elements this rank keeps."""
         unit = type(self).unit

@@ -19,7 +19,9 @@ place. A torch that does not ask the weight in `backward` has it retain its grad
 from __future__ import annotations
 
 import copy
+import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -73,6 +75,7 @@ class TiledWeight(LazyTensor):
     answers_backwards = True
     tiles: tuple[Any, ...]
     dimension: int
+    _joined_gradient: Callable[[], JoinedTensor | None] = staticmethod(lambda: None)
 
     @staticmethod
     def __new__(cls, tiles: Sequence[Any], dimension: int) -> Any:
@@ -84,6 +87,10 @@ class TiledWeight(LazyTensor):
 
     def __init__(self, tiles: Sequence[Any], dimension: int) -> None:
         pass
+
+    def kept_gradient(self) -> torch.Tensor | None:
+        """Those of its tiles; None where one has none."""
+        return _grad(self)
 
     def fetch(self) -> torch.Tensor:
         """A copy of its values."""
@@ -360,7 +367,13 @@ def _grad(weight: TiledWeight, *value: torch.Tensor | None) -> torch.Tensor | No
     if not value:
         found = [piece.grad for piece in pieces]
         there = [gradient for gradient in found if gradient is not None]
-        return JoinedTensor(there, weight.dimension) if len(there) == len(found) else None
+        if len(there) < len(found):
+            return None
+        joined = weight._joined_gradient()
+        if joined is None or any(map(operator.is_not, joined.parts, there)):
+            joined = JoinedTensor(there, weight.dimension)
+            weight._joined_gradient = weakref.ref(joined)
+        return joined
     (given,) = value
     parts: Sequence[torch.Tensor | None] = [None] * len(pieces)
     if isinstance(given, JoinedTensor) and given.is_split_as(pieces, weight.dimension):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from infinity.sharding.compiled import makes_graph
 from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.lazy_tensor import brought
 from infinity.sharding.parameter import ShardedParameter
@@ -120,7 +121,12 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
-                return views.unit.data.grad(index)
+                kept = views.unit.data.grad(index)
+                if kept is not None and makes_graph():
+                    # torch takes the gradient of what is no lazy tensor for none, too. It asks
+                    # what it is like; what runs asks again.
+                    return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+                return kept
         found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 

@@ -292,6 +292,59 @@ def test_any_ways_and_budgets(
     )
 
 
+class Borrows(nn.Module):
+    """Uses the weight of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.sigmoid(nn.functional.linear(x, self.inner.weight, self.inner.bias))
+        out: torch.Tensor = self.after(x)
+        return out
+
+
+class Recomputed(nn.Module):
+    """A layer, and one that borrows, in a checkpoint. It may keep the borrowed weight."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.borrows = nn.Linear(WIDTH, WIDTH), Borrows()
+        self.keeps, self.kept = keeps, list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.keeps:
+            self.kept.append(self.borrows.inner.weight.view(-1))
+        out: torch.Tensor = checkpoint(self.borrows, x, use_reentrant=False)
+        return out.square().mean()
+
+
+def test_a_weight_that_another_micro_batch_shows(tmp_path: Path) -> None:
+    """The recomputation of one micro-batch reads it while the forward of another has it."""
+    found = []
+    for order in ("horizontal", "vertical"):
+        (tmp_path / order).mkdir()
+        model = wrap(Recomputed(), tmp_path / order)
+        inputs = [torch.full((2, WIDTH), 0.1 * (each + 1)) for each in range(3)]
+        infinity.accumulate(model, inputs, lambda loss, _: loss, order=order)
+        found.append([parameter.grad + 0 for parameter in model.parameters()])
+        infinity.engine(model).close()
+    assert_same(*found)
+
+
+def test_a_weight_that_a_micro_batch_keeps_is_refused(tmp_path: Path) -> None:
+    model = wrap(Recomputed(keeps=True), tmp_path)
+    with pytest.raises(infinity.ShardedParameterError, match=r"leaves a view of borrows\.inner"):
+        infinity.accumulate(
+            model, [torch.ones(2, WIDTH)] * 2, lambda loss, _: loss, order="vertical"
+        )
+    infinity.engine(model).close()
+
+
 def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Path) -> None:
     runs = [
         train(transformer, text_batch, way, update="speculative", cache=0)

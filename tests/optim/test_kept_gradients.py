@@ -43,10 +43,11 @@ def inputs(number: int) -> torch.Tensor:
 class Pair:
     """A plain model and a wrapped one with the same weights, which both do the same."""
 
-    def __init__(self, directory: Path, tiled: bool = False, **config: Any) -> None:
+    def __init__(self, directory: Path, tiled: str = "", **config: Any) -> None:
+        """`tiled` has the names of the layers in tiles."""
         self.plain, model = Net(), Net()
-        if tiled:
-            infinity.tile(model.a, 8 * 4 * 3)
+        for name in set(tiled) & {"a", "b"}:
+            infinity.tile(getattr(model, name), 8 * 4 * 3)
         self.model: Any = infinity.wrap(
             model,
             config_of(
@@ -300,6 +301,69 @@ def test_a_gradient_of_two_parameters(pair: Pair) -> None:
         pair.model(inputs(1)).square().mean().backward()
 
 
+def view(m: Any) -> None:
+    m.a.weight.grad = m.b.weight.grad.t()
+
+
+def data(m: Any) -> None:
+    m.a.weight.grad.data = m.b.weight.grad.data
+
+
+def another_weight(m: Any) -> None:
+    m.a.weight.grad = m.b.weight.detach()
+
+
+@pytest.mark.parametrize("tiled", ["", "a", "b", "a and b"])
+@pytest.mark.parametrize("assign", [view, data, another_weight])
+def test_memory_that_a_copy_would_not_follow_is_refused(
+    assign: Callable[[Any], None], tiled: str, tmp_path: Path
+) -> None:
+    pair = Pair(tmp_path, tiled=tiled)
+    pair.backward()
+    with pytest.raises(infinity.ShardedParameterError, match=r"assign a copy: \.clone\(\)"):
+        assign(pair.model)
+    pair.same()
+    pair.engine.close()
+
+
+@pytest.mark.parametrize("tiled", ["a", "b"])
+def test_one_gradient_of_a_whole_weight_and_one_in_tiles_is_refused(
+    tiled: str, tmp_path: Path
+) -> None:
+    pair = Pair(tmp_path, tiled=tiled)
+    pair.backward()
+    with pytest.raises(infinity.ShardedParameterError, match="would be the same memory as"):
+        pair.model.a.weight.grad = pair.model.b.weight.grad
+    pair.same()
+    pair.engine.close()
+
+
+OWN: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda g: g,
+    "detached": lambda g: g.detach(),
+    "contiguous": lambda g: g.contiguous(),
+    "moved": lambda g: g.to("cpu"),
+    "data": lambda g: g.data,
+}
+
+
+@pytest.mark.parametrize("tiled", ["", "a"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_gradient_may_be_assigned_where_it_is(name: str, tiled: str, tmp_path: Path) -> None:
+    def assign(m: Any) -> None:
+        m.a.weight.grad = OWN[name](m.a.weight.grad)
+        m.a.weight.grad.data = OWN[name](m.a.weight.grad)
+        m.a.weight.grad.mul_(3)
+
+    pair = Pair(tmp_path, tiled=tiled)
+    pair.backward()
+    pair.both(assign)
+    pair.same()
+    pair.step()
+    pair.same()
+    pair.engine.close()
+
+
 def test_what_was_forgotten_says_so(pair: Pair) -> None:
     pair.backward()
     kept = pair.model.a.weight.grad
@@ -351,7 +415,7 @@ TILED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", TILED)
 def test_a_change_of_the_gradient_of_a_weight_in_tiles(name: str, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, tiled=True)
+    pair = Pair(tmp_path, tiled="a")
     pair.backward()
     with torch.no_grad():
         pair.both(lambda m: TILED[name](m.a.weight))
@@ -365,7 +429,7 @@ def test_a_change_of_the_gradient_of_a_weight_in_tiles(name: str, tmp_path: Path
 
 
 def test_the_gradient_of_a_weight_in_tiles_is_an_alias(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, tiled=True)
+    pair = Pair(tmp_path, tiled="a")
     pair.backward()
     kept = pair.both(lambda m: m.a.weight.grad)
     pair.backward(1)

@@ -184,6 +184,38 @@ def test_states_change_places(tmp_path: Path) -> None:
         both(sides, act)
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_one_tensor_of_two_entries_is_refused(tiles: bool, tmp_path: Path) -> None:
+    with pair(tmp_path, tiles=tiles) as (ours, _):
+        ours.model.uses_late = True
+        ours.train(range(2))
+        up, late = (weight(ours, name) for name in ("up.weight", "late.weight"))
+        state = ours.optimizer.state
+        for value in (up.detach(), state[up]["exp_avg"].view(-1).view(up.shape)):
+            with pytest.raises(infinity.ShardedParameterError, match="would be the same memory as"):
+                state[up]["exp_avg"] = value
+        state[late]["exp_avg"] = state[late]["exp_avg_sq"]
+        with pytest.raises(infinity.ShardedParameterError, match="is the state of two parameters"):
+            ours.train(range(2, 3))
+
+
+def test_a_state_that_left_its_entry_for_another_may_be_changed(tmp_path: Path) -> None:
+    def act(side: Side) -> None:
+        head, late = (side.optimizer.state[weight(side, n)] for n in ("head.weight", "late.weight"))
+        given = head["exp_avg"]
+        late["exp_avg"] = given
+        head["exp_avg"] = torch.zeros_like(given)
+        given.mul_(0.5)
+
+    with pair(tmp_path) as sides:
+        for side in sides:
+            side.model.uses_late = True
+            side.train(range(2))
+            act(side)
+            side.train(range(2, 3))
+        close(*sides)
+
+
 def test_a_tensor_that_left_its_entry_keeps_what_it_was(tmp_path: Path) -> None:
     with pair(tmp_path) as sides:
         ours, theirs = sides

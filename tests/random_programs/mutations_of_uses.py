@@ -107,11 +107,11 @@ OF_USES = (
     Mutation(
         "views begin where the weight does", lazy_tensor.LazyView, "part_of", _views_of_the_whole, 0
     ),
-    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 8),
-    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 8),
+    Mutation("hooks belong to the handle", parameter, "_hook", _hook_on_the_handle, 62),
+    Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 62),
     Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 23),
     Mutation(
-        "tiles have no gradients for autograd.grad", tiles, "_BACKWARDS", _blind_gradients, 158
+        "tiles have no gradients for autograd.grad", tiles, "_BACKWARDS", _blind_gradients, 238
     ),
     Mutation(
         "writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 12
@@ -127,10 +127,10 @@ OF_USES = (
     Mutation("a norm is computed when it is read", NormTaken, "freeze", nothing, 110),
     Mutation("an assigned gradient does not follow its tensor", AssignedTensor, "take", nothing, 6),
     Mutation(
-        "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 275
+        "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 453
     ),
     Mutation(
-        "a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 103
+        "a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 275
     ),
     Mutation(
         "a cleared or deleted entry of optimizer.state stays", KernelStates, "restart", nothing, 10

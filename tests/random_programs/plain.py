@@ -197,6 +197,8 @@ class Rule(torch.optim.Optimizer):
         for number, p in enumerate(self._all()):
             state = self.state.get(p, {})
             names = [name for name in (*STATES[self._rule], "master") if name in state]
+            if "master" in names and not state["step"]:  # it is the weight, as for the engine
+                names.remove("master")
             if names:
                 yield f"{number} step", _single(float(state["step"]))
                 for name in names:

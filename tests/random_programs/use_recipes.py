@@ -26,7 +26,7 @@ WAITING: frozenset[tuple[str, Any]] = frozenset()
 """Operations that the engine does not have right yet: no program draws them."""
 ENDS = (
     *("backward",) * 8,
-    *("twice", "hooks", "grad", "inputs", "penalty", "later", "value") * 2,
+    *("twice", "hooks", "grad", "inputs", "penalty", "later", "value", "thawed") * 2,
     "graph of gradients",
 )
 TILES = 1024

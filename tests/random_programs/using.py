@@ -76,6 +76,8 @@ class Using:
             return
         generator = torch.Generator().manual_seed(batch)
         x = torch.randn(6, first.shape[1], generator=generator).to(first.dtype)
+        if self.recipe.model.tiles:  # each use of a weight in tiles casts it anew
+            ways = tuple("uncached" if way == "autocast" else way for way in ways)
         run = functools.partial(made(name, ways), first, second, x)
         losses: list[torch.Tensor] = []
 
@@ -157,6 +159,18 @@ class Using:
             self.see("gradient", found)
             if found.requires_grad:
                 self.scaled(found.square().sum()).backward()
+
+    def _end_thawed(self, loss: torch.Tensor, *weights: torch.Tensor) -> None:
+        """The first weight is frozen for a forward between that of the loss and its backward."""
+        trained = [each for each in weights[:1] if each.requires_grad]
+        for each in trained:
+            each.requires_grad_(False)
+        model = self.recipe.model
+        data = modules.batch_of(model, 5)
+        self.see("frozen", modules.loss_of(model, self.model(data, Pass(5)), data).detach())
+        for each in trained:
+            each.requires_grad_(True)
+        self.scaled(loss).backward()
 
     def _end_later(self, loss: torch.Tensor, *weights: torch.Tensor) -> None:
         """See `op_later`."""
@@ -259,6 +273,25 @@ def _share(w: Any, v: Any) -> None:
     v.grad[1:3] += 1
 
 
+def _share_data(w: Any, v: Any) -> None:
+    w.grad.data = v.grad.data
+    v.grad.mul_(0.5)
+
+
+def _share_view(w: Any, v: Any) -> None:
+    w.grad = v.grad.t()
+    v.grad.mul_(0.5)
+
+
+def _compiled(w: Any, v: Any) -> Any:
+    compiled: Any = torch.compile(_of_gradient, backend="eager", dynamic=False)
+    return compiled(w.detach() * 0 + 1, v)
+
+
+def _of_gradient(w: Any, v: Any) -> Any:
+    return w + 1 if v.grad is None else w * v.grad
+
+
 def _norm(w: Any, v: Any) -> torch.Tensor:
     """The engine sums squares in double precision."""
     gradient: torch.Tensor = w.grad
@@ -285,6 +318,9 @@ GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "swap": _swap,
     "set": _set_itself,
     "share": _share,
+    "share data": _share_data,
+    "share view": _share_view,
+    "compiled": _compiled,
     "unsafe split": _unsafe_split,
     "times weight": lambda w, v: w.grad * v,
     "weight times": lambda w, v: v * w.grad,

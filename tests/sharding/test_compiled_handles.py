@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,45 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "out=": lambda tensor: torch.add(tensor, 1, out=tensor),
     "of a list": lambda tensor: torch._foreach_add_([tensor], 1),
 }
+
+
+def with_gradient(w: torch.Tensor) -> torch.Tensor:
+    return (w * 2).sum() + (1000.0 if w.grad is None else w.grad.sum())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("where", ["whole", "in tiles", "gathered"])
+def test_compiled_code_reads_a_gradient(
+    wrap: Wrap, where: str, fullgraph: bool, backend: str
+) -> None:
+    fullgraph &= where != "gathered"  # where torch says that it cannot
+    compiled: Any = torch.compile(with_gradient, backend=backend, fullgraph=fullgraph)
+    found: list[list[torch.Tensor]] = []
+    for model in (built(), wrap(built(where == "in tiles"), {})):
+        gathers = where == "gathered" and bool(found)
+        found.append([])
+        for _ in range(3):
+            with infinity.gathered(model) if gathers else nullcontext():
+                value = compiled(model[1].weight)
+                value.backward()
+            found[-1] += [value.detach(), model[1].weight.grad + 0]
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_gets_a_gathered_parameter_that_has_a_gradient(
+    wrap: Wrap, backend: str
+) -> None:
+    model = wrap(built(), {})
+    weight = model[1].weight
+    compiled: Any = torch.compile(lambda w: (w * w).sum(), backend=backend, fullgraph=True)
+    (weight * weight).sum().backward()
+    with infinity.gathered(model):
+        value = compiled(weight)
+        value.backward()
+    assert torch.equal(weight.grad + 0, 4 * weight.detach())
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -50,7 +50,6 @@ WRITES: dict[str, Callable[[Any], object]] = {
         [t[0], t[1]], [t[1], t[2]], [t[2] + 9.5, t[3] + 9.5], torch.tensor([2.0, 3.0])
     ),
     "foreach copy": lambda t: torch._foreach_copy_([t[0], t[1]], [t[2], t[3]]),
-    "data": lambda t: setattr(t, "data", t * 2),
     "data of a view": lambda t: t[0].data.mul_(2),
     "shallow copy": lambda t: copy.copy(t).mul_(2),
     "detached": lambda t: t[1:].detach().zero_(),
@@ -139,11 +138,20 @@ def test_a_refusal_comes_before_any_change() -> None:
         lambda: torch.max(plain.view(2, 3), 0, out=(plain[:3], fixed[0])),
         lambda: fixed.t()[1:].copy_(torch.ones(5, 4)),
         lambda: fixed.__setitem__(0, 1.0),
-        lambda: setattr(fixed, "data", plain),
     ):
         with pytest.raises(ValueError, match="fixed"):
             write()
     assert torch.equal(fixed.home, values()) and torch.equal(plain, values()[0])
+
+
+@pytest.mark.parametrize("part", [lambda t: t, lambda t: t[1:]])
+def test_other_memory_is_refused(part: Any) -> None:
+    """A copy would not follow the tensor that is assigned, nor leave aliases behind."""
+    ours = Handle(values())
+    tensor = part(ours)
+    with pytest.raises(infinity.ShardedParameterError, match=r"write what it is to be: \.copy_"):
+        tensor.data = tensor * 2
+    assert torch.equal(ours.home, values())
 
 
 @pytest.mark.parametrize("change", ["t_", "squeeze_", "resize_", "unsqueeze_"])
