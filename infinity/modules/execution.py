@@ -390,6 +390,17 @@ class Executions:
         """The innermost hooked module that is called."""
         return self.now.calls[-1].module if self.now.calls else None
 
+    def begin_forward(self) -> None:
+        """The outermost forward begins."""
+        self.now.begin_forward()
+        if self._spans is not None:
+            self._spans.begin_forward(torch.is_grad_enabled())
+
+    def use(self, unit: Unit) -> None:
+        """The forward is about to use `unit`."""
+        if self._spans is not None:
+            self._spans.use(unit)
+
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
         if self._spans is not None:

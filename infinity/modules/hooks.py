@@ -117,6 +117,7 @@ class Hooks(Border):
         self._recomputation, self._partitions = recomputation, offloader.partitions
         treatments = recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
+        self._shortage: BudgetError | None = None
         self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed, *told)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
@@ -270,7 +271,7 @@ class Hooks(Border):
 
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
-        self._now.begin_forward()
+        self._executions.begin_forward()
         if self._executions.interleaver is None and (
             module is self._model() or self._runtime.stale
         ):
@@ -303,7 +304,8 @@ class Hooks(Border):
         # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
-            complete(sys.exc_info()[1])
+            complete(sys.exc_info()[1], self._shortage)
+            self._shortage = None
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]
@@ -361,6 +363,8 @@ class Hooks(Border):
             self._executions.interleaver.switch_at(unit)
         if in_backward():
             self._executions.begin_turn(unit)
+        else:
+            self._executions.use(unit)
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _begin_turn(self, module: nn.Module) -> None:
@@ -401,7 +405,11 @@ class Hooks(Border):
         except BudgetError:
             gc.collect()
             self._now.sweep()
-            return self._runtime.enter(unit)
+            try:
+                return self._runtime.enter(unit)
+            except BudgetError as error:
+                self._shortage = error.with_traceback(None)
+                raise
 
     def _bring(self, saved: PackedView) -> torch.Tensor:
         """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd

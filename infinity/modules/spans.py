@@ -12,6 +12,10 @@ parameters stay, so that no later use needs a collective. Its gradients wait in 
 autograd made (`GradientBuffer.park`), and are reduced at the end, once. A rank without any brings
 zeros, as with `find_unused_parameters` of DDP.
 
+A forward may use a unit several times, with others between. A parameter that only one of these uses
+takes has its gradient early, on the ranks that take it there. So gradients of such a unit wait for
+the end of the backward, too.
+
 Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
 
 A unit that a whole backward leaves out on one rank, and that spans nothing, is still an error
@@ -55,14 +59,38 @@ class Spans:
             for unit in units:
                 self._around.setdefault(unit, []).append(span)
         self._open: list[Unit] = []
+        self._latest: Unit | None = None  # that had a turn, beside spanning ones
+        # In the forward that is under way, if one is that will have a backward; the last one, too.
+        self._used: set[Unit] | None = None
+        self._last_used: Unit | None = None
+        self._reused: set[Unit] = set()
+        self._turned: set[Unit] = set()  # of these, in the backward that is under way
         self._rests = False
         self.rest(False)
 
     def rest(self, rests: bool) -> None:
         """Whether micro-batches are interleaved from now on, which have turns of their own."""
         self._rests = rests
+        self._park()
+
+    def _park(self) -> None:
         if self._buffer is not None:
-            self._buffer.park(() if rests else filter(_reduces, self._inside))
+            units = () if self._rests else (*self._inside, *self._reused)
+            self._buffer.park(filter(_reduces, units))
+
+    def begin_forward(self, training: bool) -> None:
+        """A forward begins, and `training` says whether it will have a backward."""
+        self._used, self._last_used = (set() if training else None), None
+
+    def use(self, unit: Unit) -> None:
+        """The forward is about to use `unit`."""
+        if self._used is None or unit is self._last_used or unit in self._inside:
+            return
+        if unit in self._used and unit not in self._reused and len(unit.parameters) > 1:
+            self._reused.add(unit)
+            self._park()
+        self._used.add(unit)
+        self._last_used = unit
 
     def turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
@@ -80,8 +108,12 @@ class Spans:
         if self._buffer is not None and (closing or opening):
             self._buffer.flush()
         self._close(closing)
-        if self._buffer is not None and unit not in self._inside:
-            self._buffer.begin_turn(unit)
+        if unit not in self._inside:
+            self._latest = unit
+            if unit in self._reused:
+                self._turned.add(unit)
+            if self._buffer is not None:
+                self._buffer.begin_turn(unit)
         for span in opening:
             if _moves(span):
                 self._runtime.enter(span)
@@ -90,16 +122,25 @@ class Spans:
 
     def collect(self, unit: Unit) -> None:
         """A gradient of `unit` has come. The backward may have had no use of it before: a layer
-        whose input requires no gradient needs no weight."""
-        if not self._rests and unit in self._around and unit not in self._inside:
-            self.turn(unit)
+        whose input requires no gradient needs no weight. Where other parameters of the unit may be
+        left out, another rank may have had one: it is used here, too."""
+        if self._rests or unit in self._inside or unit is self._latest:
+            return
+        self.turn(unit)
+        if _moves(unit) and len(unit.parameters) > 1:
+            self._runtime.enter(unit)
+            unit.release()
 
     def end(self) -> None:
         """The backward has ended, well or not. Where the engine cannot go on, the next call that
         needs it says so, and `Engine.close` does not."""
+        self._latest = None
+        turned, self._turned = self._turned, set()
         with suppress(EngineClosedError):
             self._close(self._open)
             if self._buffer is not None:
+                for unit in sorted(filter(_reduces, turned), key=lambda each: each.index):
+                    self._buffer.reduce_turn(unit)
                 self._buffer.reduce_parked()
 
     def _close(self, closing: Iterable[Unit]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from infinity.errors import ShardedParameterError
+from infinity.errors import BudgetError, ShardedParameterError
 
 PLAIN_COPY = (
     "do that before infinity.wrap, or with a plain copy: build the model again, and let it "
@@ -73,8 +73,11 @@ def refuse_transforms() -> None:
         )
 
 
-def complete(error: BaseException | None) -> None:
-    """Say in an error of a forward of a wrapped model what it has to do with that."""
+def complete(error: BaseException | None, shortage: BudgetError | None) -> None:
+    """Say in an error of a forward of a wrapped model what it has to do with that. `shortage` is
+    the last one: TorchScript leaves out the texts of Python's errors."""
+    if shortage is not None and "in the TorchScript interpreter" in str(error):
+        error.args = (f"{str(error).rstrip()} {shortage}",)  # type: ignore[union-attr]
     if isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error):
         error.args = (
             f"{error} Such hooks bring the parameters of a wrapped model back for the backward. "

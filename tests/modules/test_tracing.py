@@ -169,3 +169,32 @@ def test_what_records_calls_of_modules_is_right() -> None:
         for found, parameter in zip(gradients, plain.parameters(), strict=True):
             assert found is not None and parameter.grad is not None
             assert torch.equal(found, parameter.grad)
+
+
+def product(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(w) * v
+
+
+class Scripted(nn.Module):
+    """Hands weights of modules that it does not call to a scripted function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        scripted = torch.jit.script(product)
+        out: torch.Tensor = first(x) @ scripted(second.weight, third.weight)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_script_says_what_memory_is_missing() -> None:
+    """TorchScript leaves out the text of an error of Python."""
+    with (
+        wrapped(Scripted(), parameters="nvme", gpu_memory=16384) as engine,
+        pytest.raises(RuntimeError, match=r"TorchScript .*gpu_memory=\d+ .* is enough") as caught,
+    ):
+        engine.model(torch.ones(2, 16))
+    del caught

@@ -39,6 +39,7 @@ RULES: dict[str, Callable[..., infinity.Optimizer]] = {
 }
 
 
+SHORTAGE = re.compile(r"gpu_memory=(\d+) \(.* is enough")
 SPARED = (("later", 0), ("kept", 0))
 """What outlives a step, among the graphs."""
 
@@ -136,6 +137,8 @@ class Player(Using):
     def _failed(self, error: Exception | Interrupt) -> None:
         if "the engine cannot go on" in str(error):
             raise error
+        if SHORTAGE.search(str(error)):  # of a script, which raises errors of its own
+            raise infinity.BudgetError(str(error))
         self.see(
             "raised",
             Raised(
@@ -322,7 +325,7 @@ class Player(Using):
         name, parameter = self.parameters[number % len(self.parameters)]
         target = self.model.head if whole else parameter
         with self.gathered(target):
-            for tensor in target.parameters() if whole else [target]:
+            for tensor in [each for _, each in weights_of(target)] if whole else [target]:
                 self.see(f"read {name}", tensor)
 
     def op_write(self, number: int, factor: float, fails: bool = False) -> None:
@@ -703,7 +706,7 @@ def play(recipe: Recipe, placement: str, directory: Path) -> list[Seen]:
         try:
             return run(functools.partial(Wrapped, recipe, placement, directory / str(least), least))
         except infinity.BudgetError as error:
-            found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
+            found = SHORTAGE.search(str(error))
             if found is None:
                 return [Seen(-1, "error", str(error))]
             # Enough for what was in use then; more may be later.

@@ -16,7 +16,7 @@ ALLOWED: dict[str, str] = {
     ),
     "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
     "share": r"was assigned to that of another parameter, too|would be the same memory as",
-    **dict.fromkeys(("share data", "share view"), r"would be the same memory as"),
+    **dict.fromkeys(("share data", "share view", "swap"), r"would be the same memory as"),
     "data": r"modified by an inplace operation",
     "unsafe split": r"a copy of a tensor of a wrapped model was changed in place",
     "kept view": r"was forgotten since \.grad was read; keep a copy",

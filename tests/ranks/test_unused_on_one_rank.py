@@ -91,7 +91,22 @@ class Adapted(nn.Module):
         return self.out(x)
 
 
-MODELS = {"net": Net, "adapted": Adapted}
+class Gated(nn.Module):
+    """Its first layer gets an input that requires no gradient, so a backward needs the parameters
+    of that block only where it has the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, flags: list[bool], number: int) -> torch.Tensor:
+        for position, at in enumerate((0, 1, 0, 2)):
+            x = self.blocks[at](x, flags[position % 3])
+        return self.out(x)
+
+
+MODELS = {"net": Net, "adapted": Adapted, "gated": Gated}
 
 
 @dataclasses.dataclass
@@ -141,7 +156,7 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     values |= {"collective_timeout": 60.0} | wanted.config
     kinds = {"": None, "blocks": [Block, Experts], "gates": [Block, Experts, Net]}
     if not values["gpu_memory"]:
-        smallest = {"net": 114688, "adapted": 114688}
+        smallest = {"net": 114688, "adapted": 114688, "gated": 114688}
         values["gpu_memory"] = smallest[wanted.model]
     model = build(wanted)
     if wanted.tiles:
@@ -181,6 +196,10 @@ ON_GPU = {"parameters": "gpu", "gpu_memory": "16MiB"}
         Task("adapted"),
         Task("adapted", "blocks"),
         Task("adapted", micro_batches=2),
+        Task("gated"),
+        Task("gated", "blocks"),
+        Task("gated", "blocks", {"gpu_memory": "1MiB"}, micro_batches=2),
+        Task("gated", "blocks", {"stage": 2} | ON_GPU),
     ],
     ids=lambda task: f"{task.model} {task.units} {task.config} {task.micro_batches} {task.tiles}",
 )
