@@ -176,16 +176,18 @@ def product(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Scripted(nn.Module):
-    """Hands weights of modules that it does not call to a scripted function."""
+    """Uses weights of modules that it does not call, which stay, and hands more of them to a
+    scripted function."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second, third = self.layers
+        first, second, third, fourth = self.layers
+        x = nn.functional.linear(nn.functional.linear(x, first.weight), second.weight)
         scripted = torch.jit.script(product)
-        out: torch.Tensor = first(x) @ scripted(second.weight, third.weight)
+        out: torch.Tensor = x @ scripted(third.weight, fourth.weight)
         return out
 
 
@@ -193,8 +195,10 @@ class Scripted(nn.Module):
 def test_a_script_says_what_memory_is_missing() -> None:
     """TorchScript leaves out the text of an error of Python."""
     with (
-        wrapped(Scripted(), parameters="nvme", gpu_memory=16384) as engine,
-        pytest.raises(RuntimeError, match=r"TorchScript .*gpu_memory=\d+ .* is enough") as caught,
+        wrapped(Scripted(), parameters="nvme", gpu_memory=49152) as engine,
+        pytest.raises(
+            RuntimeError, match=r"(?s)TorchScript .*gpu_memory=\d+ .* is enough"
+        ) as caught,
     ):
-        engine.model(torch.ones(2, 16))
+        engine.model(torch.ones(2, 64))
     del caught
