@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from infinity.checkpoint.files import DATA_NAME
-from infinity.checkpoint.inert import DTYPES, unpickle
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, tensor_metadata
+from infinity.checkpoint.pickles import DTYPES, unpickle
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"

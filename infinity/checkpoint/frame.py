@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.checkpoint.inert import DTYPES
+from infinity.checkpoint.pickles import DTYPES
 
 BLOCK_ALIGNED = 256 << 10
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

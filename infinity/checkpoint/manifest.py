@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from infinity.checkpoint import digest
 from infinity.checkpoint.files import DATA_NAME
-from infinity.checkpoint.inert import DTYPES
+from infinity.checkpoint.pickles import DTYPES
 from infinity.errors import CheckpointError
 
 VERSION = 3

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 import infinity
-from infinity.checkpoint import earlier, inert, loading, manifest
+from infinity.checkpoint import earlier, loading, manifest, pickles
 from infinity.checkpoint.digest import as_text, crc32c
 from support.configs import config_of
 from support.earlier_checkpoints import write_earlier
@@ -471,11 +471,11 @@ def test_metadata_beside_the_manifest_are_not_read(saved: Saved, tmp_path: Path)
 def test_a_pickle_reaches_nothing_of_torch() -> None:
     """A pickle may also set attributes of what it finds."""
     pairs = [("builtins", "getattr"), (Metadata.__module__, "Metadata"), ("torch", "float32")]
-    found = inert.unpickle(pickle.dumps(Calls(getattr, Metadata, "__init__")), pairs)
-    assert isinstance(found, inert.Record)
+    found = pickles.unpickle(pickle.dumps(Calls(getattr, Metadata, "__init__")), pairs)
+    assert isinstance(found, pickles.Record)
     assert found.args[0] is not Metadata
-    assert issubclass(inert.unpickle(pickle.dumps(torch.float32), pairs), inert.Record)
-    for names in (earlier.NAMES, inert.NAMES):
+    assert issubclass(pickles.unpickle(pickle.dumps(torch.float32), pairs), pickles.Record)
+    for names in (earlier.NAMES, pickles.NAMES):
         assert not any("." in name for _, name in names)
 
 
