@@ -7,8 +7,7 @@ DeepSpeed engine, the state of the scheduler, and the `client_state` of the scri
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
-from infinity.directories.directory import make_durable
-from infinity.errors import CheckpointError
+from infinity.deepspeed.latest import LATEST, is_name, read_latest, write_latest
+from infinity.directories.drafts import replacing
+from infinity.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from infinity.deepspeed.engine import DeepSpeedEngine
 
 log = logging.getLogger("infinity")
 
-LATEST = "latest"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -45,7 +44,7 @@ class TaggedCheckpoints:
         """See `DeepSpeedEngine.save_checkpoint`."""
         engine = self._engine
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        if Path(name).name != name:
+        if not is_name(name):
             raise DeepSpeedConfigError(f"tag={tag!r} must be a name without directories")
         name = self._agreed(name)
         extra: dict[str, Any] = {
@@ -59,25 +58,30 @@ class TaggedCheckpoints:
             directory / name, optimizers, extra, trainable_only=without_frozen
         )
         if is_latest:
-            self._name_latest(directory / LATEST, name)
+            self._name_latest(directory, name)
         return True
 
-    def _name_latest(self, latest: Path, name: str) -> None:
+    def _name_latest(self, directory: Path, name: str) -> None:
         """Write `latest` on the first rank. Then every rank finds it; where that fails, all say
         so."""
+        failure = self._on_first(lambda: write_latest(directory, name))
+        if failure:
+            raise CheckpointError(
+                f"{directory / LATEST} was not written: {failure}; the checkpoint is whole: load "
+                f"it with tag={name!r}"
+            )
+
+    def _on_first(self, write: Callable[[], None]) -> str:
+        """Call it on the first rank; returns on every rank what failed there, or nothing."""
         failure = [""]
         if self._engine.global_rank == 0:
             try:
-                _write(latest, name)
-            except OSError as error:
+                write()
+            except (ConfigError, OSError) as error:
                 failure = [str(error)]
         if self._engine.world_size > 1:
             dist.broadcast_object_list(failure, 0)
-        if failure[0]:
-            raise CheckpointError(
-                f"{latest} was not written: {failure[0]}; the checkpoint is whole: load it with "
-                f"tag={name!r}"
-            )
+        return failure[0]
 
     def _agreed(self, tag: str) -> str:
         """The tag of the first rank. Where others have another one, `checkpoint.tag_validation`
@@ -106,13 +110,12 @@ class TaggedCheckpoints:
         """See `DeepSpeedEngine.load_checkpoint`."""
         engine = self._engine
         if tag is None:
-            latest = directory / LATEST
-            if not latest.is_file():
+            tag = read_latest(directory)
+            if tag is None:
                 log.warning(
                     "%s has no file %s, so nothing was loaded; give a tag", directory, LATEST
                 )
                 return None, None
-            tag = latest.read_text().strip()
         path = directory / str(tag)
         optimizer = engine.optimizer if with_optimizer else None
         found = engine.engine.load_checkpoint(
@@ -160,19 +163,13 @@ class TaggedCheckpoints:
         except ValueError as error:
             log.warning("%s was not saved: %s", file, error)
             return False
-        if state is not None:
+
+        def write() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, file)
-        if self._engine.world_size > 1:
-            dist.barrier()
+            with replacing(file.absolute(), "directory of weights") as path:
+                torch.save(state, path)
+
+        failure = self._on_first(write)
+        if failure:
+            raise CheckpointError(f"{file} was not written: {failure}")
         return True
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace what `file` holds, all or nothing."""
-    draft = file.with_name(f".{file.name}.partial")
-    draft.write_text(text)
-    with draft.open("rb") as opened:
-        os.fsync(opened.fileno())
-    draft.replace(file)
-    make_durable(file.parent)

@@ -11,8 +11,9 @@ from torch import nn
 
 from infinity.checkpoint.contents import Contents, StoredTensor
 from infinity.checkpoint.export import everything, export, target_dtype, trained_only
-from infinity.deepspeed.checkpoints import LATEST
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.latest import LATEST, read_latest
+from infinity.directories.drafts import replacing
 from infinity.engine import ATTRIBUTE
 from infinity.quantities import parse_bytes
 
@@ -68,7 +69,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             checkpoint_dir, tag, exclude_frozen_parameters
         )
         output.mkdir(parents=True, exist_ok=True)
-        torch.save(state, output / _FILE)
+        with replacing(output.absolute() / _FILE, "directory of weights") as path:
+            torch.save(state, path)
         return
     contents = Contents(_tagged(Path(checkpoint_dir), tag))
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -79,10 +81,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _tagged(directory: Path, tag: str | None) -> Path:
     if tag is None:
-        latest = directory / LATEST
-        if not latest.is_file():
+        tag = read_latest(directory)
+        if tag is None:
             raise DeepSpeedConfigError(f"{directory} has no file {LATEST}; give a tag")
-        tag = latest.read_text().strip()
     return directory / str(tag)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from infinity.directories.directory import Directory, temporary_name
+from infinity.directories.directory import Directory, make_durable, temporary_name
 from infinity.directories.lock import LOCK_NAME, Lock, lock
 from infinity.errors import ConfigError, PathInUseError
 
@@ -41,6 +41,19 @@ def drafting(directory: Directory) -> Iterator[Drafts]:
                     folder.remove(name)
     finally:
         directory.remove_directory(folder.path.name)
+
+
+@contextmanager
+def replacing(path: Path, what: str) -> Iterator[Path]:
+    """A path to write the file that is at `path` after the block, whole and durable. After an
+    exception `path` is as it was. Raises `ConfigError` for anything else than a plain file there;
+    `what` is how messages call its directory."""
+    with Directory(path.parent, what) as directory:
+        directory.check(path.name)
+        with drafting(directory) as drafts:
+            yield drafts.path / path.name
+            make_durable(drafts.path / path.name)
+            drafts.publish(path.name)
 
 
 @contextmanager

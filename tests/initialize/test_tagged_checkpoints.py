@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,74 @@ def test_there_is_nothing_to_load(
         with pytest.raises(infinity.ConfigError, match="the directory of a checkpoint is"):
             engine.save_checkpoint(nowhere)
     assert not (tmp_path / "latest").exists()
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent / "precious")
+
+
+def second_name(path: Path) -> None:
+    os.link(path.parent / "precious", path)
+
+
+def replacements(directory: Path, name: str) -> Iterator[Callable[[], None]]:
+    """What somebody else may have put at a name, one after the other."""
+    path, precious = directory / name, directory / "precious"
+    for put in (link, second_name, os.mkfifo, Path.mkdir):
+        precious.write_text("precious")
+        yield functools.partial(put, path)
+        assert precious.read_text() == "precious"
+        path.rmdir() if path.is_dir() else path.unlink()
+    precious.unlink()
+    yield lambda: path.symlink_to(directory / "new")  # which is not there
+    assert not (directory / "new").exists()
+    path.unlink()
+
+
+@pytest.mark.timeout(60)
+def test_what_lies_at_the_name_of_latest_is_neither_followed_nor_waited_for(
+    start: Start, tmp_path: Path
+) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    for put in replacements(tmp_path, "latest"):
+        put()
+        with pytest.raises(infinity.CheckpointError, match=r"latest was not written: .* which in"):
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(infinity.CheckpointError, match=r"latest cannot be read: .* give a "):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, "global_step0")
+
+
+@pytest.mark.timeout(60)
+def test_what_lies_at_the_name_of_whole_weights_is_neither_followed_nor_waited_for(
+    start: Start, tmp_path: Path
+) -> None:
+    config = configuration(bf16={"enabled": True})
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine, *_ = start(model=net(), config=config)
+    for put in replacements(tmp_path, "weights.bin"):
+        put()
+        with pytest.raises(infinity.CheckpointError, match="which infinity never makes"):
+            engine.save_16bit_model(tmp_path, "weights.bin")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"../out/t", b"/", b"good/../../out/t", b"\xff\xfe", b"", b"a\0b", b"x" * 5000, b"..", b"."],
+)
+def test_latest_names_a_checkpoint_beside_it(content: bytes, start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    run = tmp_path / "run"
+    engine.save_checkpoint(tmp_path / "out", "t")
+    engine.save_checkpoint(run, "good")
+    (run / "latest").write_bytes(content)
+    for use in (
+        lambda: engine.load_checkpoint(run),
+        lambda: get_fp32_state_dict_from_zero_checkpoint(run),
+    ):
+        with pytest.raises(infinity.CheckpointError, match=r"is no name of a checkpoint in .* gi"):
+            use()
+    engine.load_checkpoint(run, "good")
 
 
 @pytest.mark.parametrize("gather", [True, False])
