@@ -126,7 +126,7 @@ def checkpoints(where: Path, rank: int) -> Any:
     engine.settings = dataclasses.replace(engine.settings, tag_validation="warn")
     engine.save_checkpoint(where, tag=f"rank{rank}")
     with (
-        mock.patch.object(tagged, "_write", side_effect=OSError("no space")),
+        mock.patch.object(tagged, "write_latest", side_effect=OSError("no space")),
         pytest.raises(infinity.CheckpointError, match=r"no space; .* load it with tag='mine'"),
     ):
         engine.save_checkpoint(where, tag="mine")
