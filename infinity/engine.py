@@ -186,6 +186,7 @@ class Engine:
         if self.config.inference:
             raise ConfigError(f"infinity.accumulate runs backwards, but {TRAINED}")
         self._executions.refuse_inside("infinity.accumulate")
+        self._runtime.prepare()  # a resume restores the random states that micro-batches fork
         return Interleaver(
             self._hooks, self._executions, self._runtime.trace, self._device, self._updater.scales
         )

@@ -65,11 +65,17 @@ class Runtime:
         before, self._forward_before = self._forward_before, self.forward_seconds
         return (self._forward_before - before) / max(self.accumulation, 1)
 
+    def prepare(self) -> None:
+        """Training forwards are about to start, of which somebody sets the random states."""
+        self._store.latch.check_usable()
+        self._before_forward()
+
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
-        self._store.latch.check_usable()
         if training:
-            self._before_forward()
+            self.prepare()
+        else:
+            self._store.latch.check_usable()
         self.stale = False
         self._cycles += training
         self.trace.begin("train" if training else "eval")

@@ -113,6 +113,51 @@ def test_what_is_closed_goes_on_and_so_does_what_was_evaluated(
     assert same(found, uninterrupted[1]) and logged(tmp_path) == logged(uninterrupted[0])
 
 
+def accumulated(
+    folder: Path, order: str, steps: range, begun: bool = False
+) -> dict[str, torch.Tensor]:
+    """The weights after these steps; those before them are committed. With `begun` there has been
+    a backward of the next one."""
+    torch.manual_seed(steps.start)
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    folder.mkdir(exist_ok=True)
+    config = config_of(nvme=folder, **LEAST | {"precision": "fp32"})
+    infinity.wrap(model, config, resume=steps.start > 0)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+
+    def backward(step: int) -> None:
+        batches = [torch.linspace(0, step + each + 1, 64).view(4, 16) for each in range(3)]
+        if order == "loop":
+            for batch in batches:
+                (model(batch).square().mean() / 3).backward()
+        else:
+            infinity.accumulate(model, batches, lambda out, _: out.square().mean(), order=order)
+
+    with infinity.engine(model) as engine:
+        assert (engine.committed_step or 0) == steps.start
+        for step in steps:
+            backward(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {name: value.clone() for name, value in engine.state_dict().items()}
+        if begun:
+            backward(steps.stop)
+    return found
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("order", ["loop", "horizontal", "vertical"])
+def test_micro_batches_draw_the_same_numbers_after_a_resume(
+    order: str, begun: bool, tmp_path: Path
+) -> None:
+    expected = accumulated(tmp_path / "whole", order, range(4))
+    accumulated(tmp_path / "cut", order, range(2), begun)
+    assert same(accumulated(tmp_path / "cut", order, range(2, 4)), expected)
+
+
 def test_writes_outside_of_steps_are_committed_with_the_next_one(tmp_path: Path) -> None:
     folders, weights = folders_in(tmp_path), []
     for resume in (False, True):
