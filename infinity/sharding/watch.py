@@ -270,7 +270,8 @@ def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
                     f"{number} is {mine.at(number)} on rank {rank} (after "
                     f"{mine.until(number - 1) or 'nothing'}), and {theirs} on rank {other} (after "
                     f"{note.until(number - 1) or 'nothing'}); all ranks must run the same modules "
-                    "in one order"
+                    "in one order; where the data of a rank decides, make one unit of the module "
+                    "that does: infinity.wrap(model, config, units=[its class])"
                 )
     return ""
 
