@@ -95,6 +95,8 @@ def _on_ranks(programs: int, first: int, jitters: bool) -> int:
             if found is not None:
                 differing += 1
                 print(f"seed {first + number} of ranks: {found}", flush=True)
+            if (number + 1) % 5 == 0:
+                print(f"{ran} programs, {ranks.refused} refused", flush=True)
         print(
             f"{ran} programs of seeds from {first} on: {differing} seeds differ on ranks, "
             f"{ranks.refused} programs refused"
