@@ -57,7 +57,10 @@ BatchRows = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        min=0.0, help="0 takes the likeliest token; above, tokens are drawn.", rich_help_panel=_TEXT
+        min=0.0,
+        callback=o.finite,
+        help="0 takes the likeliest token; above, tokens are drawn.",
+        rich_help_panel=_TEXT,
     ),
 ]
 TopP = Annotated[

@@ -3,6 +3,7 @@ each is written once."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,13 @@ def parse_durability(value: Any) -> int | str:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise typer.BadParameter(f"{value!r} is not off, step, or a number of steps from 1 on")
     return int(text)
+
+
+def finite(value: float) -> float:
+    """The callback of options that take a number which is not infinite."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 MOST = (1 << 63) - 1
@@ -135,10 +143,20 @@ ChunkedLoss = Annotated[
     ),
 ]
 LearningRate = Annotated[
-    float, typer.Option("--lr", min=0.0, help="Highest learning rate.", rich_help_panel=_TRAINING)
+    float,
+    typer.Option(
+        "--lr",
+        min=0.0,
+        callback=finite,
+        help="Highest learning rate.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 WeightDecay = Annotated[
-    float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)
+    float,
+    typer.Option(
+        min=0.0, callback=finite, help="Decoupled weight decay.", rich_help_panel=_TRAINING
+    ),
 ]
 Warmup = Annotated[
     int | None,
@@ -153,7 +171,10 @@ Warmup = Annotated[
 MaxGradNorm = Annotated[
     float,
     typer.Option(
-        min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING
+        min=0.0,
+        callback=finite,
+        help="Clip the global gradient norm to this; 0: never.",
+        rich_help_panel=_TRAINING,
     ),
 ]
 Clip = Annotated[

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.errors import ConfigError
 from infinity.optim.kernels import Hyper
 from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer, are_decay_rates
+from infinity.optim.optimizer import Optimizer, are_decay_rates, is_amount
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
 
@@ -56,9 +57,9 @@ class Adam(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name in ("lr", "weight_decay"):
-            self._check(name, group[name], lambda value: value >= 0)
+            self._check(name, group[name], is_amount)
         self._check("betas", group["betas"], are_decay_rates, "two numbers")
-        self._check("eps", group["eps"], lambda eps: eps > 0)
+        self._check("eps", group["eps"], lambda eps: 0 < eps < math.inf)
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Also `decoupled_weight_decay`, by which Adam of torch is AdamW."""

@@ -711,6 +711,11 @@ class Optimizer(torch.optim.Optimizer):
         return tuple(share.unit for share in self._shares.values())
 
 
+def is_amount(value: Any) -> bool:
+    """Whether `value` is a finite number from 0 on."""
+    return bool(0 <= value < math.inf)
+
+
 def are_decay_rates(betas: Any) -> bool:
     """Whether `betas` are two decay rates; raises `TypeError` or `ValueError` where they are no two
     numbers."""

@@ -10,7 +10,7 @@ import torch
 
 from infinity.optim.kernels import Hyper
 from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer, are_decay_rates
+from infinity.optim.optimizer import Optimizer, are_decay_rates, is_amount
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
 
@@ -60,8 +60,8 @@ class Adagrad(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name in ("lr", "lr_decay", "weight_decay"):
-            self._check(name, group[name], lambda value: value >= 0)
-        self._check("eps", group["eps"], lambda eps: eps > 0)
+            self._check(name, group[name], is_amount)
+        self._check("eps", group["eps"], lambda eps: 0 < eps < math.inf)
         start = group.get("initial_accumulator_value", 0)
         self._check("initial_accumulator_value", start, lambda start: start == 0)
 
@@ -119,7 +119,7 @@ class Lion(Optimizer):
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         self._check("betas", group["betas"], are_decay_rates, "two numbers")
         for name in ("lr", "weight_decay"):
-            self._check(name, group[name], lambda value: value >= 0)
+            self._check(name, group[name], is_amount)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
@@ -185,7 +185,7 @@ class SGD(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name in ("lr", "momentum", "weight_decay"):
-            self._check(name, group[name], lambda value: value >= 0)
+            self._check(name, group[name], is_amount)
         self._check("dampening", group["dampening"], math.isfinite)
         fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         wrong = f"{group['nesterov']} without momentum, or with dampening,"

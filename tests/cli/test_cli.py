@@ -276,6 +276,11 @@ def test_an_output_that_cannot_be_written_is_refused() -> None:
         (["--optimizer", "tape"], "'gpu', 'cpu', 'nvme'"),
         (["--no-such-option"], "No such option"),
         (["--lr", "-1"], "--lr"),
+        *(
+            ([option, value], "inf is not a finite number")
+            for option in ("--lr", "--weight-decay", "--max-grad-norm")
+            for value in ("inf", "1e400")
+        ),
         (
             ["--nvme-shares", "3;1"],
             "'3;1' is not measured, equal, or a number for each --nvme with commas between",

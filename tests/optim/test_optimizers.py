@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,6 +133,11 @@ def test_a_value_out_of_range_in_a_group_is_refused(
     [
         (infinity.Lion, {"betas": (1.0, 0.9)}, "Lion: betas=(1.0, 0.9) is out of range"),
         (infinity.Adagrad, {"lr_decay": -1.0}, "Adagrad: lr_decay=-1.0 is out of range"),
+        (infinity.AdamW, {"lr": math.inf}, "AdamW: lr=inf is out of range"),
+        (infinity.AdamW, {"weight_decay": math.nan}, "AdamW: weight_decay=nan is out of range"),
+        (infinity.Lion, {"lr": math.nan}, "Lion: lr=nan is out of range"),
+        (infinity.SGD, {"momentum": math.inf}, "SGD: momentum=inf is out of range"),
+        (infinity.Adagrad, {"eps": math.inf}, "Adagrad: eps=inf is out of range"),
         (infinity.SGD, {"momentum": -0.1}, "SGD: momentum=-0.1 is out of range"),
         (
             infinity.SGD,
