@@ -16,6 +16,7 @@ import typer
 from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
 from infinity.cli.failure import plain_failures
+from infinity.cli.options import parse_directory
 from infinity.cli.ranks import own_directories
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
@@ -136,7 +137,11 @@ def _remove(left: _Leftovers) -> dict[str, int]:
 def gc(
     directories: Annotated[
         list[Path],
-        typer.Argument(help="NVMe and checkpoint directories of earlier runs.", metavar="DIR..."),
+        typer.Argument(
+            parser=parse_directory,
+            help="NVMe and checkpoint directories of earlier runs.",
+            metavar="DIR...",
+        ),
     ],
     committed: Annotated[
         bool,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from infinity.cli.options import MOST, TIERS, parse_durability, parse_size
+from infinity.cli.options import MOST, TIERS, parse_directory, parse_durability, parse_size
 from infinity.config import (
     ActivationBytes,
     Bytes,
@@ -110,6 +110,7 @@ def _option(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
         (kind,) = (each for each in get_args(kind) if each is not type(None))
     if kind == Paths:
         kind, optional, default = list[Path], True, None
+        details |= {"parser": parse_directory, "metavar": "PATH"}
     elif kind in _PARSED:
         kind, details["parser"], details["metavar"] = _PARSED[kind]
         if isinstance(default, int):

@@ -20,6 +20,13 @@ def parse_size(value: Any) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def parse_directory(value: Any) -> Path:
+    """The parser of options that take a directory: nothing is not the current one."""
+    if not str(value):
+        raise typer.BadParameter("it is empty; name a directory ('.' is the current one)")
+    return Path(value)
+
+
 def _parse_chunks(value: Any) -> int | None:
     return None if value is None or value == "off" else parse_size(value)
 

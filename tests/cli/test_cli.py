@@ -276,6 +276,7 @@ def test_an_output_that_cannot_be_written_is_refused() -> None:
         (["--optimizer", "tape"], "'gpu', 'cpu', 'nvme'"),
         (["--no-such-option"], "No such option"),
         (["--lr", "-1"], "--lr"),
+        (["--nvme", ""], "it is empty; name a directory ('.' is the current one)"),
         *(
             ([option, value], "inf is not a finite number")
             for option in ("--lr", "--weight-decay", "--max-grad-norm")
@@ -292,6 +293,15 @@ def test_wrong_usage_exits_with_2(arguments: list[str], reason: str) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_gc_of_an_empty_name_is_not_that_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("gc", "")
+    assert result.exit_code == 2
+    assert "it is empty; name a directory" in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_debug_shows_the_failure_itself(tmp_path: Path) -> None:
