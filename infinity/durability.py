@@ -5,8 +5,9 @@ and who gets it back.
 The record of a step is fixed when the next training forward begins. Schedulers have stepped by
 then, and the random numbers of that forward are still to come: after a resume, the first training
 forward draws them. `close` fixes the record of the last step; there is no forward then, so `wrap`
-gives the random states back. Where a step updates once more what no forward has used since the last
-one, that is fixed before.
+gives the random states back. Where a step updates once more what no forward has used since the
+last one, that is fixed before. So is the record before the first step, if it is older than the
+optimizer: a snapshot has the optimizer from the first step on.
 
 [Note: one of N steps]
 Where one of N > 1 steps is committed, the others fix no record. What a record of their moment would
@@ -110,6 +111,7 @@ class _Said(NamedTuple):
 
     content: bytes
     marks: Mapping[str, str]
+    has_optimizer: bool
 
 
 @dataclass
@@ -157,6 +159,7 @@ class Durability:
         self._made: dict[str, str] = {}  # the marks of what was made before the first one
         self._began: Mapping[str, str] | None = None  # those of the last one that began
         self._is_sealed = self._is_loading = self._is_discarded = False
+        self._has_optimizer = bool(self._waiting)  # the last record does
         self._writes = 0  # outside of steps, since the last record
         self._has_begun = self._found is None or not self._found.in_forward
 
@@ -248,6 +251,9 @@ class Durability:
         What the step would overwrite is committed, too. All ranks must find the same, so no commit
         is under way when that is asked.
         """
+        if self._optimizers and not self._has_optimizer:
+            self._is_sealed, self._noted = False, None
+            self.seal()
         self.rest()
         left = self._store.steps_left(self._step + 1)
         if not all(unit.states.is_free(left) for unit in units):
@@ -315,6 +321,7 @@ class Durability:
             )
             self._committer.seal(key, functools.partial(_packed, noted.content))
             self._last, self._is_sealed, self._writes = key, True, 0
+            self._has_optimizer = noted.has_optimizer
 
     @property
     def _step(self) -> int:
@@ -388,10 +395,11 @@ class Durability:
         """Have `begin` write what was committed last, on all ranks that of one step. What is
         refused in `on_all_ranks()` on one is refused on all."""
         is_new = self._updater.next_number == 1
-        if is_new and self._random is None:
+        has_begun = self._random is not None
+        if is_new and not (has_begun and self._has_optimizer):
             self._is_sealed = False
-            self.seal()  # with the optimizers that were made since `wrap`
-            self._is_sealed = False  # for the first forward
+            self.seal()  # with the optimizers that were made since `wrap`, or the first forward
+            self._is_sealed = has_begun  # the first forward fixes its own
         if is_new or self._agreement is not None or self._store.committed_step is None:
             self.rest()  # from then on it is the last that was sealed
         with ExitStack() as undo:
@@ -473,7 +481,7 @@ class Durability:
         }
         stream = io.BytesIO()
         torch.save(values, stream)
-        return _Said(stream.getvalue(), self._marks(headers, saved))
+        return _Said(stream.getvalue(), self._marks(headers, saved), bool(headers))
 
     def _marks(
         self, headers: Sequence[Mapping[str, Any]], saved: Mapping[str, torch.Tensor]

@@ -82,6 +82,7 @@ class Checkpoints:
 
         state = self._state(buffers, optimizers)
         state = state._replace(tied=tied, trainable_only=trainable_only)
+        self._meet("save_checkpoint")
         save(state, directory.absolute(), extra, progress)
 
     def snapshot(
@@ -138,6 +139,7 @@ class Checkpoints:
                 "together with theirs; save and load them together: load_checkpoint(directory, "
                 "[first, second])"
             )
+        self._meet("load_checkpoint")
         extra = load(state, directory.absolute(), strict, progress)
         # Of these the checkpoint may have some, of an optimizer that was not saved.
         for share, _ in shared:
@@ -177,6 +179,12 @@ class Checkpoints:
             io_engine=self._io_engine,
             replicas=self._units[0].ranks.replicas,
         )
+
+    def _meet(self, call: str) -> None:
+        """Return when all ranks have made this `call`: where one does not, the error of the
+        exchange names it, and what follows would end in a text of torch."""
+        if self._exchange is not None:
+            self._exchange.sum([0.0], f"for {call} (all ranks call it)")
 
     def _rest(self) -> None:
         """Return when nothing is under way, so that others may read and write states and join

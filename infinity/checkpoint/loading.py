@@ -466,14 +466,14 @@ class Loading(LoadPlanner):
             if series.unit.keys[number] in self._kept and not series.is_moment:
                 continue
             found = self._reader.tensor(key)
+            count = math.prod(self._saved["shapes"][series.unit.keys[number]])
             if series.is_moment and found is None:
                 absent = self._reader.manifest.absent
-                if absent is not None and key not in absent:
+                if count and absent is not None and key not in absent:
                     raise CheckpointError(f"{self._where} is not whole: there is no {key}")
-                continue  # zeros
+                continue  # zeros, or no element
             if not series.is_moment:
                 self._check_dtype(key, series.dtype)
-            count = math.prod(self._saved["shapes"][series.unit.keys[number]])
             if found is not None and math.prod(found.size) != count:
                 raise CheckpointError(
                     f"{self._where} is not whole: {key} has {math.prod(found.size)} of "

@@ -103,6 +103,7 @@ class NvmeTier:
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
         self._places: list[Directory] = []
+        self._around: list[Directory] = []  # where they lie, if each rank has some of its own
         self._ours: list[Directory] = []  # those of which the states file is ours to remove
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
@@ -187,7 +188,7 @@ class NvmeTier:
             for place in self._places:
                 self._parts.callback(lock(place).release)
             if self._durable is not None:
-                self._durable.find(self._places)
+                self._durable.find(self._places, self._around)
         except BaseException:
             self.close()
             raise
@@ -218,6 +219,7 @@ class NvmeTier:
             refuse_other_ranks(place, self._own)
         if not self._own:
             return place
+        self._around.append(place)
         # It stays where somebody keeps something in it.
         self._parts.callback(place.remove_directory, self._own)
         inner = place.below(self._own)

@@ -14,24 +14,30 @@ Every rank has directories of its own, and says in their manifests who it is. Al
 rank keeps the record before its last one until all ranks have the last one (`settle`). So there is
 always a step that all have, and `common_step` finds it. A step counts as committed from then on,
 also for the manifest: what only some ranks have of a run without a committed step is worth nothing.
+A rank that has nothing to resume looks for committed states of other ranks beside its own: those
+that have theirs say so themselves, and else the directories were exchanged.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("infinity")
 
 MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
@@ -94,20 +100,22 @@ class KeptRecord(NamedTuple):
 
 class LeftStates(NamedTuple):
     """What an earlier run left in the directories of one rank, the first of which is `path`.
-    Without `records`, newest first, there is nothing to go on from; then nothing else is said."""
+    Without `records`, newest first, there is nothing to go on from. Then nothing else is said than
+    what lies `beside`: the path of committed states of another rank, or "" for none."""
 
     path: str
     run: str = ""
     member: Member = ONE_RANK
     is_committed: bool = False
     records: tuple[KeptRecord, ...] = ()
+    beside: str = ""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> LeftStates:
         """What JSON has made of one."""
-        path, run, member, is_committed, records = values
+        path, run, member, is_committed, records, beside = values
         kept = tuple(KeptRecord(RecordKey(*key), life) for key, life in records)
-        return cls(path, run, Member(*member), is_committed, kept)
+        return cls(path, run, Member(*member), is_committed, kept, beside)
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,7 @@ class DurableStates:
         self._places: list[Directory] = []
         self._log: CommitLog | None = None
         self._kept: list[Commit] = []
-        self._life = ""
+        self._life = self._beside = ""
         self._blocks: tuple[StoredBlock, ...] = ()
         self._taken: RecordKey | None = None
         self._is_committed = self._is_discarded = False
@@ -195,8 +203,9 @@ class DurableStates:
         self.content: bytes | None = None
         """The record that is taken over, with `found`, until `keep`."""
 
-    def find(self, places: Sequence[Directory]) -> None:
+    def find(self, places: Sequence[Directory], around: Sequence[Directory] = ()) -> None:
         """Look what an earlier run left in the directories, which are locked; changes nothing.
+        `around`: those that they lie in, where every rank has some of its own.
 
         Raises `ConfigError` where states are there and are not to be taken over, or directories are
         missing, exchanged or of several runs. Raises `CheckpointError` for what is damaged.
@@ -206,7 +215,10 @@ class DurableStates:
         kept = {place: _read(place) for place in places if has_manifest(place)}
         self._kept = self._log.kept()
         if not self._kept and not any(manifest.is_committed for manifest, _ in kept.values()):
-            return  # killed before the first commit: nothing is lost
+            if self._resume:  # killed before the first commit, or exchanged
+                beside = (_committed_beside(each, places[0].path.name) for each in around)
+                self._beside = next(filter(None, beside), "")
+            return
         if not self._resume:
             raise _refusal(next(iter(kept), places[0]))
         found = kept[places[0]][0] if places[0] in kept else None
@@ -247,7 +259,7 @@ class DurableStates:
         """What was found, to be told to the other ranks."""
         path = str(self._places[0].path)
         if self.found is None:
-            return LeftStates(path)
+            return LeftStates(path, beside=self._beside)
         records = tuple(map(_kept, self._kept))
         return LeftStates(path, self.found.run, self.found.member, self.found.is_committed, records)
 
@@ -264,6 +276,8 @@ class DurableStates:
             if self.found is not None and self._log is not None:
                 self._log.remove()  # of a run that was killed before all ranks had committed
             self.found, self._kept = None, []
+            if self._resume and self._member.rank == 0:
+                log.info("%s: no step is committed, so training begins anew", self._places[0].path)
             return
         self._taken = record.key
         commit = next(each for each in self._kept if each.sequence == record.key.sequence)
@@ -413,21 +427,47 @@ def refuse_other_ranks(place: Directory, own: str) -> None:
             f"{place.path} holds the committed states of a run on one rank, and here are several; "
             f"{_OTHER_NUMBER}"
         )
-    for name in () if own else filter(_OF_A_RANK.fullmatch, place.names()):
+    for inner in () if own else _of_ranks(place):
+        if holds_committed(inner):
+            raise ConfigError(
+                f"{inner.path} holds the committed states of a run on several ranks, and here "
+                f"is one; {_OTHER_NUMBER}"
+            )
+
+
+def _of_ranks(place: Directory) -> Iterator[Directory]:
+    """The directories of ranks in `place` that have a manifest, each open until the next one."""
+    for name in filter(_OF_A_RANK.fullmatch, place.names()):
         status = place.status(name)
+        # Without a manifest its rank may be about to remove it, and to open it would make it.
         if status is None or not stat.S_ISDIR(status.st_mode):
             continue
-        with place.below(name) as inner:
-            if holds_committed(inner):
-                raise ConfigError(
-                    f"{inner.path} holds the committed states of a run on several ranks, and here "
-                    f"is one; {_OTHER_NUMBER}"
-                )
+        if place.status(f"{name}/{MANIFEST_NAME}") is not None:
+            with place.below(name) as inner:
+                yield inner
+
+
+def _committed_beside(place: Directory, own: str) -> str:
+    """The first path in `place` of states that all ranks of a run have committed, but for the `own`
+    one; "" for none."""
+    for inner in _of_ranks(place):
+        try:
+            is_committed = inner.path.name != own and _read(inner)[0].is_committed
+        except CheckpointError:
+            is_committed = True  # as far as that can be read
+        if is_committed:
+            return str(inner.path)
+    return ""
 
 
 _OTHER_NUMBER = (
     "another number of ranks goes on from a checkpoint (Engine.save_checkpoint), in another "
     "directory"
+)
+
+_AS_THEY_WERE = (
+    "give every rank the nvme directories that it had, or go on from a checkpoint, in other "
+    "directories"
 )
 
 
@@ -453,7 +493,14 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
             )
     lacking = sorted(left.keys() - has.keys())
     if lacking and not any(each.is_committed for each in has.values()):
-        return None  # killed before all ranks had committed: nothing is lost
+        exchanged = next((rank for rank in lacking if left[rank].beside), None)
+        if exchanged is None:
+            return None  # killed before all ranks had committed: nothing is lost
+        path, beside = left[exchanged].path, left[exchanged].beside
+        raise CheckpointError(
+            f"{path} (of rank {exchanged}) has no committed states, and {beside} has those of rank "
+            f"{Path(beside).name.removeprefix('rank')}; {_AS_THEY_WERE}"
+        )
     first = min(has)
     for rank in sorted(left):
         if rank in lacking or left[rank].run != left[first].run:
@@ -461,8 +508,7 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
             newest = left[first].records[0].key
             raise CheckpointError(
                 f"{left[rank].path} (of rank {rank}) {what}, and {left[first].path} (of rank "
-                f"{first}) has those of step {newest.step}; give every rank the "
-                "nvme directories that it had, or go on from a checkpoint, in other directories"
+                f"{first}) has those of step {newest.step}; {_AS_THEY_WERE}"
             )
     common = set.intersection(*(set(each.records) for each in has.values()))
     if not common:

@@ -794,3 +794,45 @@ def test_a_run_that_was_killed_before_it_made_its_optimizer_has_it_in_snapshots(
     assert same(other.weights(), run.weights())
     for each in (run, other):
         each.engine.close()
+
+
+@pytest.mark.parametrize("durability", ["step", 2])
+@pytest.mark.parametrize("when", ["before the step", "after it", "after one that is left out"])
+@pytest.mark.parametrize("begun", [True, False], ids=["after a forward", "before any forward"])
+def test_an_optimizer_that_is_younger_than_the_first_record(
+    begun: bool, when: str, durability: int | str, tmp_path: Path
+) -> None:
+    """A snapshot of step 0 has it, as a save before the first step does."""
+    (tmp_path / "nvme").mkdir()
+    model = Model()
+    options = LEAST | {"durability": durability}
+    engine = infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path / "nvme"], **options)))
+    loss = model(**text_batch(0)).loss if begun else None
+    Probe(engine).committer.rest()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
+    optimizer.param_groups[0]["lr"] = 0.5
+    engine.save_checkpoint(tmp_path / "saved", optimizer)
+
+    def step() -> None:
+        value = math.nan if when == "after one that is left out" else 1.0
+        if loss is not None:
+            (loss * value).backward()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.full(parameter.shape, value, dtype=parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if when != "before the step":
+        step()
+    task = infinity.snapshot(model, tmp_path / "snap")
+    assert task.wait(60) and task.step == 0
+    snap, saved = content(tmp_path / "snap"), content(tmp_path / "saved")
+    assert (snap["model"].pop("counter.seen"), saved["model"].pop("counter.seen")) == (0, begun)
+    assert same(snap, saved)
+    assert optimizer.skipped_steps == (when == "after one that is left out")
+    other = Run(tmp_path / "other")
+    other.engine.load_checkpoint(tmp_path / "snap", other.optimizer)
+    assert other.optimizer.param_groups[0]["lr"] == 0.5
+    for each in (engine, other.engine):
+        each.close()

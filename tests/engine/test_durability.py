@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import json
+import logging
 import math
 import shutil
 import signal
@@ -555,6 +556,21 @@ def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
         infinity.AdamW(list(model.parameters())[1:])
     infinity.AdamW(model.parameters())
     infinity.engine(model).close()
+
+
+def test_the_log_says_where_nothing_is_to_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and not where a step is resumed, or none was asked for."""
+    folders = folders_in(tmp_path)
+    text = f"{folders[0]}: no step is committed, so training begins anew"
+    (tmp_path / "other").mkdir()
+    with caplog.at_level(logging.INFO, "infinity"):
+        train([tmp_path / "other"], tmp_path / "log", resume=False, steps=1)
+        assert "begins anew" not in caplog.text
+        for _ in range(2):
+            train(folders, tmp_path / "log", steps=1)
+            assert caplog.messages.count(text) == 1
 
 
 def test_what_is_frozen_cannot_be_rewritten_in_place(tmp_path: Path) -> None:

@@ -303,11 +303,13 @@ def test_parts_replicas_and_ranks_that_have_nothing(shape: str, tmp_path: Path) 
 # What is refused
 
 
-def try_to_resume(place: Path, rank: int, folders: dict[str, list[Path]], options: Any) -> None:
-    """Note what is said of each case, in which rank R has directory number R."""
+def try_to_resume(
+    place: Path, rank: int, folders: dict[str, list[list[Path]]], options: Any
+) -> None:
+    """Note what is said of each case, in which rank R has the directories number R."""
     said = {}
     for case, each in folders.items():
-        config = config_of(nvme=[each[rank]], **LEAST | options.get(case, {}))
+        config = config_of(nvme=each[rank], **LEAST | options.get(case, {}))
         try:
             infinity.wrap(Model(), config, resume=True)
             said[case] = "nothing"
@@ -317,10 +319,10 @@ def try_to_resume(place: Path, rank: int, folders: dict[str, list[Path]], option
 
 
 def refusals(
-    place: Path, folders: dict[str, list[Path]], options: Any = None, ranks: int = RANKS
+    place: Path, folders: dict[str, list[list[Path]]], options: Any = None, ranks: int = RANKS
 ) -> list[dict[str, str]]:
     """What each rank says of each case; the directories are as they were."""
-    before = {each: contents(each) for case in folders.values() for each in case}
+    before = {each: contents(each) for case in folders.values() for rank in case for each in rank}
     arguments: Any = try_to_resume, folders, options or {}
     assert ranks_in_processes(place, *arguments, ranks=ranks) == [0] * ranks
     assert all(contents(each) == found for each, found in before.items())
@@ -371,7 +373,17 @@ def test_wrong_directories_are_refused_on_all_ranks(committed: Path, tmp_path: P
         for _ in range(last.sequence):
             log.write(content)
             log.settle()
+    nodes = [tmp_path / f"node{rank}" for rank in range(RANKS)]
+    for rank, node in enumerate(nodes):
+        shutil.copytree(committed / f"rank{rank}", node / f"rank{rank}")
+    (tmp_path / "spare").mkdir()
     cases = {
+        "nodes": r"CheckpointError: .*node1/rank0 \(of rank 0\) has no committed states, and "
+        r".*node1/rank1 has those of rank 1; give every rank the nvme directories that it had",
+        "one node": r"CheckpointError: .*node0/rank1 \(of rank 1\) has no committed states, and "
+        r".*node0/rank0 has those of rank 0; give every rank the nvme directories that it had",
+        "two drives": r"CheckpointError: .*spare/rank0 \(of rank 0\) has no committed states, and "
+        r".*node1/rank1 has those of rank 1; give every rank the nvme directories that it had",
         "mixed": r"CheckpointError: the ranks have no committed step in common: .* has step 3 "
         r"\(record \d+ of \w{8}\).*, .*/rank1 \(of rank 1\) has step 3 \(record \d+ of 0{8}\); ",
         "exchanged": r"ConfigError: .*exchanged/rank0 \(of rank 0\) holds the states of rank 1 "
@@ -385,7 +397,12 @@ def test_wrong_directories_are_refused_on_all_ranks(committed: Path, tmp_path: P
         "damaged": r"CheckpointError: .*damaged/rank1 holds .* is damaged; go on from a checkpoint",
         "precision": r"ConfigError: .*rank[01] holds the states of another model or configuration",
     }
-    folders = {case: [tmp_path / case] * RANKS for case in cases} | {"precision": [committed] * 2}
+    folders = {case: [[tmp_path / case]] * RANKS for case in cases} | {
+        "precision": [[committed]] * RANKS,
+        "nodes": [[nodes[1]], [nodes[0]]],
+        "one node": [[tmp_path / "spare"], [nodes[0]]],
+        "two drives": [[tmp_path / "spare", nodes[1]], [tmp_path / "spare", nodes[0]]],
+    }
     said = refusals(tmp_path, folders, {"precision": {"precision": "fp32"}})
     for case, expected in cases.items():
         for rank in range(RANKS):
@@ -398,12 +415,12 @@ def test_another_number_of_ranks_is_refused(committed: Path, tmp_path: Path) -> 
     way = "another number of ranks goes on from a checkpoint"
     with pytest.raises(infinity.ConfigError, match=f"on several ranks, and here is one; {way}"):
         infinity.wrap(Model(), config_of(nvme=[committed], **LEAST), resume=True)
-    for text in refusals(tmp_path, {"three": [committed] * 3}, ranks=3):
+    for text in refusals(tmp_path, {"three": [[committed]] * 3}, ranks=3):
         assert re.search(f"states of a run on 2 ranks, and here are 3; {way}", text["three"])
     alone = tmp_path / "alone"
     alone.mkdir()
     train([alone], tmp_path / "log", steps=1)
-    for text in refusals(tmp_path, {"alone": [alone] * RANKS}):
+    for text in refusals(tmp_path, {"alone": [[alone]] * RANKS}):
         assert f"of a run on one rank, and here are several; {way}" in text["alone"]
 
 

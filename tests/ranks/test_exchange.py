@@ -456,6 +456,22 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
     infinity.engine(model).close()
 
 
+def a_rank_saves_alone(directory: Path, rank: int) -> None:
+    """Every rank is told of the call that the others have not made; so it is with a load."""
+    for call in ("save_checkpoint", "load_checkpoint"):
+        model, optimizer = wrap(directory, rank)
+        train(model, optimizer)
+        engine = infinity.engine(model)
+        name = rf"sum for {call} \(all ranks call it\) on rank 0"
+        with pytest.raises(infinity.EngineClosedError, match=name) as caught:
+            if rank == 0:
+                getattr(engine, call)(directory / "checkpoint", optimizer)
+            else:
+                train(model, optimizer, 2)
+        assert "GLHF" not in str(caught.value), "an error of gloo"
+        engine.close()
+
+
 # The other side
 
 
@@ -497,7 +513,8 @@ def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [a_rank_sleeps, a_rank_sleeps_under_a_watchdog, a_rank_skips_a_unit]
+    "work",
+    [a_rank_sleeps, a_rank_sleeps_under_a_watchdog, a_rank_skips_a_unit, a_rank_saves_alone],
 )
 def test_ranks_that_are_stuck_are_told_why(
     work: Callable[[Path, int], None], on_ranks: OnRanks
