@@ -70,8 +70,14 @@ LEAST: dict[str, Any] = {
 
 
 @contextmanager
-def engine_in(folder: Path, resume: bool = False, **options: Any) -> Iterator[infinity.Engine]:
-    model = infinity.wrap(transformer(), config_of(nvme=folder, **LEAST | options), resume=resume)
+def engine_in(
+    folder: Path, resume: bool = False, seed: int = 0, frozen: str = "none", **options: Any
+) -> Iterator[infinity.Engine]:
+    folder.mkdir(exist_ok=True)
+    model = transformer(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    infinity.wrap(model, config_of(nvme=folder, **LEAST | options), resume=resume)
     with infinity.engine(model) as engine:
         yield engine
 
@@ -91,11 +97,11 @@ def unchanged(folder: Path) -> Iterator[None]:
     assert (folder / STATES_NAME).read_bytes()[: len(before)] == before
 
 
-def writable(engine: infinity.Engine) -> list[bool]:
+def writable(engine: infinity.Engine, blocks: Any = None) -> list[bool]:
     """Which extents of durable blocks may be written now: all that refuse leave every byte."""
-    one, found = Probe(engine), []
+    one, found = Probe(engine), list[bool]()
     data = torch.full((ALIGNMENT,), 7, dtype=torch.uint8)
-    for block in one.store.durable_blocks():
+    for block in one.store.durable_blocks() if blocks is None else blocks:
         for extent in block.home.extents:
             try:
                 one.nvme.write(extent, 0, ALIGNMENT, data.data_ptr(), "a stray write").wait()
@@ -126,6 +132,31 @@ def test_after_a_resume_nothing_reaches_what_was_committed(tmp_path: Path) -> No
         assert False in writable(engine), "the others may be written"
         found = engine.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_load_replaces_what_is_frozen_in_its_only_place(tmp_path: Path) -> None:
+    frozen = {"frozen": "blocks.0"}
+    with engine_in(tmp_path / "other", seed=1, durability="off", **frozen) as engine:
+        optimizer = infinity.AdamW(trained(engine))
+        engine.save_checkpoint(tmp_path / "checkpoint", optimizer)
+        expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    with engine_in(tmp_path / "nvme", **frozen) as engine:
+        optimizer = infinity.AdamW(trained(engine))
+        engine.model(**text_batch(0)).loss.backward()
+        optimizer.step()
+        Probe(engine).committer.rest()
+        alone = [b for b in Probe(engine).store.durable_blocks() if len(b.home.extents) == 1]
+        assert alone and not any(writable(engine, alone))
+        optimizer.zero_grad()
+        engine.load_checkpoint(tmp_path / "checkpoint", optimizer)
+        assert not any(writable(engine, alone)), "the record after it keeps them again"
+    with engine_in(tmp_path / "nvme", resume=True, **frozen) as engine:
+        found = engine.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def trained(engine: infinity.Engine) -> list[torch.Tensor]:
+    return [each for each in engine.model.parameters() if each.requires_grad]
 
 
 def taken_over(folder: Path) -> NvmeTier:
