@@ -17,6 +17,7 @@ FIRST ?= 1000
 RANDOM_ARGS ?=
 SEEDS ?= 5000
 KILLS ?= 200
+PAIRS ?= 5000
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -26,7 +27,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills resume-pairs native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -86,6 +87,11 @@ kills: $(VENV)/installed  ## Kill training processes at KILLS=200 random moments
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m kill_runs --kills $(KILLS)
+
+resume-pairs: $(VENV)/installed  ## Resume PAIRS=5000 runs in other configurations, and compare what they had committed
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m resume_pairs --pairs $(PAIRS)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

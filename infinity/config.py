@@ -200,9 +200,9 @@ class Tuning(_Knobs):
 
     "auto" takes all units if they fit. Else it takes so many that the busiest part of a step has
     least to do. The parts are both directions of the link, the drives, and the updates on the CPU.
-    `wrap` measures them in less than a second, with at most 64 MiB on each drive for each rank.
-    Parameters of the other units pass through what is left, which is at least twice what is in use
-    at once.
+    `wrap` measures them in less than a second, with at most 64 MiB on each drive for each rank, in
+    a file of its own. Parameters of the other units pass through what is left, which is at least
+    twice what is in use at once.
 
     It is 0 on the CPU, where `cache` does the same. It is also 0 with `update="delayed"` and
     `algorithm="other"`, which the GPU's kernels cannot do.

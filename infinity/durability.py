@@ -287,6 +287,8 @@ class Durability:
         are_free = [block.home.rewrite() or block.home.is_free() for block in blocks]
         if fixed is not None or not all(are_free):
             self.rest()
+        if fixed is not None:
+            self._store.release([block for block in blocks if _is_fixed(block)])
         self._store.await_unpinned(blocks)
         self._is_sealed = False
         self._writes += 1

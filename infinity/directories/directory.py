@@ -172,6 +172,25 @@ class Directory:
                 name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor
             )
 
+    def unnamed(self) -> int:
+        """A descriptor of a new file without a name, to read and write. Its space is free when it
+        is closed, also after a kill."""
+        flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
+        try:
+            with self._naming("a file without a name"):
+                return os.open(".", flags, 0o600, dir_fd=self.descriptor)
+        except OSError as error:
+            # So a file system says that it makes no such files, and so does an old kernel.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+        descriptor = self.create(name := temporary_name())
+        try:
+            self.remove(name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     def open(self, name: str, flags: int = os.O_RDWR) -> int:
         """A descriptor of the plain file `name`. Raises `FileNotFoundError`, and `ConfigError` for
         anything else."""

@@ -42,9 +42,10 @@ from infinity.errors import CorruptStateError, EngineClosedError, NvmeError
 from infinity.observe import Meter, Recorder
 from infinity.quantities import round_up
 from infinity.tiers.arena import POISON
-from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.saved_storage import IN_SLOT, SavedStorage, Stack, StorageState
+from infinity.tiers.states_files import Extent
 
 log = logging.getLogger("infinity")
 

@@ -25,8 +25,9 @@ from infinity.observe import Meter
 from infinity.placement.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
 from infinity.placement.spec import Placed
 from infinity.tiers.block import Block
-from infinity.tiers.drives import Extent, NvmeTier
+from infinity.tiers.drives import NvmeTier
 from infinity.tiers.originals import FileExtent
+from infinity.tiers.states_files import Extent
 
 Sums = npt.NDArray[np.uint32]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +34,7 @@ from infinity.tiers.durable import (
     remove_records,
 )
 from infinity.tiers.originals import FileExtent, Originals
+from infinity.tiers.states_files import Extent, StatesFiles, extend, fill
 from infinity.tiers.stripes import Stripes
 
 log = logging.getLogger("infinity")
@@ -44,13 +46,12 @@ REQUEST_BYTES = 1 << 20
 DIRECT_THREADS = 8
 """For each drive that writes to a GPU: so many requests are under way at once, for one takes a
 thread until it has ended."""
-
-
-class Extent(NamedTuple):
-    """`nbytes` bytes at `start` of the striped address space; both multiples of 4096."""
-
-    start: int
-    nbytes: int
+TRIAL_NAME = "infinity-trial.bin"
+"""A file that is there while GPUDirect Storage is tried."""
+UNNAMED = "(unnamed)"
+"""What errors say instead of the name of a file without one."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""How a file system says that it has no room."""
 
 
 def check_directories(directories: Sequence[Path]) -> None:
@@ -105,8 +106,7 @@ class NvmeTier:
         self._places: list[Directory] = []
         self._around: list[Directory] = []  # where they lie, if each rank has some of its own
         self._ours: list[Directory] = []  # those of which the states file is ours to remove
-        self._files: list[Any] = []
-        self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
+        self._states = StatesFiles(Stripes(STRIPE_BYTES, [1.0] * len(directories)))
         # Shares, and stripes of the directories that are full.
         self._layout: tuple[Sequence[float], list[int | None]] = (), []
         self.shares: Sequence[float] = ()
@@ -116,7 +116,7 @@ class NvmeTier:
         self._speeds: list[float] = []  # of the directories, once they were measured
         # How many bytes each directory had room for, at most those that were wanted.
         self._probed: list[int] = []
-        self.engines: list[Any] = []
+        self.engines = self._states.engines
         """The native I/O engines, one per directory; none when nothing is reserved."""
         self.direct: list[Any] = []
         """Those that read straight into what was given to `attach`, one per directory; else
@@ -125,31 +125,52 @@ class NvmeTier:
         """Files of the user that are homes, beside the directories."""
         self._parts.callback(self.originals.close)
         self._unflushed: str | None = None  # the file whose flush has failed
-        self.reserved = 0
         self._spare_bytes = 0
         self._growing = threading.Lock()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all extents."""
+        return self._states.claims.given
 
     def reserve(self, nbytes: int, spare: bool = False) -> Extent:
         """Declare an extent of `nbytes` (a multiple of 4096), before `open`; a `spare` one is
         needed only because not every step is committed."""
-        extent = Extent(self.reserved, nbytes)
-        self.reserved += nbytes
         self._spare_bytes += nbytes * spare
-        return extent
+        return self._states.claims.give(nbytes)
+
+    def keep(self, extents: Iterable[Extent]) -> None:
+        """Commits speak of `extents`: a write there raises `RuntimeError` from now on. Those that
+        were kept before may be written again."""
+        self._states.claims.keep(extents)
 
     def measure(self) -> float:
         """Before `open`: bytes per second that all directories together give, in their shares, half
         written and half read.
 
-        Locks and reclaims as `open` does, and takes at most 64 MiB of each directory meanwhile.
-        Raises what `open` raises, but for what depends on the states.
+        Locks and reclaims as `open` does, and takes at most 64 MiB of each directory meanwhile, in
+        a file of its own. Infinite where there is no room to measure. Raises what `open` raises,
+        but for what depends on the states.
         """
         self._enter()
         speeds = self._probe()
-        if self._shares == "measured":
-            return sum(speeds)
-        shares = [1.0] * len(speeds) if self._shares == "equal" else list(map(float, self._shares))
-        return min(rate / share for rate, share in zip(speeds, shares, strict=True)) * sum(shares)
+        if self._found is not None:  # they stay as they are
+            shares = list(self._found.shares)
+        elif self._shares == "measured":
+            shares = speeds
+        elif self._shares == "equal":
+            shares = [1.0] * len(speeds)
+        else:
+            shares = list(map(float, self._shares))
+        rates = [rate / share for rate, share in zip(speeds, shares, strict=True) if share]
+        together = min(rates, default=0.0) * sum(shares)
+        if not together:
+            log.warning(
+                "%s: no room to measure the drives, which are taken to be fast; free %s",
+                ", ".join(map(str, self._directories)),
+                format_bytes(speed.PROBE_BYTES),
+            )
+        return together or math.inf
 
     def open(self) -> None:
         """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
@@ -201,12 +222,15 @@ class NvmeTier:
         self.find()
         try:
             self._parts.callback(self._remove)
+            if self._found is not None:
+                found = self._found
+                layout = Stripes(STRIPE_BYTES, found.shares, found.rooms)
+                self._states.take_over(layout, found.nbytes)
             for place in self._places:
-                self._files.append(self._open_file(place))
-            for _ in self._directories:
+                file = self._open_file(place)
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
-                self.engines.append(engine)
+                self._states.add(file, engine)
         except BaseException:
             self.close()
             raise
@@ -229,19 +253,22 @@ class NvmeTier:
         return inner
 
     @property
-    def _taken_over(self) -> bool:
-        """Whether the files hold the states of an earlier run, which go on."""
-        return self._durable is not None and self._durable.content is not None
+    def _found(self) -> StatesManifest | None:
+        """What the files hold of an earlier run, which is taken over; None where they are new."""
+        durable = self._durable
+        return None if durable is None or durable.content is None else durable.found
 
     def _open_file(self, place: Directory) -> Any:
         """The states file that is taken over, or a new one in place of one that a dead run left."""
         path = str(place.path / STATES_NAME)
-        if self._taken_over:
+        if self._found is not None:
             self._ours.append(place)
             file = native.file_at(place.open(STATES_NAME), path)
         else:
             if self._durable is None:
                 refuse_kept(place)
+            elif self._durable.found is not None:
+                raise RuntimeError(f"{place.path} has committed states, which nothing took over")
             self._reclaim(place)
             self._ours.append(place)
             file = native.file_at(place.create(STATES_NAME), path)
@@ -282,26 +309,26 @@ class NvmeTier:
 
         Raises `BudgetError` when all together do not have it.
         """
-        if self._taken_over and self._durable is not None and self._durable.found is not None:
+        if self._durable is not None and self._found is not None:
             self._durable.check()
-            self._take_over(stripes, self._durable.found)
+            self._take_over(stripes, self._found)
             return
-        rooms = [stripes] * len(self._files)
+        rooms = [stripes] * len(self._states)
         shares = self._decide(stripes, rooms)
         short = True
         while short:  # once more for every directory that turns out to have too little room
             if sum(rooms) < stripes:
                 raise self._refusal(stripes, sum(rooms) * STRIPE_BYTES)
-            self._stripes, short = Stripes(STRIPE_BYTES, shares, rooms), False
-            lengths = self._stripes.lengths(stripes)
+            layout, short = Stripes(STRIPE_BYTES, shares, rooms), False
+            self._states.lay(layout)
+            lengths = layout.lengths(stripes)
             # First of all, as another may be on the same drive.
-            for file, length in zip(self._files, lengths, strict=True):
-                if file.size() > length:
-                    file.truncate(length)
+            self._states.shorten(lengths)
             for number, length in enumerate(lengths):
-                if not _extend(self._files[number], length):
+                if not self._states.extend(number, length):
                     self._check_room(stripes)
-                    short, rooms[number] = True, _fill(self._files[number], length)
+                    short = True
+                    rooms[number] = self._states.fill(number, length, STRIPE_BYTES)
                     log.warning(
                         (
                             "%s has room for %s of its share of %s of the states; the other "
@@ -329,18 +356,18 @@ class NvmeTier:
         """
         kept = -(-found.nbytes // STRIPE_BYTES)
         lengths = Stripes(STRIPE_BYTES, found.shares, found.rooms).lengths(kept)
-        for file, length in zip(self._files, lengths, strict=True):
-            if file.size() < length:
+        for number, (size, length) in enumerate(zip(self._states.sizes(), lengths, strict=True)):
+            if size < length:
                 raise CheckpointError(
-                    f"{file.path} is cut off: it has {file.size()} of {length} bytes; go on from "
-                    "a checkpoint, in another directory"
+                    f"{self._states.path(number)} is cut off: it has {size} of {length} bytes; go "
+                    "on from a checkpoint, in another directory"
                 )
         self.shares, self.rooms = found.shares, found.rooms
         self._layout = found.shares, [room if room < kept else None for room in found.rooms]
-        if not self._extend_to(stripes):
+        taken = self._extend_to(stripes)
+        if taken is None:
             raise self._no_room(stripes, self._room())
-        for file, length in zip(self._files, self._stripes.lengths(stripes), strict=True):
-            file.truncate(length)
+        self._states.shorten(taken)
 
     def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
         """The shares of the directories; lowers the rooms of those that cannot even hold what is
@@ -351,9 +378,9 @@ class NvmeTier:
         """
         if not isinstance(self._shares, str):
             return self._shares
-        most = speed.PROBE_BYTES // STRIPE_BYTES
-        if self._shares == "equal" or len(self._files) == 1 or stripes < most * len(self._files):
-            return [1.0] * len(self._files)
+        most, files = speed.PROBE_BYTES // STRIPE_BYTES, len(self._states)
+        if self._shares == "equal" or files == 1 or stripes < most * files:
+            return [1.0] * files
         speeds = self._probe()
         for number, nbytes in enumerate(self._probed):
             if nbytes < speed.PROBE_BYTES:
@@ -361,17 +388,16 @@ class NvmeTier:
         return levelled(speeds)
 
     def _probe(self) -> list[float]:
-        """Bytes per second of each directory beside the others; measured once. The files are empty
-        before and after."""
+        """Bytes per second of each directory beside the others; measured once. 0 for one without
+        room."""
         if not self._speeds:
-            for file in self._files:
-                if not _extend(file, speed.PROBE_BYTES):
-                    _fill(file, speed.PROBE_BYTES)
-            self._probed = [file.size() for file in self._files]
-            probes = map(speed.Probe, self.engines, self._files, self._probed)
-            self._speeds = speed.measure(list(probes))
-            for file in self._files:
-                file.truncate(0)
+            with self._scratch() as files:
+                for file in files:
+                    if not extend(file, speed.PROBE_BYTES):
+                        fill(file, speed.PROBE_BYTES, STRIPE_BYTES)
+                self._probed = [file.size() for file in files]
+                probes = map(speed.Probe, self.engines, files, self._probed)
+                self._speeds = speed.measure(list(probes))
             found = (
                 f"{at} {rate / 1e9:.2f} GB/s"
                 for at, rate in zip(self._directories, self._speeds, strict=True)
@@ -379,23 +405,51 @@ class NvmeTier:
             log.info("measured, half reading and half writing: %s", ", ".join(found))
         return self._speeds
 
+    @contextmanager
+    def _scratch(self, named: bool = False) -> Iterator[list[Any]]:
+        """An empty native file in each directory, to try its drive with. When this ends they are
+        gone, and their space is free. They have no name, so this holds after a kill, too; a
+        `named` one is then removed by the next call that wants it.
+
+        Raises `BudgetError` or `ConfigError` where a directory takes no file.
+        """
+        with ExitStack() as stack:
+            files = []
+            for place in self._places:
+                name = TRIAL_NAME if named else UNNAMED
+                try:
+                    if named:
+                        place.reclaim(name)
+                    descriptor = place.create(name) if named else place.unnamed()
+                except OSError as error:
+                    kind = BudgetError if error.errno in FULL else ConfigError
+                    raise kind(
+                        f"{place.path} takes no file to try its drive with ({error.strerror}); "
+                        "free some of its space, or choose another directory"
+                    ) from error
+                if named:
+                    stack.callback(place.remove, name)
+                files.append(native.file_at(descriptor, str(place.path / name)))
+                stack.callback(files[-1].close)
+                # Some file systems free the space of a file some time after it was closed.
+                stack.callback(files[-1].truncate, 0)
+            yield files
+
     def _check_room(self, stripes: int) -> None:
         """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before
         each is filled to its end."""
         room = self._room()
-        if len(self._files) == 1 or room < stripes * STRIPE_BYTES:
+        if len(self._states) == 1 or room < stripes * STRIPE_BYTES:
             raise self._refusal(stripes, room)
 
     def _room(self) -> int:
         """The bytes that the files have, and could have besides."""
         free = {place.device(): place.free_bytes() for place in self._places}
-        sizes: list[int] = [file.size() for file in self._files]
-        return sum(free.values()) + sum(sizes)
+        return sum(free.values()) + sum(self._states.sizes())
 
     def _refusal(self, stripes: int, room: int) -> BudgetError:
         """`_no_room`, and the files are empty."""
-        for file in self._files:
-            file.truncate(0)
+        self._states.shorten([0] * len(self._states))
         return self._no_room(stripes, room)
 
     def _no_room(self, stripes: int, room: int) -> BudgetError:
@@ -429,36 +483,34 @@ class NvmeTier:
 
     def _grow(self, nbytes: int) -> Extent | None:
         stripes = -(-(self.reserved + nbytes) // STRIPE_BYTES)
-        if not self._files or (self._budget is not None and stripes * STRIPE_BYTES > self._budget):
+        if not self._states or (self._budget is not None and stripes * STRIPE_BYTES > self._budget):
             return None
-        if not self._extend_to(stripes):
+        if self._extend_to(stripes) is None:
             return None
-        extent = Extent(self.reserved, nbytes)
-        self.reserved += nbytes
-        return extent
+        return self._states.claims.give(nbytes)
 
-    def _extend_to(self, stripes: int) -> bool:
-        """Take the space for so many stripes, those before stay where they are; False where there
-        is no room, and then nothing has changed."""
+    def _extend_to(self, stripes: int) -> list[int] | None:
+        """Take the space for so many stripes, those before stay where they are. Returns the bytes
+        that each file needs; None where there is no room, and then nothing has changed."""
         shares, full = self._layout
-        before = [file.size() for file in self._files]
+        before = self._states.sizes()
         while sum(rooms := [stripes if room is None else room for room in full]) >= stripes:
             layout = Stripes(STRIPE_BYTES, shares, rooms)
             lengths = layout.lengths(stripes)
             short = [
                 number
-                for number, file in enumerate(self._files)
-                if not _extend(file, lengths[number])
+                for number, length in enumerate(lengths)
+                if not self._states.extend(number, length)
             ]
             if not short:
-                self._stripes, self._layout = layout, (shares, full)
-                return True
+                self._states.lay(layout)
+                self._layout = shares, full
+                return lengths
             full = [
                 before[at] // STRIPE_BYTES if at in short else room for at, room in enumerate(full)
             ]
-        for file, length in zip(self._files, before, strict=True):
-            file.truncate(length)
-        return False
+        self._states.shorten(before)
+        return None
 
     def register(self, memory: torch.Tensor) -> None:
         """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
@@ -476,29 +528,33 @@ class NvmeTier:
         """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for
         `read` with `direct`.
 
-        A block of each file is written and read so to see that it arrives. Raises `RuntimeError`
-        that says why it cannot be, and then nothing has changed.
+        A block of a file beside each is written and read so to see that it arrives. Raises
+        `RuntimeError` that says why it cannot be, and then nothing has changed.
         """
         with ExitStack() as undo:
             cufile = native.cufile()
             undo.callback(cufile.close)
             cufile.register_memory(memory.data_ptr(), memory.numel())
+            options = {"threads": DIRECT_THREADS, "request_bytes": REQUEST_BYTES}
             direct = []
-            for number, file in enumerate(self._files):
-                direct.append(
-                    cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES)
-                )
+            for number in range(len(self._states)):
+                direct.append(self._states.direct_engine(number, cufile, **options))
                 undo.callback(direct[-1].close)
-                if file.size() > 0:
-                    self._try_direct(number, direct[-1], memory[:ALIGNMENT])
+            try:
+                with self._scratch(named=True) as files:  # cuFile may look for names
+                    for number, file in enumerate(files):
+                        with closing(cufile.engine(file, **options)) as engine:
+                            self._try_direct(number, file, engine, memory[:ALIGNMENT])
+            except (BudgetError, ConfigError) as error:
+                raise RuntimeError(str(error)) from None
             self.direct = direct
             self._parts.callback(self.direct.clear)
             self._parts.enter_context(undo.pop_all())
 
-    def _try_direct(self, number: int, engine: Any, place: torch.Tensor) -> None:
-        """Raise `RuntimeError` unless a block of a file arrives in `place`, which is as before
-        then."""
-        file, before = self._files[number], place.cpu().clone()
+    def _try_direct(self, number: int, file: Any, engine: Any, place: torch.Tensor) -> None:
+        """Raise `RuntimeError` unless a block of `file`, on drive `number`, arrives in `place`,
+        which is as before then."""
+        before = place.cpu().clone()
         block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
         try:
             for word, io, address in (
@@ -533,8 +589,10 @@ class NvmeTier:
         if isinstance(extent, FileExtent):
             requests = self.originals.requests(extent, begin, nbytes, address, name)
             return Ticket(requests, self._spanning("nvme read", name))
+        _check_within(extent, begin, nbytes)
         engines = self.direct if direct else self.engines
-        return self._submit("read", engines, extent, begin, nbytes, address, name, background)
+        requests = self._states.read(extent, begin, nbytes, address, name, engines, background)
+        return Ticket(requests, self._spanning("nvme read", name))
 
     def write(
         self,
@@ -547,42 +605,23 @@ class NvmeTier:
         background: bool = False,
     ) -> Ticket:
         """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in
-        the `background` when nobody waits for it: reads then go first."""
+        the `background` when nobody waits for it: reads then go first.
+
+        Raises `RuntimeError`, and writes nothing, where the bytes were not given out or a commit
+        speaks of them.
+        """
         if isinstance(extent, FileExtent):
             raise RuntimeError(f"{name} is at home in files of the user, which are only read")
+        _check_within(extent, begin, nbytes)
+        requests = self._states.write(extent, begin, nbytes, address, name, background)
         if meter is not None:
             meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)
-        return self._submit("write", self.engines, extent, begin, nbytes, address, name, background)
-
-    def _submit(
-        self,
-        operation: str,
-        engines: Sequence[Any],
-        extent: Extent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        background: bool = False,
-    ) -> Ticket:
-        if begin < 0 or begin + nbytes > extent.nbytes:
-            raise ValueError(
-                f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}"
-            )
-        requests = []
-        for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
-            submit = getattr(engines[number], operation)
-            requests.append(
-                submit(self._files[number], offset, address, length, background, what=name)
-            )
-            address += length
-        return Ticket(requests, self._spanning(f"nvme {operation}", name))
+        return Ticket(requests, self._spanning("nvme write", name))
 
     def where(self, extent: Extent, begin: int) -> tuple[str, int]:
         """The path, and the offset in that file, of byte `begin` of `extent`."""
-        number, offset, _ = next(iter(self._stripes.pieces(extent.start + begin, 1)))
-        return self._files[number].path, offset
+        return self._states.where(extent.start + begin)
 
     def flush(self) -> None:
         """Return when all that was written, and has ended, would survive a power cut.
@@ -593,11 +632,11 @@ class NvmeTier:
         if self._unflushed is not None:
             reason = "an earlier flush failed, and what was written there may be lost"
             raise OSError(errno.EIO, reason, self._unflushed)
-        for file in self._files:
+        for number in range(len(self._states)):
             try:
-                file.sync()
+                self._states.sync(number)
             except BaseException:
-                self._unflushed = file.path
+                self._unflushed = self._states.path(number)
                 raise
 
     def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
@@ -618,29 +657,6 @@ class NvmeTier:
         self._parts.close()
 
 
-def _extend(file: Any, nbytes: int) -> bool:
-    """Take the space for `nbytes` of `file`; False, and the file is as before, when there is no
-    room."""
-    had = file.size()
-    try:
-        file.allocate(nbytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        file.truncate(had)  # a part may have been taken
-        return False
-    return True
-
-
-def _fill(file: Any, nbytes: int) -> int:
-    """Take as many stripes as there is room for, where `nbytes` is too much; returns how many
-    `file` holds then."""
-    fits, too_many = file.size() // STRIPE_BYTES, nbytes // STRIPE_BYTES
-    # What statvfs says is free need not be: quotas, and what the file system takes for itself.
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if _extend(file, middle * STRIPE_BYTES):
-            fits = middle
-        else:
-            too_many = middle
-    return int(fits)
+def _check_within(extent: Extent, begin: int, nbytes: int) -> None:
+    if begin < 0 or begin + nbytes > extent.nbytes:
+        raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from infinity.tiers.arena import Lease
-    from infinity.tiers.drives import Extent
+    from infinity.tiers.states_files import Extent
 
 
 SPARE = 2

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.device import Copy
 from infinity.errors import NvmeError
 from infinity.nvme.ticket import Ticket
-from infinity.tiers.drives import Extent
+from infinity.tiers.states_files import Extent
 
 
 class StorageState(Enum):

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo, Sums, pack_sums, unpack_sums
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, Extent, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, NvmeTier
 from infinity.tiers.durable import (
     NO_RECORD,
     ONE_RANK,
@@ -54,6 +54,7 @@ from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.pins import PinnedStates
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import ChunkRequest, Staging
+from infinity.tiers.states_files import Extent
 
 log = logging.getLogger("infinity")
 
@@ -368,6 +369,7 @@ class Store:
             block.home.seal(version.extent)
         sums, _ = unpack_sums(self._durable.content)
         self._committed = LastCommit(self._durable.taken, versions)
+        self._keep(versions)
         start = time.perf_counter()
         nbytes = self._check(sums)
         seconds = time.perf_counter() - start
@@ -439,6 +441,7 @@ class Store:
         until `commit`. For one thread."""
         if self._durable is None:
             raise RuntimeError("durability is off")
+        self._keep(versions, *([] if self._committed is None else [self._committed.versions]))
         self._nvme.flush()
         if self._durable.found is None:
             self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
@@ -455,7 +458,24 @@ class Store:
                 for block, version in zip(self.durable_blocks(), versions, strict=True):
                     block.home.durable = version.extent
                 self._committed = LastCommit(key, versions)
+                self._keep(versions)
                 self._changed.notify_all()
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """`blocks`, which have one place, may be rewritten there: the last record, which is
+        committed, says that nobody goes on from it. The next record keeps them again."""
+        if self._committed is not None:
+            self._keep(self._committed.versions, without=blocks)
+
+    def _keep(self, *commits: Sequence[Version], without: Collection[Block] = ()) -> None:
+        """These are the commits whose states may be needed: no write reaches them."""
+        self._nvme.keep(
+            extent
+            for versions in commits
+            for block, version in zip(self.durable_blocks(), versions, strict=True)
+            if block not in without
+            and isinstance(extent := block.home.extents[version.extent], Extent)
+        )
 
     @property
     def committed_step(self) -> int | None:

@@ -56,6 +56,10 @@ class Stripes:
             length = min(run.stripes_until(file, rooms[file]) for file in going)
             first, held = first + length, run.held(length)
 
+    def lengths_of(self, nbytes: int) -> list[int]:
+        """Bytes of each file when the first `nbytes` bytes are in use: whole stripes."""
+        return self.lengths(-(-nbytes // self._bytes))
+
     def lengths(self, stripes: int) -> list[int]:
         """Bytes of each file when the first `stripes` stripes are in use."""
         run, at = self._find(stripes)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.placement.spec import FP32, BlockSpec, Kind, Placed
-from infinity.tiers.drives import Extent
 from infinity.tiers.home import SPARE, Home
+from infinity.tiers.states_files import Extent
 
 MOST = 2
 """How many records may be sealed and not committed: that of `wrap`, and that of the first

@@ -43,7 +43,7 @@ LEFT: dict[str, int] = {
     "engine/test_waits.py": 5,
     "engine/test_wrap.py": 1,
     "fast/test_trace.py": 3,
-    "modules/test_activations.py": 21,
+    "modules/test_activations.py": 17,
     "modules/test_vertical.py": 4,
     "nvme/test_nvme.py": 2,
     "optim/test_delayed_updates.py": 4,
@@ -56,7 +56,7 @@ LEFT: dict[str, int] = {
     "ranks/test_rank_faults.py": 1,
     "ranks/test_tensor_parallel.py": 1,
     "tiers/test_gpu_direct.py": 1,
-    "tiers/test_nvme_shares.py": 5,
+    "tiers/test_nvme_shares.py": 3,
     "tiers/test_nvme_tier.py": 3,
     "tiers/test_store.py": 9,
 }

@@ -43,9 +43,10 @@ from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activa
 from infinity.tiers import activations as tier_module
 from infinity.tiers import drives as nvme_module
 from infinity.tiers.activations import AHEAD, Activations
-from infinity.tiers.drives import NvmeTier
+from infinity.tiers.drives import STATES_NAME, NvmeTier
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.saved_storage import SavedStorage, StorageState
+from infinity.tiers.states_files import StatesFiles
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.machine import PAGE
@@ -441,13 +442,12 @@ def test_the_drive_grows_without_moving_what_is_there(
     nvme.reserve(7 * PAGE)
     nvme.open()
     try:
-        refused = nvme._files[1]
         memory, extents = torch.empty(0), []
-        extend = nvme_module._extend
+        extend = StatesFiles.extend
         monkeypatch.setattr(
-            nvme_module,
-            "_extend",
-            lambda file, n: extend(file, n) if file is not refused or n <= 6 * PAGE else False,
+            StatesFiles,
+            "extend",
+            lambda files, number, n: (number != 1 or n <= 6 * PAGE) and extend(files, number, n),
         )
         memory = ComputeDevice("cpu").host_memory(5 * PAGE)
         for number in range(12):
@@ -464,15 +464,15 @@ def test_the_drive_grows_without_moving_what_is_there(
         for number, extent in enumerate(extents):
             nvme.read(extent, 0, extent.nbytes, memory.data_ptr(), "").wait()
             assert torch.equal(memory, content(5, number)), number
-        assert refused.size() <= 6 * PAGE
-        sizes = [file.size() for file in nvme._files]
+        sizes = [(folder / STATES_NAME).stat().st_size for folder in folders]
+        assert sizes[1] <= 6 * PAGE
         answers = iter([True])
         monkeypatch.setattr(
-            nvme_module, "_extend", lambda file, n: next(answers, False) and extend(file, n)
+            StatesFiles, "extend", lambda *values: next(answers, False) and extend(*values)
         )
         nvme._budget = None
         assert nvme.grow(5 * PAGE) is None
-        assert [file.size() for file in nvme._files] == sizes, (
+        assert [(folder / STATES_NAME).stat().st_size for folder in folders] == sizes, (
             "what there is no room for leaves nothing"
         )
     finally:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.discrete_engines import LEAST, Places, Wrap, assert_equal, train, wrapping
 from support.gpu_benchmarks import load
-from support.models import text_batch
+from support.models import text_batch, transformer
 from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -314,6 +315,30 @@ def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(
         reached.set()
         assert torch.equal(waiting.result(60), content(second))
     one.resident.release(second)
+
+
+def test_committed_states_are_not_written_to_see_that_it_works(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_o_direct(tmp_path)
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
+    options: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "gpu_cache": 0}
+    options = LEAST | options | {"device": "cpu", "durability": "step", "nvme": tmp_path}
+    found = []
+    for life in range(2):
+        model = infinity.wrap(
+            transformer(), config_of(**options | {"gpu_direct": "on"}), resume=life == 1
+        )
+        assert not (tmp_path / tier.TRIAL_NAME).exists()
+        with infinity.engine(model) as engine:
+            assert Probe(engine).gpu_direct and fake.bytes_read >= tier.ALIGNMENT
+            if life == 0:
+                train(engine)
+            found.append(engine.state_dict())
+        found.append((tmp_path / tier.STATES_NAME).read_bytes())
+        (tmp_path / tier.TRIAL_NAME).write_bytes(b"of a killed run")
+    assert_equal(found[2], found[0])
+    assert found[3] == found[1]
 
 
 FAILURES = [

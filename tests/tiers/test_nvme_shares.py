@@ -7,6 +7,7 @@ import errno
 import itertools
 import logging
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ from infinity.directories.directory import Directory
 from infinity.errors import BudgetError, NvmeError
 from infinity.observe import Recorder
 from infinity.placement.calibrate import levelled
-from infinity.tiers import drives, speed
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
+from infinity.tiers import drives, speed, states_files
+from infinity.tiers.drives import ALIGNMENT, STATES_NAME, UNNAMED, NvmeTier
+from infinity.tiers.states_files import Extent
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
 from support.budgets import ROOMY
 from support.configs import config_of
@@ -403,7 +405,7 @@ def test_a_drive_that_fails_when_it_is_measured_is_named(
     operation = fault.split("_")[1]
     text = (
         f"{operation} of .* at offset {2 * PROBE // 16} stopped after 0: Input/output "
-        f"error: '{directories[1] / STATES_NAME}'"
+        f"error: '{re.escape(str(directories[1] / UNNAMED))}'"
     )
     with pytest.raises(NvmeError, match=text), opened(directories, 4 * PROBE):
         pass
@@ -447,9 +449,9 @@ def test_space_that_is_not_enough_is_given_back(
         file = native.file_at(directory.create(STATES_NAME), str(path))
     file.allocate(2 * STRIPE)
     rooms({tmp_path: 5 * STRIPE + ALIGNMENT})
-    assert not drives._extend(file, 9 * STRIPE)
+    assert not states_files.extend(file, 9 * STRIPE)
     assert path.stat().st_size == 2 * STRIPE, "another may be on the same drive"
-    assert drives._fill(file, 9 * STRIPE) == 5
+    assert states_files.fill(file, 9 * STRIPE, STRIPE) == 5
     assert path.stat().st_size == 5 * STRIPE
 
 

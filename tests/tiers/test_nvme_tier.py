@@ -30,8 +30,9 @@ from infinity.directories.lock import LOCK_NAME
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
 from infinity.tiers import drives
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
 from infinity.tiers.durable import DurableStates, Member
+from infinity.tiers.states_files import Extent
 from support.planted import PLANTED, Planted
 
 PIECE = 2 * ALIGNMENT  # of a stripe, so that small tests use many
