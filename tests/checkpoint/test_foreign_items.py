@@ -223,7 +223,8 @@ def test_what_would_not_be_read_is_not_packed(value: Any) -> None:
 
 def test_a_changed_item_is_read_or_refused() -> None:
     """A process of its own has the limits."""
-    command = [sys.executable, "-c", f"import {__name__} as tests; tests.change(3000)"]
+    program = f"import runpy; runpy.run_path({__file__!r})['change'](3000)"
+    command = [sys.executable, "-c", program]
     child = subprocess.run(
         command,
         capture_output=True,

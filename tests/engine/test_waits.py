@@ -125,7 +125,6 @@ WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
-    "deepspeed/checkpoints.py TaggedCheckpoints.save_weights": RANKS,
     "device.py read_values": DEVICE,
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,

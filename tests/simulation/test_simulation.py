@@ -21,8 +21,8 @@ from simulation.seeds import Simulation
 from support.children import CHILD
 from support.threads import one_thread
 
-SEEDS = 600
-PARTS = 12
+SEEDS = 400
+PARTS = 8
 
 pytestmark = pytest.mark.timeout(300)
 
