@@ -13,8 +13,8 @@ autograd made (`GradientBuffer.park`), and are reduced at the end, once. A rank 
 zeros, as with `find_unused_parameters` of DDP.
 
 A forward may use a unit several times, with others between. A parameter that only one of these uses
-takes has its gradient early, on the ranks that take it there. So gradients of such a unit wait for
-the end of the backward, too.
+takes has its gradient early, on the ranks that take it there. All ranks have the first of these
+uses, so gradients wait for the end of its turn, which is the last one in the backward.
 
 Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
 
@@ -24,6 +24,7 @@ A unit that a whole backward leaves out on one rank, and that spans nothing, is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -60,11 +61,13 @@ class Spans:
                 self._around.setdefault(unit, []).append(span)
         self._open: list[Unit] = []
         self._latest: Unit | None = None  # that had a turn, beside spanning ones
-        # In the forward that is under way, if one is that will have a backward; the last one, too.
-        self._used: set[Unit] | None = None
+        # Uses in the last forward, if that will have a backward, and which unit was used last.
+        self._uses: Counter[Unit] | None = None
         self._last_used: Unit | None = None
         self._reused: set[Unit] = set()
-        self._turned: set[Unit] = set()  # of these, in the backward that is under way
+        # Of these, in the backward that is under way: turns that are left, and who has its last.
+        self._left: dict[Unit, int] = {}
+        self._due: Unit | None = None
         self._rests = False
         self.rest(False)
 
@@ -80,17 +83,20 @@ class Spans:
 
     def begin_forward(self, training: bool) -> None:
         """A forward begins, and `training` says whether it will have a backward."""
-        self._used, self._last_used = (set() if training else None), None
+        self._uses, self._last_used = (Counter() if training else None), None
+        if self._reused:
+            self._reused.clear()
+            self._park()
 
     def use(self, unit: Unit) -> None:
         """The forward is about to use `unit`."""
-        if self._used is None or unit is self._last_used or unit in self._inside:
+        if self._uses is None or unit is self._last_used or unit in self._inside:
             return
-        if unit in self._used and unit not in self._reused and len(unit.parameters) > 1:
+        self._uses[unit] += 1
+        self._last_used = unit
+        if self._uses[unit] == 2 and len(unit.parameters) > 1:
             self._reused.add(unit)
             self._park()
-        self._used.add(unit)
-        self._last_used = unit
 
     def turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
@@ -105,13 +111,14 @@ class Spans:
             span for span in self._open if unit not in self._inside[span] and span not in inside
         ]
         opening = [span for span in around if span not in self._open]
+        is_inner = unit not in self._inside
+        if closing or opening or (is_inner and unit.trainable and unit is not self._due):
+            self._reduce_due()
         if self._buffer is not None and (closing or opening):
             self._buffer.flush()
         self._close(closing)
-        if unit not in self._inside:
-            self._latest = unit
-            if unit in self._reused:
-                self._turned.add(unit)
+        if is_inner:
+            self._begin(unit)
             if self._buffer is not None:
                 self._buffer.begin_turn(unit)
         for span in opening:
@@ -119,6 +126,23 @@ class Spans:
                 self._runtime.enter(span)
                 self._runtime.held.add(span)
             self._open.append(span)
+
+    def _begin(self, unit: Unit) -> None:
+        """A use of a unit that spans no others; a turn of it begins where another one had the last
+        use."""
+        if unit is self._latest:
+            return
+        self._latest = unit
+        if unit in self._reused and self._uses is not None:
+            self._left[unit] = self._left.get(unit, self._uses[unit]) - 1
+            if self._left[unit] == 0:
+                self._due = unit
+
+    def _reduce_due(self) -> None:
+        """The last turn of a unit that was used several times has ended."""
+        due, self._due = self._due, None
+        if due is not None and self._buffer is not None and _reduces(due):
+            self._buffer.reduce_turn(due)
 
     def collect(self, unit: Unit) -> None:
         """A gradient of `unit` has come. The backward may have had no use of it before: a layer
@@ -135,12 +159,14 @@ class Spans:
         """The backward has ended, well or not. Where the engine cannot go on, the next call that
         needs it says so, and `Engine.close` does not."""
         self._latest = None
-        turned, self._turned = self._turned, set()
+        left, self._left = self._left, {}
         with suppress(EngineClosedError):
+            self._reduce_due()
             self._close(self._open)
+            for unit in sorted((u for u, n in left.items() if n > 0), key=lambda each: each.index):
+                self._due = unit
+                self._reduce_due()
             if self._buffer is not None:
-                for unit in sorted(filter(_reduces, turned), key=lambda each: each.index):
-                    self._buffer.reduce_turn(unit)
                 self._buffer.reduce_parked()
 
     def _close(self, closing: Iterable[Unit]) -> None:

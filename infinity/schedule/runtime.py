@@ -83,8 +83,10 @@ class Runtime:
 
     def stepped(self) -> None:
         """An optimizer step was started: take the places of what comes first, for its updates to
-        fill."""
+        fill, in the order of the last forward, which is that of all ranks. Their backwards may have
+        ended at other units."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
+        self.trace.expect_again()
         self._renew()
         self.look_ahead()
 

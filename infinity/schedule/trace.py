@@ -117,6 +117,17 @@ class Trace:
         self.predicted = self._cycles.get(phase, Cycle(()))
         self.position = 0
 
+    def expect_again(self) -> None:
+        """Predict that the cycle that was recorded comes again, from its start. What is used before
+        that comes is still recorded as its end."""
+        recorded = (tuple(self._recording), tuple(self._held))
+        self._interrupted = None
+        if (self.predicted.order, self.predicted.held) != recorded:
+            self.predicted = Cycle(*recorded)
+        elif self.position in (0, len(self.predicted.order)):
+            return
+        self._clock, self.position = Clock(self._clock.version + 1, 0), 0
+
     @property
     def clock(self) -> Clock:
         """When it is in the prediction: of the same version as long as all uses come as

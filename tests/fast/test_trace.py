@@ -140,6 +140,25 @@ def test_what_comes_after_the_turn_is_expected_too():
     assert trace.next_use(2) == 4
 
 
+@settings(deadline=None)
+@given(ORDERS.filter(bool), ORDERS, ORDERS.filter(bool), st.integers(0, 20))
+def test_a_cycle_that_comes_again_is_expected_from_its_start(expected, before, order, end):
+    """However far the prediction was, and even if the last uses repeat others before them."""
+    trace = CountingTrace()
+    trace.expect("train", expected)
+    run(trace, before)
+    run(trace, [*order, *order[:end]])
+    clock = trace.clock
+    trace.expect_again()
+    recorded = trace.train_cycle()
+    assert [unit for unit, _ in trace.upcoming()] == recorded.first_uses == trace.first_uses()
+    assert [trace.next_use(unit) for unit in UNITS] == [recorded.distance(u, 0) for u in UNITS]
+    assert trace.clock >= clock
+    trace.expect_again()
+    trace.use(UNITS[-1] + 1)
+    assert trace.train_cycle().order == (*recorded.order, UNITS[-1] + 1), "its end is recorded"
+
+
 def without_repeats(order: list[int]) -> list[int]:
     """`order`, gone round for ever, as the trace counts it: uses of one unit one after the other
     are one."""

@@ -106,7 +106,22 @@ class Gated(nn.Module):
         return self.out(x)
 
 
-MODELS = {"net": Net, "adapted": Adapted, "gated": Gated}
+class Sided(nn.Module):
+    """A block and a layer are used twice; the second time a rank may leave out the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.side, self.last = Block(), *(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, flags: list[bool], number: int) -> torch.Tensor:
+        for gated in (True, flags[0]):
+            x = self.block(x, gated)
+            if gated:
+                x = self.side(x)
+        return self.last(x)
+
+
+MODELS = {"net": Net, "adapted": Adapted, "gated": Gated, "sided": Sided}
 
 
 @dataclasses.dataclass
@@ -156,7 +171,7 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     values |= {"collective_timeout": 60.0} | wanted.config
     kinds = {"": None, "blocks": [Block, Experts], "gates": [Block, Experts, Net]}
     if not values["gpu_memory"]:
-        smallest = {"net": 114688, "adapted": 114688, "gated": 114688}
+        smallest = {"net": 114688, "adapted": 114688, "gated": 114688, "sided": 114688}
         values["gpu_memory"] = smallest[wanted.model]
     model = build(wanted)
     if wanted.tiles:
@@ -196,6 +211,8 @@ ON_GPU = {"parameters": "gpu", "gpu_memory": "16MiB"}
         Task("adapted"),
         Task("adapted", "blocks"),
         Task("adapted", micro_batches=2),
+        Task("sided"),
+        Task("sided", config={"gpu_memory": "1MiB"}, micro_batches=2),
         Task("gated"),
         Task("gated", "blocks"),
         Task("gated", "blocks", {"gpu_memory": "1MiB"}, micro_batches=2),
