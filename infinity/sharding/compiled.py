@@ -37,7 +37,8 @@ GIVEN = (
     "which would be a copy; give its .clone(), or take the view outside of the function"
 )
 _GRAD: Any = torch.Tensor.grad
-_PLACES: deque[torch.Tensor] = deque(maxlen=64)
+_LATEST: deque[int] = deque(maxlen=64)
+"""The addresses of the latest copies of values."""
 VALUES = "values_in_graph"
 """The attribute that has the values."""
 
@@ -78,10 +79,16 @@ class InGraphs(torch.Tensor):
         """Those that were given to what stands for a tensor; else a copy."""
         if self._given is not None:
             return self._given
-        # Guards tell tensors by their addresses, also copies that are gone: see that a new one has
-        # another address.
-        _PLACES.append(torch.empty(0))
-        return self.copied_values()
+        # Guards tell tensors by their addresses, also copies that are gone: a new one gets another.
+        taken = [torch.empty(0)]
+        while id(taken[-1]) in _LATEST:
+            taken.append(torch.empty(0))
+        del taken[-1]  # the copy is mostly made there
+        taken.append(self.copied_values())
+        while id(taken[-1]) in _LATEST:
+            taken.append(self.copied_values())
+        _LATEST.append(id(taken[-1]))
+        return taken[-1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         if self._is_recorded_view:  # torch asks what a graph takes and gives, not what is between

@@ -3,7 +3,9 @@ plain PyTorch; what would be lost is refused."""
 
 from __future__ import annotations
 
+import random
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -163,6 +165,17 @@ def test_compiled_code_reads_a_gradient(
             found[-1] += [value.detach(), model[1].weight.grad + 0]
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_copies_for_guards_have_addresses_of_their_own() -> None:
+    """Whatever else is freed and made between them: guards tell tensors by that."""
+    handle, generator, others = Handle(torch.ones(4)), random.Random(0), deque[torch.Tensor]()
+    for _ in range(2000):
+        others.append(torch.empty(0))
+        if generator.random() < 0.5:
+            del others[generator.randrange(len(others))]
+        addresses = [id(handle.values_in_graph) for _ in range(4)]
+        assert len(set(addresses)) == 4
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
