@@ -206,11 +206,7 @@ class Execution:
         """End the uses of backward passes that nobody refers to any more."""
         for found in self.passes.values():
             uses, found.uses = found.uses, []
-            for use in uses:
-                if use.referenced():
-                    found.uses.append(use)
-                else:
-                    use.end()
+            found.uses += _swept(uses)
 
     def _end_pass(self, found: Pass) -> None:
         """The pass is complete. Who still has a saved view would see other bytes there soon."""
@@ -331,25 +327,16 @@ class Executions:
         """Leave the execution that is under way for another one; returns the one that was left."""
         left, self.now = self.now, execution
         left.pause()
-        self._sweep()
+        self._lingering = _swept(self._lingering)
         execution.resume()
         return left
 
     def end(self, use: Use) -> None:
         """End `use`. See [Note: parameters that another micro-batch shows]."""
         if self._interleaver is not None and isinstance(use, Showing):
-            self._lingering.append(use)
-            self._sweep()
+            self._lingering = _swept([*self._lingering, use])
         else:
             use.end()
-
-    def _sweep(self) -> None:
-        uses, self._lingering = self._lingering, []
-        for use in uses:
-            if use.referenced():
-                self._lingering.append(use)
-            else:
-                use.end()
 
     def end_lingering(self) -> list[str]:
         """No micro-batch goes on: end all uses; returns the names of the parameters that somebody
@@ -426,6 +413,17 @@ class Executions:
         self.backwards += 1
         if self.interleaver is None:
             self.flush()
+
+
+def _swept(uses: Sequence[Use]) -> list[Use]:
+    """Those of `uses` that somebody refers to; the others are ended."""
+    left = []
+    for use in uses:
+        if use.referenced():
+            left.append(use)
+        else:
+            use.end()
+    return left
 
 
 def caller() -> FrameType | None:

@@ -271,6 +271,7 @@ class Hooks(Border):
 
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
+        self._shortage = None
         self._executions.begin_forward()
         if self._executions.interleaver is None and (
             module is self._model() or self._runtime.stale
@@ -305,7 +306,6 @@ class Hooks(Border):
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             complete(sys.exc_info()[1], self._shortage)
-            self._shortage = None
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]

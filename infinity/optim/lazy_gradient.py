@@ -89,13 +89,8 @@ class LazyGradients(Grads):
         if value is None:
             unit.gradients.forget([index])
             return
-        mine = self._objects.get((unit, index))
-        if (
-            mine is not None
-            and isinstance(value, LazyTensor)
-            and mine.is_at(unit, index)
-            and is_whole_of(value, mine)
-        ):
+        whole = whole_gradient(value)
+        if whole is not None and whole.is_at(unit, index):
             return
         self._check(unit, index, value)
         self.settle(unit.names[index])
@@ -445,7 +440,7 @@ class LazyGradient(LazyTensor):
         """`.data = values`: as in torch, that memory is the gradient from now on."""
         place = self.gradient.place
         if isinstance(values, LazyTensor):
-            if is_whole_of(values, self.gradient):
+            if whole_gradient(values) is self.gradient:
                 return
             values.check_follows(self.called)
         if place is None or values.shape != self.shape or values.dtype != self.dtype:
@@ -454,12 +449,12 @@ class LazyGradient(LazyTensor):
             place.answers.alias(place.unit, place.position, brought(values))
 
 
-def is_whole_of(tensor: LazyTensor, gradient: GradientObject) -> bool:
-    """Whether `tensor` is that gradient, or all of it in the same layout."""
-    root = tensor.root
-    if not isinstance(root, LazyGradient) or root.gradient is not gradient:
-        return False
-    mine, whole = tensor.stand_in(), root.stand_in()
-    return (mine.shape, mine.stride(), mine.dtype, mine.is_neg()) == (
-        (whole.shape, whole.stride(), whole.dtype, whole.is_neg())
+def whole_gradient(tensor: Any) -> GradientObject | None:
+    """The gradient that `tensor` is, or is all of in the same layout; None for anything else."""
+    if not isinstance(tensor, LazyTensor) or not isinstance(tensor.root, LazyGradient):
+        return None
+    mine, whole = (
+        (each.shape, each.stride(), each.dtype, each.is_neg())
+        for each in (tensor.stand_in(), tensor.root.stand_in())
     )
+    return tensor.root.gradient if mine == whole else None

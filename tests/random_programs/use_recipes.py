@@ -183,9 +183,13 @@ def programs_with_uses(draw: DrawFn) -> Recipe:
         )
     )
     if draw(st.sampled_from((False, False, True))):
-        # Sums of tiles round: rules that make much of little are left out.
+        # Sums of tiles round: rules and blocks that make much of little are left out.
+        blocks = tuple(
+            dataclasses.replace(each, kind="linear") if each.kind == "int8" else each
+            for each in model.blocks
+        )
         rule = "sgd" if training.rule in ("adamw", "lion") else training.rule
         training = dataclasses.replace(training, rule=rule)
-        model = dataclasses.replace(model, width=24, dtype="float32", tiles=TILES)
+        model = dataclasses.replace(model, blocks=blocks, width=24, dtype="float32", tiles=TILES)
     placement = draw(st.sampled_from(PLACEMENTS))
     return Recipe(model, program, training, (placement,), whole=True)
