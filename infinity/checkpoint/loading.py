@@ -467,9 +467,10 @@ class Loading(LoadPlanner):
                 continue
             found = self._reader.tensor(key)
             count = math.prod(self._saved["shapes"][series.unit.keys[number]])
+            absent = self._reader.manifest.absent
+            may_lack = series.is_moment and (absent is None or key in absent)
             if series.is_moment and found is None:
-                absent = self._reader.manifest.absent
-                if count and absent is not None and key not in absent:
+                if count and not may_lack:
                     raise CheckpointError(f"{self._where} is not whole: there is no {key}")
                 continue  # zeros, or no element
             if not series.is_moment:
@@ -485,11 +486,10 @@ class Loading(LoadPlanner):
                 if found
                 else []
             )
-            if sum(math.prod(item.lengths) for item in reads) != sum(
-                piece.length for piece in pieces
-            ):
+            if _size(reads) != sum(piece.length for piece in pieces) and not may_lack:
                 raise CheckpointError(f"{self._where} is not whole: there is not all of {key}")
-            self._pieces.setdefault(series, []).extend(pieces)
+            found_of = {item.dest_index for item in reads}
+            self._pieces.setdefault(series, []).extend(p for p in pieces if p.address in found_of)
             items += reads
         return items
 
@@ -593,13 +593,16 @@ class Loading(LoadPlanner):
 
         def bring(piece: ShardPiece) -> torch.Tensor:
             nonlocal memory
-            for item in self._items[piece.address]:
+            items = self._items[piece.address]
+            for number, item in enumerate(items):
                 found = self._part(item, next(arriving))
                 is_all = found.numel() == piece.length and found.dtype == dtype
                 if is_all and found.is_contiguous():
                     return found.view(-1)  # where it arrived
                 if memory.numel() < piece.length:
                     memory = memory.new_empty(piece.length)
+                if not number and _size(items) < piece.length:
+                    memory[: piece.length] = 0  # what was not saved
                 target = memory[: piece.length].view(piece.sizes)
                 _copy(target[_slices(item.dest_offsets, item.lengths)], found)
             return memory[: piece.length]
@@ -644,6 +647,11 @@ class Loading(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Never called, for `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
+
+
+def _size(items: Iterable[ReadItem]) -> int:
+    """How many elements they read."""
+    return sum(math.prod(item.lengths) for item in items)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -83,7 +83,8 @@ class Manifest(NamedTuple):
 
     places: Mapping[MetadataIndex, ItemPlace]
     absent: frozenset[str] | None
-    """The keys that mean zeros; None where the checkpoint does not say (version 1)."""
+    """The keys of which all, or a part, is not saved, and means zeros; None where the checkpoint
+    does not say (version 1)."""
 
 
 def tensor_metadata(

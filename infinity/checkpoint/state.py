@@ -275,20 +275,15 @@ class EngineState(NamedTuple):
 
     def absent(self) -> frozenset[str]:
         """The keys of moments that are zeros, and so are not saved: of every parameter, for every
-        state of any optimizer."""
+        state of any optimizer. Of a weight in tiles, they may be so in a part."""
         kinds = {name for optimizer in self.optimizers for name in optimizer.states}
-        saved = {
-            (s.prefix, name)
-            for s in self.series()
-            if s.is_moment and not self.is_zero(s)
-            for name in s.unit.keys
-        }
+        saved = {(s.prefix, s.unit) for s in self.series() if s.is_moment and not self.is_zero(s)}
         return frozenset(
             f"optimizer.{kind}.{name}"
             for unit in self.units
-            for name in unit.keys
             for kind in kinds
-            if (("optimizer", kind), name) not in saved
+            if (("optimizer", kind), unit) not in saved
+            for name in unit.keys
         )
 
 

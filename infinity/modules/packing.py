@@ -176,7 +176,7 @@ class Packer:
         found = None if passes else self.locate(tensor)
         if found is None:
             if under is None and isinstance(tensor, LazyTensor):
-                return tensor  # it has no memory
+                return SavedInPlace(tensor)  # it has no memory
             if not passes and not recomputing:
                 self._saves(tensor)
             if under is not None:

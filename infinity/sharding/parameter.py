@@ -250,7 +250,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             else ""
         )
         name = attribute or accessor
-        if any(isinstance(each, ShardedParameter) and each.is_double() for each in args):
+        flat = _flatten((args, kwargs))
+        if any(isinstance(each, ShardedParameter) and each.is_double() for each in flat):
             args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
             return func(*args, **kwargs)
         plain = name in METADATA and accessor != "__set__"
@@ -275,7 +276,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         if name in _LIKE and isinstance(args[0], ShardedParameter) and not _way_out():
             return func(_without_data(args[0]), *args[1:], **(kwargs or {}))
         owner, parameter = next(
-            ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)),
+            ((type(a), a) for a in flat if isinstance(a, ShardedParameter)),
             (cls, None),
         )
         unit = owner.unit

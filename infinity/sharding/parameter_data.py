@@ -120,6 +120,11 @@ class ParameterData:
             window = self._windows[index] = Window(flat, place.offset, place.end)
         return window
 
+    def forget_window(self, index: int) -> None:
+        """Who refers to the storage of parameter `index` is asked no more: those who come next get
+        another one."""
+        self._windows.pop(index, None)
+
     def changed(self) -> list[int]:
         """The parameters that were written to without a right to, each told once."""
         return self.views.changed() if self.shown else []

@@ -338,6 +338,10 @@ class Unpacking(Use):
         """The name of the parameter while there is a view."""
         return [self.unit.names[self._index]] if self.window.references() else []
 
+    def _hide(self) -> None:
+        if self.window.references():  # after an error: that is told once, if at all
+            self.unit.data.forget_window(self._index)
+
 
 class Showing(Use):
     """A use that shows the parameters: they point at the bytes until the last use of this kind has

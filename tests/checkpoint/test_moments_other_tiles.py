@@ -4,6 +4,7 @@ that is impossible the log says so, and a load rounds them once more."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.sharding.tiles import pieces_of
 from support.configs import config_of
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -52,20 +54,27 @@ def states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def loaded(
-    directory: Path, width: int, tiles: list[int]
+    directory: Path, width: int, tiles: list[int], frozen: Sequence[int] = ()
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """The states after some steps in tiles of the first size, and loaded into all others."""
+    """The states after some steps in tiles of the first size, and loaded into all others. Tiles of
+    these numbers, of each weight, are frozen meanwhile."""
     model, optimizer = build(directory / "first", width, tiles[0])
+    weights = [part.weight for block in model[1:] for part in (block.up, block.down)]
+    rest = [pieces_of([weight])[number] for weight in weights for number in frozen]
+    for tile in rest:
+        tile.requires_grad_(False)
     for step in range(3):
         ids = torch.randint(0, 100, (3, 5), generator=torch.Generator().manual_seed(step))
         model(ids).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    for tile in rest:
+        tile.requires_grad_(True)
     want = states(model)
     infinity.engine(model).save_checkpoint(directory / "checkpoint", optimizer)
     found = []
-    for tile in tiles[1:]:
-        model, optimizer = build(directory / str(tile), width, tile)
+    for number, tile in enumerate(tiles[1:]):
+        model, optimizer = build(directory / f"other{number}", width, tile)
         infinity.engine(model).load_checkpoint(directory / "checkpoint", optimizer)
         found.append(states(model))
     return want, found
@@ -75,6 +84,17 @@ def loaded(
 @pytest.mark.parametrize("width", [40, 64])
 def test_int8_moments_have_the_same_bits_in_other_tiles(width: int, tmp_path: Path) -> None:
     want, found = loaded(tmp_path, width, [3000, 0, 1600, 5000])
+    for each in found:
+        assert all(torch.equal(want[name], each[name]) for name in want)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("frozen", [[0], [1], [0, -1]])
+def test_moments_of_tiles_that_were_never_updated_load_as_zeros(
+    frozen: list[int], tmp_path: Path
+) -> None:
+    want, found = loaded(tmp_path, 64, [3000, 3000], frozen)
+    assert all((want[f"{i} exp_avg"] == 0).any() for i in range(1, 5))
     for each in found:
         assert all(torch.equal(want[name], each[name]) for name in want)
 

@@ -576,6 +576,20 @@ def test_custom_functions_that_keep_a_view_are_refused(
     infinity.engine(model).zero_grad()
 
 
+@every_placement
+def test_a_view_that_outlives_its_backward_is_told_of_once(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
+    model = wrap(Model(Weighted(lambda self, x: Gives.apply(x, self.weight))), placement)
+    leaf = batch().requires_grad_()
+    with pytest.raises(infinity.ShardedParameterError, match="outlives the backward"):
+        model.special(leaf).sum().backward()
+    assert leaf.grad is not None
+    model.special.act = lambda self, x: x @ self.weight
+    for _ in range(2):
+        model.special(batch().requires_grad_()).sum().backward()
+
+
 class Nested(torch.autograd.Function):
     """Runs a backward of its own in the middle of another one, between two uses of what it
     saved."""

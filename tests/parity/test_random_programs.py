@@ -149,6 +149,55 @@ LEFT_OUT = {
 }
 
 
+FOUND = {
+    "a view that a broken backward left behind": recipes.Recipe(
+        recipes.Model((LINEAR,), (("checkpoint", False, (0,)),)),
+        (
+            ("use", "scripted", ("checkpoint",), (0, 1), 0, "inside", "backward"),
+            ("use", "linear", (), (0, 0), 0, "before", "backward"),
+        ),
+        placements=("speculative",),
+        whole=True,
+    ),
+    "a list with a handle whose parameter is shown": recipes.Recipe(
+        recipes.Model(
+            (LINEAR, LINEAR, recipes.Block("borrows linear"), LINEAR),
+            (("checkpoint", False, (0, 1, 2, 3)),),
+        ),
+        (
+            ("use", "linear", (), (0, 0), 0, "alone", "backward"),
+            ("use", "linear", (), (0, 0), 0, "alone", "backward"),
+            ("use", "foreach", ("checkpoint",), (0, 12), 0, "before", "backward"),
+        ),
+        placements=("gpu",),
+        whole=True,
+    ),
+    "a view saved in a forward, which a step outdates": recipes.Recipe(
+        recipes.Model((LINEAR,), (("checkpoint", True, (0,)),)),
+        (
+            ("use", "func.vmap", (), (0, 1), 0, "inside", "later"),
+            *(("train", 1), ("step",), ("zero_grad", True), ("later",), ("step",)),
+        ),
+        placements=("cpu",),
+        whole=True,
+    ),
+    "a tile that was never updated in a checkpoint": recipes.Recipe(
+        recipes.Model((LINEAR, recipes.Block("norm")), (0, 1), width=24, tiles=1024),
+        (
+            *(("freeze", 1, True), ("train", 0), ("step",), ("freeze", 1, False), ("save",)),
+            *(("train", 0), ("step",), ("zero_grad", True), ("load",), ("look", "states")),
+        ),
+        placements=("activations",),
+    ),
+}
+"""Programs that differed once."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_once_is_the_same_everywhere(name: str, one_thread: None) -> None:
+    assert difference(FOUND[name]) is None
+
+
 @pytest.mark.timeout(240)
 def test_ranks_leave_out_parameters(tmp_path: Path, one_thread: None) -> None:
     with Ranks(tmp_path) as ranks:

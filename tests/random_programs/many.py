@@ -25,11 +25,17 @@ from random_programs.jitter import jitter
 from random_programs.rank_recipes import programs_on_ranks
 from random_programs.ranks import Ranks
 from random_programs.recipes import Recipe, programs
+from random_programs.save_recipes import programs_with_saves
 from random_programs.use_recipes import programs_with_uses
 
-KINDS = {"training": programs, "uses": programs_with_uses, "ranks": programs_on_ranks}
+KINDS = {
+    "training": programs,
+    "uses": programs_with_uses,
+    "saves": programs_with_saves,
+    "ranks": programs_on_ranks,
+}
 """The strategies."""
-ALONE = ("training", "uses")
+ALONE = ("training", "uses", "saves")
 """The kinds whose programs run in one process."""
 EACH = 20
 """Programs of one seed: ten that hypothesis draws anew, then changed ones. It stops at the first
@@ -43,7 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--first", type=int, default=1000, help="the first seed; each draws 20 programs"
     )
-    parser.add_argument("--kind", choices=ALONE, help="those of training alone, or those with uses")
+    parser.add_argument("--kind", choices=ALONE, help="of one kind alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
         "--ranks", action="store_true", help="programs of two or three ranks, in turn"

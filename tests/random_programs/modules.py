@@ -284,6 +284,29 @@ class Dropped(Residual):
         return x if BATCH.number % 2 else y
 
 
+class Odd(nn.Module):
+    """A parameter of an odd shape or layout, which its backward does not save."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(parameter)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        # Sums go through the memory, which is contiguous in the engine.
+        return x + torch.tanh(self.odd.contiguous()).sum() * 0.1
+
+
+ODD: dict[str, Callable[[int], torch.Tensor]] = {
+    "empty": lambda width: torch.zeros(0, width),
+    "empty, wide": lambda width: torch.zeros(width, 0, 2),
+    "number": lambda width: torch.randn(()),
+    "one": lambda width: torch.randn(1, 1, 1),
+    "transposed": lambda width: torch.randn(width, 5).t(),
+    "strided": lambda width: torch.randn(5, 2 * width)[:, ::2],
+    "channels last": lambda width: torch.randn(2, 3, width, 2).to(
+        memory_format=torch.channels_last
+    ),
+}
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "linear": Residual,
     "norm": nn.LayerNorm,
@@ -308,9 +331,11 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def _block(kind: str, width: int) -> nn.Module:
-    """A block of one of `KINDS`, or of `uses.EXPRESSIONS`."""
+    """A block of one of `KINDS`, of `ODD`, or of `uses.EXPRESSIONS`."""
     if kind in KINDS:
         return KINDS[kind](width)
+    if kind in ODD:
+        return Odd(ODD[kind](width))
     how, _, name = kind.partition(" ")
     return Uses(width, name, borrows=how == "borrows")
 

@@ -27,6 +27,11 @@ class Placement(NamedTuple):
     discrete: bool = False
 
 
+DURABLE = {
+    "durable": Placement(1, 1, {"cache": 0, "durability": "step", "poison": True}),
+    "durable, cached": Placement(0, 2, {"durability": 2, "update": "exact"}),
+}
+"""Those whose steps outlive the process."""
 HOST = {"parameters": "cpu", "optimizer": "cpu", "nvme": []}
 PLACEMENTS = {
     "nvme smallest": Placement(1, 1, {"gradients": "nvme", "cache": 0, "poison": True}),
@@ -47,7 +52,7 @@ PLACEMENTS = {
         1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, discrete=True
     ),
     "plain update": Placement(1, 0, HOST | {"update": "plain", "instruction_set": "scalar"}),
-}
+} | DURABLE
 ON_DEVICE = {"parameters": "gpu", "gradients": "gpu"}
 RANKED = {
     "stage 0": Placement(1, 0, {"stage": 0, "cache": 0}),
@@ -75,10 +80,16 @@ def _device(placement: Placement) -> Iterator[None]:
 
 
 def wrap(
-    model: modules.Net, name: str, directory: Path, algorithm: str, moments: str, least: int
+    model: modules.Net,
+    name: str,
+    directory: Path,
+    algorithm: str,
+    moments: str,
+    least: int,
+    resume: bool = False,
 ) -> infinity.Engine:
     """Wrap the model in the placement of that name, with its states in `directory`, and `least`
-    bytes of gpu_memory or more."""
+    bytes of gpu_memory or more; with `resume` it goes on from there."""
     placement = (PLACEMENTS | RANKED)[name]
     budgets = {
         "gpu_memory": 1 if placement.gpu else MUCH,
@@ -100,6 +111,7 @@ def wrap(
                     model,
                     config_of(**(always | budgets | placement.options)),
                     units=modules.units_of(model),
+                    resume=resume,
                 )
                 return infinity.engine(model)
             except infinity.BudgetError as error:

@@ -25,6 +25,15 @@ from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
 from random_programs.recipes import Recipe, of_rank
+from random_programs.round_trips import (
+    Bits,
+    bits_of,
+    different,
+    filled,
+    fresh,
+    trip,
+    weights_in_files,
+)
 from random_programs.using import Using, is_refusal, weights_of
 
 ALGORITHMS = {"adamw": "adam"}
@@ -149,10 +158,8 @@ class Player(Using):
         )
         self.graphs.clear()
         self.fault = None
-        if self._kind_of(error) in (
-            "RuntimeError",
-            "error",
-        ):  # of torch, which does not say how far a backward came
+        # Torch does not say how far a backward came; tiles have more nodes, in another order.
+        if self._kind_of(error) in ("RuntimeError", "error") or self.recipe.rounds:
             self.zero_grad()
 
     def _kind_of(self, error: BaseException) -> str:
@@ -334,7 +341,7 @@ class Player(Using):
         self.graphs.clear()
         parameter = self.parameters[number % len(self.parameters)][1]
         with self.gathered(parameter, write=True), torch.no_grad():
-            parameter.view(-1)[::2].mul_(factor)
+            _every(2, parameter).mul_(factor)
             if fails:
                 raise Fault
 
@@ -383,8 +390,19 @@ class Player(Using):
         self.graphs.clear()
         self.again(0, False)
 
+    def op_round_trip(self, how: str, offset: int, tiles: int, turned: bool) -> None:
+        """Save in one of `save_recipes.WAYS`, and load into a fresh engine; see `round_trips`. A
+        snapshot is of the last step, which the next forward fixes."""
+        self.graphs.clear()
+        before = self.known()
+        if how == "snapshot":
+            self._forward(0)
+        self.see("round trip", self.round_trip(before, how, offset, tiles, turned))
+
     # Filled in by subclasses
 
+    known: Callable[[], Any]
+    round_trip: Callable[[Any, str, int, int, bool], list[str]]
     gradients: Callable[[], Iterator[tuple[str, Any]]]
     weights: Callable[[], Iterator[tuple[str, Any]]]
     states: Callable[[], Iterator[tuple[str, Any]]]
@@ -395,6 +413,11 @@ class Player(Using):
     save: Callable[[], None]
     load: Callable[[], None]
     again: Callable[[int, bool], None]
+
+
+def _every(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Each element of that number, or all where they lie in another order."""
+    return tensor.view(-1)[::number] if tensor.is_contiguous() else tensor
 
 
 def _checkpoints(path: Any, reentrant: bool) -> Iterator[bool]:
@@ -472,6 +495,15 @@ class Plain(Player):
         self.model.load_state_dict(weights)
         self.optimizer.take(states)
 
+    def known(self) -> None:
+        """All that there is, for the round trip."""
+
+    def round_trip(self, before: Any, how: str, *where: Any) -> list[str]:
+        """What differs after it."""
+        if how == "resume":
+            self.again(0, True)
+        return []
+
     def again(self, offset: int, moves: bool) -> None:
         self.zero_grad()
         self.optimizer.take(self.optimizer.saved())
@@ -484,8 +516,9 @@ class Wrapped(Player):
 
     def __init__(self, recipe: Recipe, placement: str, directory: Path, least: int = 0) -> None:
         """`least` is the gpu_memory in bytes that the program needs."""
-        self._placement, self._directory, self._least = placement, directory, least
+        self._placement, self._directory, self.least = placement, directory, least
         self._numbers = itertools.count()
+        self._resumes = False
         self.engine: Any = None
         super().__init__(recipe)
 
@@ -494,16 +527,18 @@ class Wrapped(Player):
 
     def open(self, place: str) -> None:
         self._placement = place
-        directory = self._directory / f"states{next(self._numbers)}"
-        directory.mkdir(parents=True, exist_ok=True)  # ranks share it
+        if not self._resumes:
+            self._states = self._directory / f"states{next(self._numbers)}"
+            self._states.mkdir(parents=True, exist_ok=True)  # ranks share it
         rule = self.recipe.training.rule
         self.engine = placements.wrap(
             self.model,
             place,
-            directory,
+            self._states,
             ALGORITHMS.get(rule, rule),
             self.recipe.training.moments,
-            self._least,
+            self.least,
+            self._resumes,
         )
 
     def close(self) -> None:
@@ -565,7 +600,7 @@ class Wrapped(Player):
 
     def write_in_reading(self, parameter: nn.Parameter) -> None:
         with infinity.gathered(parameter), torch.no_grad():
-            parameter.view(-1)[::3].mul_(0.75)
+            _every(3, parameter).mul_(0.75)
 
     def op_rest(self) -> None:
         self.engine.drain()
@@ -577,6 +612,40 @@ class Wrapped(Player):
 
     def load(self) -> None:
         self.engine.load_checkpoint(self._directory / "checkpoint", self.optimizer)
+
+    def known(self) -> tuple[Bits, Bits]:
+        return bits_of(self), weights_in_files(self)
+
+    def round_trip(self, before: Any, how: str, *where: Any) -> list[str]:
+        durability = placements.PLACEMENTS[self._placement].options.get("durability", "off")
+        if how == "resume":
+            return self._moved() if durability == "off" else self._resumed(before[0])
+        offset, tiles, turned = where
+        names = self.recipe.placements
+        place = names[(names.index(self._placement) + offset) % len(names)]
+        directory = self._directory / f"trip{next(self._numbers)}"
+        directory.mkdir()
+        if how == "snapshot" and durability != "step":
+            how, before = "save", self.known()  # what is committed may be older
+        with fresh(self, place, tiles, turned, directory / "fresh") as other:
+            return trip(self, how, directory, *before, other)
+
+    def _moved(self) -> list[str]:
+        self.save()
+        self.again(0, True)
+        return []
+
+    def _resumed(self, before: Bits) -> list[str]:
+        self.engine.close()
+        self.model = filled(self._build())
+        self.parameters = self._trainable()
+        self._resumes = True
+        try:
+            self.open(self._placement)
+        finally:
+            self._resumes = False
+        self._make_optimizer()
+        return different(before, bits_of(self))
 
     def again(self, offset: int, moves: bool) -> None:
         weights, states = (
@@ -679,7 +748,7 @@ def run(make: Callable[[], Player]) -> list[Seen]:
     """
     torch.set_num_threads(1)
     # Also what is small is moved.
-    with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 0):
+    with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 1):
         warnings.simplefilter("ignore")
         player = None
         seen: list[Seen] = []
