@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from random import Random
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -59,7 +60,7 @@ def _words(length: int) -> AfterValidator:
 
 def _python_takes(state: tuple[int, Tensor, float | None]) -> Any:
     version, words, gauss = state
-    random.Random().setstate((version, tuple(words.tolist()), gauss))
+    Random().setstate((version, tuple(words.tolist()), gauss))
     return state
 
 
@@ -140,7 +141,7 @@ class RandomStates(_Recorded):
         return {name: list(state) for name, state in self}
 
 
-class LossScale(_Recorded):
+class ScalerState(_Recorded):
     """The state of a `LossScaler`."""
 
     scale: Annotated[float, Field(gt=0)]
@@ -167,7 +168,7 @@ class OptimizerHeader(_Recorded):
     steps: list[NonNegativeInt]
     skipped_steps: NonNegativeInt
     last_norm: NonNegativeFloat | None
-    loss_scaler: LossScale | None = None
+    loss_scaler: ScalerState | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerHeader:
