@@ -24,8 +24,10 @@ from pydantic import ValidationError
 from torch import nn
 
 import infinity
+from infinity.cli.gc import collect
 from infinity.directories import commits
 from infinity.directories.commits import COMMIT_NAMES, Commit
+from infinity.directories.lock import LOCK_NAME
 from infinity.record import CommittedStep
 from infinity.tiers import drives, store
 from infinity.tiers.block_io import pack_sums, unpack_sums
@@ -552,3 +554,23 @@ def test_a_record_is_decoded_as_it_is_or_refused(run: Run, data: st.DataObject) 
     }
     assert shown(values) == shown({key: noted[key] for key in values})
     assert found.tracked.keys() == noted["tracked"].keys()
+
+
+@pytest.mark.parametrize("value", [None, [], [-1, NAN], "9"])
+def test_gc_keeps_what_it_cannot_read_unless_all_shall_go(
+    value: Any, run: Run, another: Callable[..., list[Path]]
+) -> None:
+    folders = another()
+    path = folders[0] / MANIFEST_NAME
+    path.write_text(json.dumps(run.values | {"rooms": value}))
+    before = contents_of(folders)
+    collect(*folders)
+    assert contents_of(folders) == before
+    collect(*folders, committed=True)
+    assert not contents_of(folders)
+
+
+def contents_of(folders: list[Path]) -> dict[Path, bytes]:
+    """Of all files but the locks."""
+    files = (path for folder in folders for path in folder.iterdir())
+    return {path: path.read_bytes() for path in files if path.name != LOCK_NAME}
