@@ -156,7 +156,7 @@ class Durability:
                 "checkpoint, so its states are in part of that: load the checkpoint into an engine "
                 "with another directory"
             )
-        self._store.check(self._found.versions)
+        self._store.check_versions(self._found.versions)
         try:
             self._found.check_names()
             self._device.check_random_state(self._found.random.torch)

@@ -363,7 +363,7 @@ class Store:
             raise RuntimeError("durability is off")
         return self._durable
 
-    def check(self, versions: Sequence[Version]) -> None:
+    def check_versions(self, versions: Sequence[Version]) -> None:
         """Raise `CheckpointError` where the states that were taken over cannot be at these
         versions, of `durable_blocks`, or lack a checksum."""
         if self._durable is None or self._durable.content is None:
@@ -399,13 +399,13 @@ class Store:
         self._committed = LastCommit(self._durable.taken, versions)
         self._keep(versions)
         start = time.perf_counter()
-        nbytes = self._compare(sums)
+        nbytes = self._check(sums)
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self._durable.keep()
         self._nvme.shorten()
 
-    def _compare(self, sums: Sequence[Sums]) -> int:
+    def _check(self, sums: Sequence[Sums]) -> int:
         """Compare what the extents have with their checksums, `sums` of the blocks that were ever
         written, and bring what is cached. Returns how many bytes that were."""
         blocks = [block for block in self.durable_blocks() if block.home.written]
