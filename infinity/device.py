@@ -406,6 +406,17 @@ class ComputeDevice:
         if not self.unified_memory:
             self._runtime.set_rng_state(states[1], self.torch)
 
+    def check_random_state(self, states: list[torch.Tensor]) -> None:
+        """Raise `ValueError` for what `set_random_state` could not take."""
+        kinds = [torch.device("cpu"), self.torch][: 1 if self.unified_memory else 2]
+        if len(states) < len(kinds):
+            raise ValueError(f"it has {len(states)} of the {len(kinds)} random states of torch")
+        for kind, state in zip(kinds, states, strict=False):
+            try:
+                torch.Generator(kind).set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"a random state of torch is none: {error}") from error
+
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
         """`count` states: the one that there is, which stays, and others that depend on it and on
         their number alone."""

@@ -40,8 +40,6 @@ import functools
 import hashlib
 import io
 import logging
-import random
-import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -52,7 +50,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoint.inert import pack_item, read_item
+from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.readers import CommittedStates
 from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.device import ComputeDevice
@@ -69,40 +67,15 @@ from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import StepListeners, Updater
+from infinity.record import VERSION, CommittedStep, RandomStates, pack
 from infinity.sharding.agreement import Agreement
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.durable import RecordKey, unreadable
-from infinity.tiers.store import Store, Version
+from infinity.tiers.durable import RecordKey
+from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
-
-VERSION = 3
-_COUNT = struct.Struct("<Q")
-
-
-class CommittedStep:
-    """What a record says. Raises `CheckpointError` for what is damaged or of another version."""
-
-    def __init__(self, content: bytes) -> None:
-        try:
-            blocks, noted = _unpacked(content)
-            values: dict[str, Any] = read_item(noted)
-            if values["version"] != VERSION:
-                raise ValueError(f"it is of version {values['version']!r}, and {VERSION} is known")
-            self.posted, self.skipped = int(values["posted"]), int(values["skipped"])
-            self.is_whole, self.in_forward = bool(values["whole"]), bool(values["in_forward"])
-            self.versions = [Version(each & 1, bool(each & 2)) for each in blocks]
-            self.optimizers: list[dict[str, Any]] = list(values["optimizers"])
-            self.random: dict[str, Any] = dict(values["random"])
-            self.buffers: dict[str, torch.Tensor] = dict(values["buffers"])
-            self.tracked: dict[str, Any] = {
-                name: read_item(saved.numpy().tobytes())
-                for name, saved in values["tracked"].items()
-            }
-        except Exception as error:
-            raise unreadable(error) from error
 
 
 class _Said(NamedTuple):
@@ -140,8 +113,8 @@ class Durability:
         """`agreement`: of all ranks; None for one."""
         # First, as it may be refused: the committer is a thread.
         content = store.taken_over
-        self._found = None if content is None else CommittedStep(content)
         self._store = store
+        self._found = None if content is None else self._read(content, store.taken_record.step)
         self._device = device
         self._committer = Committer(store, jobs, recorder, agreement)
         self._jobs = jobs
@@ -149,11 +122,11 @@ class Durability:
         self._last = store.taken_record
         self._is_resumed = self._found is not None
         self._snapshot: SnapshotTask | None = None
-        self._waiting = list(self._found.optimizers) if self._found is not None else []
+        self._waiting = self._found.headers if self._found is not None else []
         self._states = dict(self._found.tracked) if self._found is not None else {}
         self._tracked: dict[str, Any] = {}
         self._optimizers: list[_Known] = []
-        self._random: dict[str, Any] | None = None  # as this cycle began
+        self._random: RandomStates | None = None  # as this cycle began
         self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
         self._noted: _Said | None = None  # what a record says of it
         self._made: dict[str, str] = {}  # the marks of what was made before the first one
@@ -165,23 +138,37 @@ class Durability:
 
     # Building
 
+    def _read(self, content: bytes, step: int) -> CommittedStep:
+        """What a record of `step` says. Raises `CheckpointError` for what is damaged."""
+        try:
+            return CommittedStep.of(content, step)
+        except ValueError as error:
+            raise self._store.durable.unreadable(error) from error
+
     def check(self, model: nn.Module) -> None:
-        """Raise `CheckpointError` for a record that is not whole, and `ConfigError` for other
-        buffers."""
+        """Raise `CheckpointError` for a record that is not whole, or does not fit, and
+        `ConfigError` for other buffers."""
         if self._found is None:
             return
         if not self._found.is_whole:
             raise CheckpointError(
-                "the earlier run was killed while it loaded a checkpoint, so its states are in "
-                "part of that: load the checkpoint into an engine with another directory"
+                f"{self._store.durable.path}: the earlier run was killed while it loaded a "
+                "checkpoint, so its states are in part of that: load the checkpoint into an engine "
+                "with another directory"
             )
+        self._store.check_versions(self._found.versions)
+        try:
+            self._found.check_names()
+            self._device.check_random_state(self._found.random.torch)
+        except ValueError as error:
+            raise self._store.durable.unreadable(error) from error
         here = {name: _form(buffer) for name, buffer in persistent_buffers(model)}
         there = {name: _form(buffer) for name, buffer in self._found.buffers.items()}
         if here != there:
             name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
             raise ConfigError(
-                f"the states that are committed are of another model: the buffer {name} was "
-                f"{there.get(name, 'not there')}, and is {here.get(name, 'not there')} here"
+                f"{self._store.durable.path} holds the states of another model: the buffer {name} "
+                f"was {there.get(name, 'not there')}, and is {here.get(name, 'not there')} here"
             )
 
     def restore_blocks(self) -> bool:
@@ -215,7 +202,7 @@ class Durability:
             for name, buffer in persistent_buffers(model):
                 local(buffer).copy_(self._found.buffers[name])
         if not self._found.in_forward:
-            _set_random_states(self._device, self._found.random)
+            self._found.random.restore(self._device)
 
     def begin(self) -> None:
         """`wrap` has succeeded: commit what it made, until the first forward does so."""
@@ -235,9 +222,9 @@ class Durability:
         if self._random is not None:
             return  # of a cycle that has begun
         if not self._has_begun and self._found is not None:
-            _set_random_states(self._device, self._found.random)
+            self._found.random.restore(self._device)
         self._has_begun, self._found = True, None  # all of it is given back
-        self._random, self._buffers = _random_states(self._device), self._buffers_now()
+        self._random, self._buffers = RandomStates.of(self._device), self._buffers_now()
         self._noted = self._note()
         self._began = self._noted.marks
         if self._store.steps_left(self._step) == 0:
@@ -321,7 +308,7 @@ class Durability:
                 if closed
                 else "",
             )
-            self._committer.seal(key, functools.partial(_packed, noted.content))
+            self._committer.seal(key, functools.partial(pack, noted.content))
             self._last, self._is_sealed, self._writes = key, True, 0
             self._has_optimizer = noted.has_optimizer
 
@@ -417,14 +404,14 @@ class Durability:
         gone."""
         pinned = self._store.pin()
         try:
-            record = CommittedStep(pinned.content)
+            record = self._read(pinned.content, pinned.step)
             if not record.is_whole:
                 raise ConfigError(
                     "a checkpoint is being loaded: begin the snapshot when that has ended"
                 )
             headers = {
                 self._maker_of(each, pinned.step): {k: v for k, v in each.items() if k != "kind"}
-                for each in record.optimizers
+                for each in record.headers
             }
         except BaseException:
             pinned.release()
@@ -466,18 +453,18 @@ class Durability:
         """What a record says now, but of blocks."""
         updater = self._updater
         tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
-        random_states = self._random
+        random = self._random
         if not self._has_begun and self._found is not None:
-            random_states = self._found.random
+            random = self._found.random
         headers, saved = self._headers(), _saved(tracked)
         values = {
             "version": VERSION,
             "posted": updater.posted_steps,
             "skipped": updater.skipped_steps,
             "whole": not self._is_loading,
-            "in_forward": random_states is not None,
+            "in_forward": random is not None,
             "optimizers": [_plain(each) for each in headers],
-            "random": random_states or _random_states(self._device),
+            "random": (random or RandomStates.of(self._device)).values(),
             "buffers": self._buffers if self._random is not None else self._buffers_now(),
             "tracked": saved,
         }
@@ -532,10 +519,13 @@ class Durability:
                 )
         if self._waiting:
             saved, here = self._waiting[0], known.header
-            if any(saved.get(key) != here[key] for key in ("kind", "names")):
+            is_same = all(saved[key] == here[key] for key in ("kind", "names")) and all(
+                optimizer.defaults.keys() <= group.keys() for group in saved["param_groups"]
+            )
+            if not is_same:
                 raise ConfigError(
                     "the states that were taken over belong to another optimizer "
-                    f"({saved.get('kind')}), or to other parameters in its groups; make the same "
+                    f"({saved['kind']}), or to other parameters in its groups; make the same "
                     "optimizers in the same order, with all groups, or begin anew in another "
                     "directory"
                 )
@@ -561,6 +551,9 @@ class Durability:
                 raise ConfigError(f"{name} is tracked already; choose another name")
         _saved({name: value.state_dict() for name, value in objects.items()})
         given = [name for name in objects if name in self._states]
+        for name in objects if self._store.taken_record.step else ():
+            if name not in given:
+                log.warning("nothing is committed of %s, which goes on as it is", name)
         for name, value in objects.items():
             if name in given:
                 value.load_state_dict(self._states.pop(name))
@@ -580,19 +573,6 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 def _digest(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _packed(noted: bytes, versions: Sequence[Version]) -> bytes:
-    """A record: how many blocks there are, a byte for each of them, and what was `noted`."""
-    blocks = bytes(version.extent | version.is_written << 1 for version in versions)
-    return _COUNT.pack(len(blocks)) + blocks + noted
-
-
-def _unpacked(content: bytes) -> tuple[bytes, bytes]:
-    """The bytes for blocks of a record, and what was noted."""
-    (count,) = _COUNT.unpack_from(content)
-    end = _COUNT.size + count
-    return content[_COUNT.size : end], content[end:]
 
 
 def _is_fixed(block: Block) -> bool:
@@ -615,7 +595,8 @@ def _describe(optimizer: Optimizer) -> _Known:
 
 
 def _form(buffer: torch.Tensor) -> str:
-    return f"{buffer.dtype} {list(local(buffer).shape)}"
+    layout = "" if buffer.layout is torch.strided else f" {buffer.layout}"
+    return f"{buffer.dtype} {list(local(buffer).shape)}{layout}"
 
 
 def _plain(header: dict[str, Any]) -> dict[str, Any]:
@@ -635,23 +616,3 @@ def _saved(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         stream = pack_item(f"the state of {name}", state)
         found[name] = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
     return found
-
-
-def _random_states(device: ComputeDevice) -> dict[str, Any]:
-    """The default generators of torch, Python and numpy."""
-    version, words, gauss = random.getstate()
-    found: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = found
-    return {
-        "torch": device.random_state(),
-        "python": [version, torch.tensor(words, device="cpu"), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-    }
-
-
-def _set_random_states(device: ComputeDevice, states: Mapping[str, Any]) -> None:
-    device.set_random_state(states["torch"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

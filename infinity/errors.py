@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _FIRST_CUFILE_ERROR = 5000  # above every errno
 _FRAMES = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
@@ -112,9 +116,21 @@ class CorruptStateError(InfinityError, RuntimeError):
         self.offset = offset
 
 
+def first_problem(error: ValidationError) -> str:
+    """The first thing that a model of pydantic refuses, in one line."""
+    found = error.errors(include_url=False)[0]
+    where = "".join(f"{each}: " for each in [".".join(map(str, found["loc"]))] if each)
+    text = found["msg"].removeprefix("Value error, ")
+    if found["type"] in ("value_error", "missing", "json_invalid"):
+        return where + text
+    return f"{where}{text}, not {in_words(found['input'])}"
+
+
 def in_words(value: object) -> str:
     """A value of a wrong kind, in a few words: "None", "'x'", "the class Linear", "a value of type
     dict"."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write some
+        return f"a number of {value.bit_length()} bits"
     if value is None or isinstance(value, (str, int, float, os.PathLike)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:60]}..."

@@ -624,8 +624,9 @@ class Optimizer(torch.optim.Optimizer):
             unit.renew()
 
     def check_hyper(self, group: dict[str, Any]) -> None:
-        """Raise when `hyper` would."""
-        self.hyper(group, 1)
+        """Raise when `hyper`, or a kernel that takes it, would."""
+        for value in self.hyper(group, 1).values.values():
+            float(value)
 
     def check_state(
         self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]

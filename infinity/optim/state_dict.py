@@ -185,7 +185,7 @@ def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
         try:
             optimizer.check_group(optimizer.defaults | group, optimizer.units)
             optimizer.check_hyper(optimizer.defaults | group)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, ArithmeticError) as error:
             raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
     if optimizer.loss_scaler is not None and "loss_scaler" in header:
         optimizer.loss_scaler.check(header["loss_scaler"])

@@ -26,6 +26,7 @@ from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
 from infinity.tiers.durable import (
+    MANIFEST_NAME,
     STATES_NAME,
     DurableStates,
     StatesManifest,
@@ -126,6 +127,7 @@ class NvmeTier:
         self._parts.callback(self.originals.close)
         self._unflushed: str | None = None  # the file whose flush has failed
         self._spare_bytes = 0
+        self._taken: list[int] | None = None  # bytes of each file, where it was taken over
         self._growing = threading.Lock()
 
     @property
@@ -224,6 +226,12 @@ class NvmeTier:
             self._parts.callback(self._remove)
             if self._found is not None:
                 found = self._found
+                if found.stripe_bytes != STRIPE_BYTES:
+                    raise ConfigError(
+                        f"{self._places[0].path / MANIFEST_NAME} has stripes of "
+                        f"{found.stripe_bytes} bytes, and here they have {STRIPE_BYTES}; go on "
+                        "from a checkpoint, in another directory"
+                    )
                 layout = Stripes(STRIPE_BYTES, found.shares, found.rooms)
                 self._states.take_over(layout, found.nbytes)
             for place in self._places:
@@ -364,10 +372,15 @@ class NvmeTier:
                 )
         self.shares, self.rooms = found.shares, found.rooms
         self._layout = found.shares, [room if room < kept else None for room in found.rooms]
-        taken = self._extend_to(stripes)
-        if taken is None:
+        self._taken = self._extend_to(stripes)
+        if self._taken is None:
             raise self._no_room(stripes, self._room())
-        self._states.shorten(taken)
+
+    def shorten(self) -> None:
+        """What was taken over is where it was said to be: give back what the earlier run had
+        beyond."""
+        if self._taken is not None:
+            self._states.shorten(self._taken)
 
     def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
         """The shares of the directories; lowers the rooms of those that cannot even hold what is

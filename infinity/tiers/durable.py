@@ -29,13 +29,25 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, first_problem, in_words
+from infinity.placement.spec import Kind
 
 log = logging.getLogger("infinity")
 
@@ -48,6 +60,9 @@ _HEAD = struct.Struct("<32s32sQQ32s")
 HEAD_BYTES = _HEAD.size
 """What a record begins with: its run, its life, and its key but for the number."""
 _MOST_BYTES = 1 << 30
+Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+"""Of a run or a life."""
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _OF_A_RANK = re.compile(r"rank\d+")
 
 
@@ -74,10 +89,10 @@ class RecordKey(NamedTuple):
     changed by then (`infinity.durability`).
     """
 
-    sequence: int
-    step: int
-    writes: int
-    closed: str
+    sequence: Count
+    step: Count
+    writes: Count
+    closed: Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 
     @property
     def moment(self) -> str:
@@ -95,7 +110,7 @@ class KeptRecord(NamedTuple):
     ranks together."""
 
     key: RecordKey
-    life: str
+    life: Id
 
 
 class LeftStates(NamedTuple):
@@ -113,69 +128,89 @@ class LeftStates(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any]) -> LeftStates:
         """What JSON has made of one."""
-        path, run, member, is_committed, records, beside = values
-        kept = tuple(KeptRecord(RecordKey(*key), life) for key, life in records)
-        return cls(path, run, Member(*member), is_committed, kept, beside)
+        return _LEFT.validate_python(values)
 
 
-@dataclass(frozen=True)
-class StoredBlock:
+_LEFT = TypeAdapter(LeftStates)
+_KEPT = TypeAdapter(KeptRecord)
+
+
+class _Stored(BaseModel):
+    """What a manifest has, as it was written."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StoredBlock(_Stored):
     """A block on NVMe: what it is, and the bytes at which each of its extents begins."""
 
     name: str
-    kind: str
+    kind: Annotated[str, AfterValidator(lambda kind: Kind(kind).value)]
     format: str
-    elements: int
-    nbytes: int
-    extents: tuple[int, ...]
+    elements: Count
+    nbytes: Count
+    extents: tuple[Count, ...]
 
 
-@dataclass(frozen=True)
-class StatesManifest:
-    """Where the states of one run lie, as far as `member` has them; `stripe_bytes`, `shares` and
-    `rooms` are those of `Stripes`."""
+def _whole(member: Any) -> Any:
+    if not isinstance(member, (list, tuple)) or len(member) != len(Member._fields):
+        raise ValueError(f"it is not {', '.join(Member._fields)}")
+    return member
 
-    run: str
-    member: Member
+
+def _known(version: int) -> int:
+    if version != VERSION:
+        raise ValueError(f"it is of version {in_words(version)}, and {VERSION} is known")
+    return version
+
+
+class StatesManifest(_Stored):
+    """Where the states of one run lie, as far as `member` has them, for directory number
+    `directory`; `stripe_bytes`, `shares` and `rooms` are those of `Stripes`."""
+
+    version: Annotated[int, AfterValidator(_known)]
+    directory: Count
+    run: Id
+    member: Annotated[Member, BeforeValidator(_whole)]
     is_committed: bool
-    stripe_bytes: int
-    shares: tuple[float, ...]
-    rooms: tuple[int, ...]
+    stripe_bytes: Count
+    shares: tuple[NonNegativeFloat, ...]
+    rooms: tuple[Count, ...]
     blocks: tuple[StoredBlock, ...]
+
+    @model_validator(mode="after")
+    def _fits(self) -> StatesManifest:
+        if not 0 <= self.member.rank < self.member.ranks:
+            raise ValueError(f"rank {self.member.rank} is none of {self.member.ranks}")
+        if len(self.rooms) != len(self.shares) or self.directory >= len(self.shares):
+            raise ValueError(
+                f"directory {self.directory} has {len(self.shares)} shares and {len(self.rooms)} "
+                "rooms"
+            )
+        if any(room and not share for share, room in zip(self.shares, self.rooms, strict=True)):
+            raise ValueError("a directory has room, and no share")
+        if self.nbytes > (room := sum(self.rooms) * self.stripe_bytes) or not room:
+            raise ValueError(f"its blocks take {self.nbytes} bytes, and it has room for {room}")
+        return self
 
     @property
     def nbytes(self) -> int:
         """Bytes of the address space up to the end of the last extent."""
         return max((start + b.nbytes for b in self.blocks for start in b.extents), default=0)
 
-    def encode(self, directory: int) -> bytes:
-        """That of directory number `directory`."""
-        values = {"version": VERSION, "directory": directory, **asdict(self)}
-        return json.dumps(values, indent=1).encode()
+    def encode(self) -> bytes:
+        """The content of its file."""
+        return json.dumps(self.model_dump(), indent=1).encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> tuple[StatesManifest, int]:
-        """The manifest, and the number of its directory. Raises some `Exception`."""
-        values = json.loads(content)
-        version, directory = values.pop("version"), values.pop("directory")
-        if version != VERSION:
-            raise ValueError(f"it is of version {version!r}, and {VERSION} is known")
-        blocks = tuple(
-            StoredBlock(**block | {"extents": tuple(map(int, block["extents"]))})
-            for block in values.pop("blocks")
-        )
-        shares = tuple(map(float, values.pop("shares")))
-        rooms = tuple(map(int, values.pop("rooms")))
-        rank, ranks, part = values.pop("member")
-        member = Member(int(rank), int(ranks), str(part))
-        return cls(member=member, shares=shares, rooms=rooms, blocks=blocks, **values), int(
-            directory
-        )
+    def decode(cls, content: bytes) -> StatesManifest:
+        """What `encode` was called of. Raises `ValidationError`."""
+        return cls.model_validate_json(content)
 
     def difference(self, blocks: Sequence[StoredBlock]) -> str:
         """In what other `blocks` differ from these first, in words; "" where they do not."""
         for mine, other in zip(self.blocks, blocks, strict=False):
-            for key, value in asdict(mine).items():
+            for key, value in mine:
                 if (here := getattr(other, key)) != value:
                     of = f" of {mine.name}" * (key != "name")
                     return f"{key}{of} was {value}, and is {here} here"
@@ -214,14 +249,14 @@ class DurableStates:
         self._log = CommitLog(DurableFiles(places[0]))
         kept = {place: _read(place) for place in places if has_manifest(place)}
         self._kept = self._log.kept()
-        if not self._kept and not any(manifest.is_committed for manifest, _ in kept.values()):
+        if not self._kept and not any(manifest.is_committed for manifest in kept.values()):
             if self._resume:  # killed before the first commit, or exchanged
                 beside = (_committed_beside(each, places[0].path.name) for each in around)
                 self._beside = next(filter(None, beside), "")
             return
         if not self._resume:
             raise _refusal(next(iter(kept), places[0]))
-        found = kept[places[0]][0] if places[0] in kept else None
+        found = kept.get(places[0])
         if (
             not self._kept
             or found is None
@@ -233,13 +268,13 @@ class DurableStates:
                 "all nvme directories of that run in the order in which they were, or go on from a "
                 "checkpoint, in another directory"
             )
-        runs = [(manifest.run, number) for manifest, number in kept.values()]
+        runs = [(manifest.run, manifest.directory) for manifest in kept.values()]
         if len(found.shares) != len(places) or runs != [
             (found.run, at) for at in range(len(places))
         ]:
             numbers = ", ".join(
-                f"{place.path} is number {number + 1} of run {manifest.run[:8]}"
-                for place, (manifest, number) in kept.items()
+                f"{place.path} is number {manifest.directory + 1} of run {manifest.run[:8]}"
+                for place, manifest in kept.items()
             )
             raise ConfigError(
                 f"the nvme directories do not hold the states of one run together: {numbers}; it "
@@ -255,12 +290,20 @@ class DurableStates:
         self.found = found
 
     @property
+    def path(self) -> Path:
+        """The first directory, which has the records."""
+        return self._places[0].path
+
+    @property
     def left(self) -> LeftStates:
         """What was found, to be told to the other ranks."""
-        path = str(self._places[0].path)
+        path = str(self.path)
         if self.found is None:
             return LeftStates(path, beside=self._beside)
-        records = tuple(map(_kept, self._kept))
+        try:
+            records = tuple(map(_kept, self._kept))
+        except ValidationError as error:
+            raise self.unreadable(error) from error
         return LeftStates(path, self.found.run, self.found.member, self.found.is_committed, records)
 
     @property
@@ -308,8 +351,17 @@ class DurableStates:
     def begin(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
         """The states lie so, and nothing was committed yet: describe them, in place of those of a
         run that was killed before its first commit."""
-        layout = stripe_bytes, tuple(shares), tuple(rooms), self._blocks
-        self.found = shown = StatesManifest(self._life, self._member, False, *layout)
+        self.found = shown = StatesManifest(
+            version=VERSION,
+            directory=0,
+            run=self._life,
+            member=self._member,
+            is_committed=False,
+            stripe_bytes=stripe_bytes,
+            shares=tuple(shares),
+            rooms=tuple(rooms),
+            blocks=self._blocks,
+        )
         for place in reversed(self._places):
             DurableFiles(place).remove(MANIFEST_NAME)
         if self._log is not None:
@@ -340,7 +392,7 @@ class DurableStates:
         `CheckpointError` where it cannot be read."""
         commit = None if self._log is None else self._log.read(key.sequence)
         if commit is None:
-            raise unreadable(ValueError(f"record {key.sequence} is not there"))
+            raise self.unreadable(ValueError(f"record {key.sequence} is not there"))
         return commit.content[_HEAD.size :]
 
     def settle(self) -> None:
@@ -349,20 +401,24 @@ class DurableStates:
             raise RuntimeError("no directory was looked at")
         self._log.settle()
         if not self.found.is_committed:
-            self.found = replace(self.found, is_committed=True)
+            self.found = self.found.model_copy(update={"is_committed": True})
             self._write_manifests(self.found)
 
     def _write_manifests(self, manifest: StatesManifest) -> None:
         for number, place in enumerate(self._places):
-            DurableFiles(place).create(MANIFEST_NAME, manifest.encode(number))
+            of_this = manifest.model_copy(update={"directory": number})
+            DurableFiles(place).create(MANIFEST_NAME, of_this.encode())
+
+    def unreadable(self, error: Exception) -> CheckpointError:
+        """What to raise for a record that is whole, and says something else than records do."""
+        return CheckpointError(
+            f"{self.path}: the record of the committed states cannot be read: "
+            f"{_reason(error)}; go on from a checkpoint, in another directory"
+        )
 
 
-def unreadable(error: Exception) -> CheckpointError:
-    """What to raise for a record that is whole, and says something else than records do."""
-    return CheckpointError(
-        f"the record of the committed states cannot be read: {error}; go on from a checkpoint, in "
-        "another directory"
-    )
+def _reason(error: Exception) -> str:
+    return first_problem(error) if isinstance(error, ValidationError) else str(error)
 
 
 def remove_records(places: Sequence[Directory]) -> None:
@@ -376,10 +432,10 @@ def remove_records(places: Sequence[Directory]) -> None:
     """
     for place in filter(has_manifest, places):
         try:
-            manifest, number = _read(place)
+            manifest = _read(place)
             if manifest.is_committed:
-                shown = replace(manifest, is_committed=False)
-                DurableFiles(place).create(MANIFEST_NAME, shown.encode(number))
+                shown = manifest.model_copy(update={"is_committed": False})
+                DurableFiles(place).create(MANIFEST_NAME, shown.encode())
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None
@@ -408,7 +464,7 @@ def holds_committed(place: Directory) -> bool:
         return False
     try:
         committed = CommitLog(DurableFiles(place)).last() is not None
-        return committed or _read(place)[0].is_committed
+        return committed or _read(place).is_committed
     except CheckpointError:
         return True
 
@@ -452,7 +508,7 @@ def _committed_beside(place: Directory, own: str) -> str:
     one; "" for none."""
     for inner in _of_ranks(place):
         try:
-            is_committed = inner.path.name != own and _read(inner)[0].is_committed
+            is_committed = inner.path.name != own and _read(inner).is_committed
         except CheckpointError:
             is_committed = True  # as far as that can be read
         if is_committed:
@@ -535,7 +591,9 @@ def _run_of(commit: Commit) -> str:
 
 def _kept(commit: Commit) -> KeptRecord:
     _, life, step, writes, closed = _HEAD.unpack_from(commit.content)
-    return KeptRecord(RecordKey(commit.sequence, step, writes, _text(closed)), _text(life))
+    values = commit.sequence, step, writes, _text(closed)
+    key = dict(zip(RecordKey._fields, values, strict=True))
+    return _KEPT.validate_python({"key": key, "life": _text(life)})
 
 
 def _text(field: bytes) -> str:
@@ -551,14 +609,12 @@ def _refusal(place: Directory) -> ConfigError:
     )
 
 
-def _read(place: Directory) -> tuple[StatesManifest, int]:
+def _read(place: Directory) -> StatesManifest:
     path = place.path / MANIFEST_NAME
     try:
         with os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
             return StatesManifest.decode(file.read(_MOST_BYTES))
-    except ConfigError:
-        raise
-    except Exception as error:
+    except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}); go on from a checkpoint, in another directory"
+            f"{path} is damaged ({_reason(error)}); go on from a checkpoint, in another directory"
         ) from error

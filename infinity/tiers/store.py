@@ -46,7 +46,6 @@ from infinity.tiers.durable import (
     Member,
     RecordKey,
     StoredBlock,
-    unreadable,
 )
 from infinity.tiers.home import SPARE
 from infinity.tiers.latch import Latch
@@ -332,10 +331,9 @@ class Store:
 
     def find(self) -> LeftStates:
         """Before `open`: lock the directories, and look what an earlier run left there."""
-        if self._durable is None:
-            raise RuntimeError("durability is off")
+        durable = self.durable
         self._nvme.find()
-        return self._durable.left
+        return durable.left
 
     def take(self, record: KeptRecord | None, life: str) -> None:
         """After `find`: go on from `record`, which all ranks have, or begin anew; either begins
@@ -356,7 +354,37 @@ class Store:
         try:
             return None if content is None else unpack_sums(content)[1]
         except ValueError as error:
-            raise unreadable(error) from error
+            raise self.durable.unreadable(error) from error
+
+    @property
+    def durable(self) -> DurableStates:
+        """What is kept of the states that outlive the process."""
+        if self._durable is None:
+            raise RuntimeError("durability is off")
+        return self._durable
+
+    def check_versions(self, versions: Sequence[Version]) -> None:
+        """Raise `CheckpointError` where the states that were taken over cannot be at these
+        versions, of `durable_blocks`, or lack a checksum."""
+        if self._durable is None or self._durable.content is None:
+            raise RuntimeError("nothing was taken over")
+        blocks = self.durable_blocks()
+        if len(versions) != len(blocks):
+            error = ValueError(f"it has {len(versions)} blocks, and there are {len(blocks)}")
+            raise self.durable.unreadable(error)
+        at = list(zip(blocks, versions, strict=True))
+        for block, version in at:
+            if version.extent >= len(block.home.extents):
+                raise self.durable.unreadable(
+                    ValueError(f"{block.name} has no place {version.extent}")
+                )
+        wanted = [
+            self._io.sums(block, block.home.extents[version.extent]).shape
+            for block, version in at
+            if version.is_written
+        ]
+        if [each.shape for each in unpack_sums(self._durable.content)[0]] != wanted:
+            raise self.durable.unreadable(ValueError("its checksums are not those of its blocks"))
 
     def restore(self, versions: Sequence[Version]) -> None:
         """The states that were taken over are at these versions, of `durable_blocks`. All of them
@@ -375,6 +403,7 @@ class Store:
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self._durable.keep()
+        self._nvme.shorten()
 
     def _check(self, sums: Sequence[Sums]) -> int:
         """Compare what the extents have with their checksums, `sums` of the blocks that were ever
@@ -657,5 +686,10 @@ def _stored(block: Block) -> StoredBlock:
     starts = tuple(extent.start for extent in whole if isinstance(extent, Extent))
     spec = block.spec
     return StoredBlock(
-        spec.name, spec.kind.value, spec.format.name, spec.elements, spec.nbytes, starts
+        name=spec.name,
+        kind=spec.kind.value,
+        format=spec.format.name,
+        elements=spec.elements,
+        nbytes=spec.nbytes,
+        extents=starts,
     )

@@ -27,7 +27,7 @@ LAYERS = """\
 7 optim
 8 checkpoint
 8 modules
-9 infinity: __init__ access accumulation build closing durability engine
+9 infinity: __init__ access accumulation build closing durability engine record
 9 infinity: own_engines report unwrapping
 9 models
 10 bench

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from infinity import durability
 from infinity.checkpoint import saving
 from infinity.directories import commits
 from infinity.directories.commits import CommitLog
@@ -23,6 +22,7 @@ from infinity.directories.directory import Directory
 from infinity.nvme.ticket import Ticket
 from infinity.optim.committer import Committer
 from infinity.optim.job import Job, JobQueue
+from infinity.record import RandomStates
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
@@ -70,7 +70,7 @@ def _half_written() -> AbstractContextManager[object]:
 
 
 def _other_random_numbers() -> AbstractContextManager[object]:
-    return mock.patch.object(durability, "_set_random_states", lambda device, states: None)
+    return mock.patch.object(RandomStates, "restore", lambda states, device: None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from infinity import durability, native
+from infinity import native, record
 from infinity.device import ComputeDevice
 from infinity.sharding import agreement, collectives, watch
 from infinity.tiers import drives, store
@@ -450,8 +450,8 @@ def simulated() -> Iterator[SimulatedSystem]:
         for owner in (agreement, watch):
             replace(owner, "time", SimulatedTime())
         replace(collectives, "_gather", gather)
-        replace(durability, "random", SimulatedRandom())
-        replace(durability, "np", SimulatedNumpy())
+        replace(record, "random", SimulatedRandom())
+        replace(record, "np", SimulatedNumpy())
         replace(ComputeDevice, "random_state", lambda device: [generators().torch.get_state()])
         replace(
             ComputeDevice,

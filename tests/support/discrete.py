@@ -104,6 +104,10 @@ class DiscreteDevice(ComputeDevice):
         with self._as_unified():
             super().set_random_state(states)
 
+    def check_random_state(self, states: list[torch.Tensor]) -> None:
+        with self._as_unified():
+            super().check_random_state(states)
+
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
         with self._as_unified():
             return super().fork_random_state(count)
