@@ -28,6 +28,7 @@ SEEDS = 2  # `make random-programs` runs thousands
 USES = 60
 """Programs with uses of one seed."""
 SEEDS_OF_USES = 5
+SAVES, SEEDS_OF_SAVES = 20, 10
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -48,6 +49,13 @@ def test_uses_of_weights_see_the_same_on_every_placement_and_in_plain_pytorch(
     assert ran == USES
 
 
+@pytest.mark.parametrize("seed", range(SEEDS_OF_SAVES))
+def test_what_is_saved_is_the_same_wherever_it_is_loaded(seed: int, one_thread: None) -> None:
+    ran, found = run(seed, SAVES, "saves")
+    assert found is None, found
+    assert ran == SAVES
+
+
 def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     command = [
         sys.executable,
@@ -62,7 +70,7 @@ def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     ]
     done = subprocess.run(command, capture_output=True, **CHILD)
     assert done.returncode == 0, done.stderr
-    assert "4 programs of seeds from 7 on: 0 seeds differ" in done.stdout
+    assert "6 programs of seeds from 7 on: 0 seeds differ" in done.stdout
 
 
 def test_programs_are_the_same_each_time_and_can_be_pasted(

@@ -390,19 +390,19 @@ class Player(Using):
         self.graphs.clear()
         self.again(0, False)
 
-    def op_round_trip(self, how: str, offset: int, tiles: int, turned: bool) -> None:
-        """Save in one of `save_recipes.WAYS`, and load into a fresh engine; see `round_trips`. A
-        snapshot is of the last step, which the next forward fixes."""
+    def op_round_trip(self, how: str, place: str, tiles: int, turned: bool) -> None:
+        """Save in one of `save_recipes.WAYS`, and load into a fresh engine in another placement;
+        see `round_trips`. A snapshot is of the last step, which the next forward fixes."""
         self.graphs.clear()
         before = self.known()
         if how == "snapshot":
             self._forward(0)
-        self.see("round trip", self.round_trip(before, how, offset, tiles, turned))
+        self.see("round trip", self.round_trip(before, how, place, tiles, turned))
 
     # Filled in by subclasses
 
     known: Callable[[], Any]
-    round_trip: Callable[[Any, str, int, int, bool], list[str]]
+    round_trip: Callable[[Any, str, str, int, bool], list[str]]
     gradients: Callable[[], Iterator[tuple[str, Any]]]
     weights: Callable[[], Iterator[tuple[str, Any]]]
     states: Callable[[], Iterator[tuple[str, Any]]]
@@ -498,7 +498,7 @@ class Plain(Player):
     def known(self) -> None:
         """All that there is, for the round trip."""
 
-    def round_trip(self, before: Any, how: str, *where: Any) -> list[str]:
+    def round_trip(self, before: Any, how: str, *_: Any) -> list[str]:
         """What differs after it."""
         if how == "resume":
             self.again(0, True)
@@ -616,13 +616,10 @@ class Wrapped(Player):
     def known(self) -> tuple[Bits, Bits]:
         return bits_of(self), weights_in_files(self)
 
-    def round_trip(self, before: Any, how: str, *where: Any) -> list[str]:
+    def round_trip(self, before: Any, how: str, place: str, tiles: int, turned: bool) -> list[str]:
         durability = placements.PLACEMENTS[self._placement].options.get("durability", "off")
         if how == "resume":
             return self._moved() if durability == "off" else self._resumed(before[0])
-        offset, tiles, turned = where
-        names = self.recipe.placements
-        place = names[(names.index(self._placement) + offset) % len(names)]
         directory = self._directory / f"trip{next(self._numbers)}"
         directory.mkdir()
         if how == "snapshot" and durability != "step":
