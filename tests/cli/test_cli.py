@@ -393,6 +393,7 @@ def test_a_run_learns_and_its_output_loads_in_transformers_with_equal_logits(
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         "generation_config.json",
+        "infinity-run.json",
         "model.safetensors",
         "report.html",
         "tokenizer.json",
