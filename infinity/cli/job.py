@@ -279,7 +279,7 @@ class FinetuneJob:
             report = combine(world.gather(parts.engine.report()), world.local_size)
             if self.output is not None:
                 display.phase("saving")
-                weights = parts.engine.weights()
+                weights = trainer.checked(parts.engine.weights())
                 if world.is_first:
                     run_file.begin(self.output)
                     save_model(self.output, parts.model, weights, tokenizer)
