@@ -22,7 +22,13 @@ from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.quantities import format_bytes
-from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, holds_committed, remove_records
+from infinity.tiers.durable import (
+    DURABLE_NAMES,
+    STATES_NAME,
+    holds_committed,
+    remove_records,
+    run_of,
+)
 
 
 def collect(
@@ -59,6 +65,13 @@ def collect(
             ):
                 inner.parent.remove_directory(inner.name)  # unless somebody else's files are in it
     return found
+
+
+def committed_runs(*directories: Path) -> set[str]:
+    """The runs whose committed states lie in these, and in those of their ranks and engines."""
+    with ExitStack() as stack:
+        places = [each.place for each in _open_all(stack, directories)]
+        return {run_of(place) for place in places if holds_committed(place)}
 
 
 class _OpenPlace(NamedTuple):

@@ -232,7 +232,7 @@ def summarize(
         "loss": {
             "first": history.steps[0].loss if history.steps else None,
             "last": history.steps[-1].loss if history.steps else None,
-            "validation": last.loss if last else None,
+            "validation": last.loss if last and math.isfinite(last.loss) else None,
             "validation_step": last.step if last else None,
         },
         "tokens_per_second": history.tokens_per_second(),

@@ -3,11 +3,12 @@ save."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,22 +16,27 @@ from typing import Any, Protocol
 import torch
 
 from infinity.cli.checkpoints import CheckpointFolders
-from infinity.cli.gc import collect
+from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
 from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
+from infinity.cli.run_file import RunFile
 from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
+from infinity.directories.directory import Directory
 from infinity.errors import BudgetError, ConfigError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
 from infinity.tiers.drives import check_directories
+from infinity.tiers.durable import run_of
 
 log = logging.getLogger("infinity")
+
+_OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 
 
 class Display(Watcher, Protocol):
@@ -106,12 +112,17 @@ class FinetuneJob:
 
     def run(self, display: Display, world: World = ALONE) -> dict[str, Any]:
         """Train and write the output; returns the summary (see `summarize`). Every rank of `world`
-        runs it, the first one writes.
+        runs it, the first one writes. A run that is to be resumed and has ended is left as it is.
 
         Everything that can be refused is refused before the model is built.
         """
         world.check_batch(self.batch_size)
         config = self.config(world)
+        written = world.from_first(self._written)
+        if written is not None and written.summary is not None:
+            self._finish_removal(written, config, world)
+            display.note(f"the run is complete, and its output is in {self.output}")
+            return written.summary
         if self.data is not None:
             _check_data(self.data)
         check_directories([Path(directory) for directory in config.nvme])
@@ -124,8 +135,9 @@ class FinetuneJob:
         checkpoints, last = self._checkpoints(display, world, config)
         if self.overwrite and not self.resume:
             self._remove_committed(config, world)
+        is_ours = last is not None or written is not None  # cut off
         try:
-            return self._run(display, world, config, checkpoints, last)
+            return self._run(display, world, config, checkpoints, last, is_ours)
         finally:
             if checkpoints is not None:
                 checkpoints.close()
@@ -137,13 +149,14 @@ class FinetuneJob:
         config: Config,
         checkpoints: CheckpointFolders | None,
         last: Path | None,
+        is_ours: bool,
     ) -> dict[str, Any]:
         display.phase("model")
         source = find_model(self.model, config.precision)
         source.check_kind()
         source.check_length(self.sequence_length)
         if self.output is not None:
-            output, overwrite = self.output, self.overwrite or last is not None  # our own, cut off
+            output, overwrite = self.output, self.overwrite or is_ours
             _check_name(output)
             world.from_first(lambda: prepare_output(output, source.directory, overwrite))
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size, self.byte_tokenizer)
@@ -171,7 +184,8 @@ class FinetuneJob:
                 display.note(f"going on from committed step {engine.committed_step}")
             elif last is not None:
                 trainer.resume(last, display)
-            summary = self._train(display, tokenizer, trainer, parts, world)
+            run_file = RunFile(options=self._options, states=self._states(config, world))
+            summary = self._train(display, tokenizer, trainer, parts, world, run_file)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has all of it
             elif engine.committed_step is not None:
@@ -184,6 +198,41 @@ class FinetuneJob:
                 engine.discard_committed()  # there is nothing to go on from
             with Interrupt():  # closing goes to its end
                 engine.close()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What makes this run, as JSON has it; a resumed one has the same."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("resume", "output", "overwrite", "report", *_OF_CHECKPOINTS):
+            del values[name]
+        if Path(self.model).is_dir():
+            values["model"] = Path(self.model)
+        found: dict[str, Any] = json.loads(json.dumps(values, default=os.path.abspath))
+        return found
+
+    def _written(self) -> RunFile | None:
+        """What this run left in the output, where it is resumed; with a summary if that is
+        whole."""
+        if not self.resume or self.output is None:
+            return None
+        found = RunFile.of(self.output, self._options)
+        if found is not None and not found.is_whole(self.output):
+            found.summary = None
+        return found
+
+    def _states(self, config: Config, world: World) -> str:
+        """The run of the states that this one has committed; "" for none."""
+        if not config.nvme or config.durability == "off":
+            return ""
+        first = Path(config.nvme[0])
+        with Directory(first / f"rank{world.rank}" if world.size > 1 else first) as place:
+            return run_of(place)
+
+    def _finish_removal(self, written: RunFile, config: Config, world: World) -> None:
+        """Remove the steps of a run that was killed before it had done so."""
+        is_kept = self.durability != "auto" or not written.states
+        if not is_kept and committed_runs(*map(Path, config.nvme)) == {written.states}:
+            self._remove_committed(config, world)
 
     def _remove_committed(self, config: Config, world: World) -> None:
         """Remove the steps that an earlier run committed; returns when all ranks have done so."""
@@ -222,6 +271,7 @@ class FinetuneJob:
         trainer: Trainer,
         parts: RunParts,
         world: World,
+        run_file: RunFile,
     ) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
@@ -229,8 +279,9 @@ class FinetuneJob:
             report = combine(world.gather(parts.engine.report()), world.local_size)
             if self.output is not None:
                 display.phase("saving")
-                weights = parts.engine.weights()
+                weights = trainer.checked(parts.engine.weights())
                 if world.is_first:
+                    run_file.begin(self.output)
                     save_model(self.output, parts.model, weights, tokenizer)
                 else:
                     deque(weights, maxlen=0)  # brings this rank's parts
@@ -240,6 +291,8 @@ class FinetuneJob:
         if self.output is not None and self.report and world.is_first:
             display.phase("report")
             summary |= self._write_report(self.output, history, parts.engine, summary)
+        if self.output is not None and history.signal is None and world.is_first:
+            run_file.end(self.output, summary)
         return summary
 
     def _write_report(

@@ -21,6 +21,8 @@ from infinity.nvme import safetensors
 if TYPE_CHECKING:
     import torch
 
+RUN_NAME = "infinity-run.json"
+"""Says which run writes there; see `infinity.cli.run_file`."""
 SHARD_BYTES = 1 << 30
 """Most bytes of weights in one file (a larger tensor has a file of its own)."""
 _WRITE_BYTES = 64 << 20
@@ -42,7 +44,7 @@ def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> Non
         raise NotADirectoryError(f"--output {directory} is not a directory")
     if directory.is_dir() and not overwrite:
         with Directory(directory, "--output") as place:
-            if set(place.names()) - remove_leftovers(place).keys():
+            if set(place.names()) - remove_leftovers(place).keys() - {RUN_NAME}:
                 raise ValueError(
                     f"--output {directory} is not empty; choose another one, or give --overwrite"
                 )

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -218,10 +218,7 @@ class Trainer:
             sum(loss.item() / len(parts) for loss in self._backward(parts, scaler is not None))
         )
         if not math.isfinite(total):
-            raise InfinityError(
-                f"the loss became {total} at step {number}; try a lower --lr than "
-                f"{self.optimizer.defaults['lr']:g}, a longer --warmup, or --precision bf16 or fp32"
-            )
+            raise self._diverged("the loss", total, number)
         self.optimizer.step()
         norm = getattr(self.optimizer, "grad_norm", None)
         self.optimizer.zero_grad()
@@ -235,6 +232,26 @@ class Trainer:
             time.perf_counter(),
             None if scaler is None else scaler.scale,
         )
+
+    def _diverged(self, what: str, value: float, number: int) -> InfinityError:
+        return InfinityError(
+            f"{what} became {value} at step {number}; try a lower --lr than "
+            f"{self.optimizer.defaults['lr']:g}, a longer --warmup, or --precision bf16 or fp32"
+        )
+
+    def checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass `weights` on, which no loss has seen since the last step. Raises `InfinityError` at
+        a parameter that is not finite."""
+        buffers = {name for name, _ in self.model.named_buffers()}  # a mask has infinities
+        for name, value in weights:
+            if value.is_floating_point() and value.numel() and name not in buffers:
+                for extreme in map(float, torch.aminmax(value)):  # both are NaN where one is
+                    if not math.isfinite(extreme):
+                        raise self._diverged(name, extreme, self.history.done)
+            yield name, value
+            del value  # before the next unit is brought
 
     def _backward(self, batches: list[dict[str, Any]], scaled: bool) -> Iterator[torch.Tensor]:
         """Accumulate the gradients of the mean loss; gives the loss of each batch."""

@@ -469,6 +469,13 @@ def holds_committed(place: Directory) -> bool:
         return True
 
 
+def run_of(place: Directory) -> str:
+    """Whose states lie there; "" where no run says so."""
+    with suppress(CheckpointError):
+        return _read(place)[0].run if has_manifest(place) else ""
+    return ""
+
+
 def refuse_kept(place: Directory) -> None:
     """Raise `ConfigError` where `place` holds states that outlived their process."""
     if holds_committed(place):

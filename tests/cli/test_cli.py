@@ -393,6 +393,7 @@ def test_a_run_learns_and_its_output_loads_in_transformers_with_equal_logits(
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         "generation_config.json",
+        "infinity-run.json",
         "model.safetensors",
         "report.html",
         "tokenizer.json",
@@ -507,6 +508,39 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice(
     )
     assert stand_in[0].closed
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_the_last_step_made_infinite_are_not_written(
+    tmp_path: Path,
+    text: Path,
+    stand_in: list[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+) -> None:
+    """The validation after that step is no number either, which ends nothing."""
+    out, options = tmp_path / "out", ["--nvme", tmp_path, "--data", text, *SMALL]
+    assert run("finetune", *options, "--output", out).exit_code == 0
+    before = (out / "model.safetensors").read_bytes()
+    step = training.Trainer._step
+
+    def diverging(self: training.Trainer, number: int, batches: list[Any]) -> Any:
+        record = step(self, number, batches)
+        if number == self.schedule.steps:
+            with torch.no_grad():
+                self.model.get_parameter("model.norm.weight")[3] = value
+        return record
+
+    monkeypatch.setattr(training.Trainer, "_step", diverging)
+    result = run("finetune", *options, "--output", out, "--overwrite")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"infinity: model.norm.weight became {value} at step 4; try a lower --lr than 0.0003, "
+        "a longer --warmup, or --precision bf16 or fp32"
+    )
+    assert (out / "model.safetensors").read_bytes() == before
+    result = run("finetune", *options, "--json")
+    assert json.loads(result.stdout)["loss"]["validation"] is None
 
 
 def during_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:

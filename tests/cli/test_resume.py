@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from infinity.cli import job, training
+import infinity
+from infinity.cli import job, output, training
 from infinity.cli.main import app
+from infinity.cli.output import RUN_NAME
 from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
 from support import threads
@@ -457,6 +459,74 @@ def test_weights_whose_export_dies_are_not_lost(
     assert isinstance(result.exception, Killed)
     assert f"step-{STEPS}" in names(tmp_path / "steps")
     expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))
+
+
+def stated(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """All files of a directory, with their times and bytes."""
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in directory.iterdir()}
+
+
+def test_a_run_that_was_killed_after_its_output_was_whole_is_complete(
+    common: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are still committed: they go, and nothing else changes."""
+    out, resumed = tmp_path / "out", [*common, "--output", tmp_path / "out", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(infinity.Engine, "discard_committed", lambda _: die())
+        assert isinstance(run(*resumed, "--debug").exception, Killed)
+    assert names(tmp_path / "nvme") != []
+    before = stated(out)
+    for _ in range(2):
+        result = run(*resumed)
+        assert result.exit_code == 0, result.stderr
+        assert f"the run is complete, and its output is in {out}" in result.stderr
+        assert json.loads(result.stdout)["steps"] == STEPS
+        assert stated(out) == before
+        assert names(tmp_path / "nvme") == []
+
+
+def test_a_complete_run_leaves_what_another_one_has_committed(
+    common: list[Any], tmp_path: Path
+) -> None:
+    first = [*common, "--output", tmp_path / "first"]
+    finished(*first)
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 4, die)
+        assert isinstance(run(*common, "--debug").exception, Killed)
+    before = stated(tmp_path / "nvme")
+    finished(*first, "--resume")
+    assert stated(tmp_path / "nvme") == before != {}
+
+
+def test_an_output_that_was_cut_off_is_written_again(
+    common: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have their name, and the config has not. A file that is gone is missed, too."""
+    out, resumed = tmp_path / "out", [*common, "--output", tmp_path / "out", "--resume"]
+    finished(*common, "--output", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "save_description", lambda *_: die())
+        assert isinstance(run(*resumed, "--debug").exception, Killed)
+    assert "model.safetensors" in names(out) and "config.json" not in names(out)
+    for _ in range(2):
+        finished(*resumed)
+        assert names(out) == names(tmp_path / "whole")
+        model = "model.safetensors"
+        assert same(load_file(out / model), load_file(tmp_path / "whole" / model))
+        (out / "config.json").unlink()
+
+
+def test_an_output_of_another_run_is_not_taken_for_a_complete_one(
+    common: list[Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    finished(*common, "--output", out)
+    refused = f"--output {out} is not empty; choose another one, or give --overwrite"
+    assert refusal(*common, "--output", out) == refused
+    assert refusal(*common, "--output", out, "--resume", "--lr", "0.5") == refused
+    for content in (b"", b"[]", b"\xff", b'{"options": 1}'):
+        (out / RUN_NAME).write_bytes(content)
+        assert refusal(*common, "--output", out, "--resume") == refused
 
 
 @pytest.mark.parametrize(
