@@ -121,7 +121,7 @@ class CommitLog:
         whole = [
             (commit, at)
             for at, content in enumerate(found)
-            if content is not None and (commit := _decoded(content)) is not None
+            if content is not None and (commit := decoded(content)) is not None
         ]
         if whole:
             whole.sort(reverse=True)
@@ -151,7 +151,7 @@ class CommitLog:
         """The record of this number, as it is on the drive; None where it is not whole there. Any
         thread may call it, while nobody gives that record up."""
         found = (self._files.read(name) for name in COMMIT_NAMES)
-        records = (_decoded(content) for content in found if content is not None)
+        records = (decoded(content) for content in found if content is not None)
         return next((each for each in records if each and each.sequence == sequence), None)
 
     def write(self, content: bytes) -> int:
@@ -162,7 +162,7 @@ class CommitLog:
         self.flush()
         sequence, at = self.next_sequence, 1 - self._at
         name = COMMIT_NAMES[at]
-        record = _encoded(sequence, content)
+        record = encoded(sequence, content)
         if self._files.size(name) is None:
             self._files.create(name, record)
         else:
@@ -205,12 +205,12 @@ class CommitLog:
             self._files.overwrite(COMMIT_NAMES[at], b"")
 
 
-def _encoded(sequence: int, content: bytes) -> bytes:
+def encoded(sequence: int, content: bytes) -> bytes:
     head = _HEAD.pack(_MAGIC, sequence, len(content), _digest(sequence, content))
     return head + content
 
 
-def _decoded(record: bytes) -> Commit | None:
+def decoded(record: bytes) -> Commit | None:
     """The record; None where it is not whole."""
     if len(record) < _HEAD.size:
         return None

@@ -472,7 +472,7 @@ def holds_committed(place: Directory) -> bool:
 def run_of(place: Directory) -> str:
     """Whose states lie there; "" where no run says so."""
     with suppress(CheckpointError):
-        return _read(place)[0].run if has_manifest(place) else ""
+        return _read(place).run if has_manifest(place) else ""
     return ""
 
 

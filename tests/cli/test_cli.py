@@ -522,16 +522,12 @@ def test_weights_that_the_last_step_made_infinite_are_not_written(
     out, options = tmp_path / "out", ["--nvme", tmp_path, "--data", text, *SMALL]
     assert run("finetune", *options, "--output", out).exit_code == 0
     before = (out / "model.safetensors").read_bytes()
-    step = training.Trainer._step
 
-    def diverging(self: training.Trainer, number: int, batches: list[Any]) -> Any:
-        record = step(self, number, batches)
-        if number == self.schedule.steps:
-            with torch.no_grad():
-                self.model.get_parameter("model.norm.weight")[3] = value
-        return record
+    def diverge(trainer: training.Trainer) -> None:
+        with torch.no_grad():
+            trainer.model.get_parameter("model.norm.weight")[3] = value
 
-    monkeypatch.setattr(training.Trainer, "_step", diverging)
+    during_step(monkeypatch, 4, after=diverge)
     result = run("finetune", *options, "--output", out, "--overwrite")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == (
@@ -543,14 +539,22 @@ def test_weights_that_the_last_step_made_infinite_are_not_written(
     assert json.loads(result.stdout)["loss"]["validation"] is None
 
 
-def during_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
-    """Run `action` inside step `number`."""
+def during_step(
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    action: Callable[[], None] = lambda: None,
+    after: Callable[[training.Trainer], None] = lambda trainer: None,
+) -> None:
+    """Run `action` inside step `number`, before it has begun, and `after` at its end."""
     step = training.Trainer._step
 
     def acting(self: training.Trainer, at: int, batches: list[Any]) -> Any:
         if at == number:
             action()
-        return step(self, at, batches)
+        record = step(self, at, batches)
+        if at == number:
+            after(self)
+        return record
 
     monkeypatch.setattr(training.Trainer, "_step", acting)
 

@@ -117,7 +117,7 @@ class Run:
         self.contents = {
             path: path.read_bytes() for folder in self.folders for path in folder.iterdir()
         }
-        commit = commits._decoded(self.contents[self.record])
+        commit = commits.decoded(self.contents[self.record])
         assert commit is not None
         self.commit: Commit = commit
         self.values: dict[str, Any] = json.loads(self.contents[self.manifest])
@@ -146,7 +146,7 @@ class Run:
         tree = opened(self.commit.content)
         for path, value in changes:
             tree = replaced(tree, path, value)
-        content = commits._encoded(self.commit.sequence, closed(tree))
+        content = commits.encoded(self.commit.sequence, closed(tree))
         return self.with_content(self.record, content)
 
 
@@ -406,13 +406,13 @@ def test_a_record_with_another_value_is_refused(change: Change, run: Run) -> Non
 
 @pytest.mark.parametrize("length", [0, 10, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 10])
 def test_a_record_that_ends_early_is_refused(length: int, run: Run) -> None:
-    content = commits._encoded(run.commit.sequence, run.commit.content[:length])
+    content = commits.encoded(run.commit.sequence, run.commit.content[:length])
     with run.with_content(run.record, content):
         refused(run)
 
 
 def test_a_number_that_no_record_has_is_refused(run: Run) -> None:
-    content = commits._encoded((1 << 64) - 1, run.commit.content)
+    content = commits.encoded((1 << 64) - 1, run.commit.content)
     with run.with_content(run.record, content):
         refused(run)
 

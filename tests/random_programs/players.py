@@ -82,8 +82,8 @@ class Player(Using):
         self.fault: tuple[Any, ...] | None = None
         self.saved = False
         self.at = 0
-        self.model = self._build()
-        self.parameters = self._trainable()
+        self.model = self.build_model()
+        self.parameters = self.trainable()
         self.optimizer: Any = None
         self.open(self._place())
         self._make_optimizer()
@@ -91,11 +91,11 @@ class Player(Using):
     def _place(self) -> str:
         return ""
 
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
         named = weights_of(self.model) if self.recipe.whole else self.model.named_parameters()
         return [(name, p) for name, p in named if p.requires_grad]
 
-    def _build(self) -> modules.Net:
+    def build_model(self) -> modules.Net:
         return modules.build(self.recipe.model)
 
     def _make_optimizer(self) -> None:
@@ -430,7 +430,7 @@ def _checkpoints(path: Any, reentrant: bool) -> Iterator[bool]:
 class Plain(Player):
     """Plain PyTorch, with the update rules of `plain`."""
 
-    def _build(self) -> modules.Net:
+    def build_model(self) -> modules.Net:
         return modules.build(self.recipe.model, self.recipe.whole)
 
     def settle(self, parameter: torch.Tensor) -> None:
@@ -634,8 +634,8 @@ class Wrapped(Player):
 
     def _resumed(self, before: Bits) -> list[str]:
         self.engine.close()
-        self.model = filled(self._build())
-        self.parameters = self._trainable()
+        self.model = filled(self.build_model())
+        self.parameters = self.trainable()
         self._resumes = True
         try:
             self.open(self._placement)
@@ -656,10 +656,10 @@ class Wrapped(Player):
         ]
         self.engine.close()
         names = self.recipe.placements
-        self.model = self._build()
+        self.model = self.build_model()
         if weights is not None:
             self.model.load_state_dict(weights)
-        self.parameters = self._trainable()
+        self.parameters = self.trainable()
         scaler = self.optimizer.loss_scaler
         self.open(names[(names.index(self._placement) + offset) % len(names)])
         self._make_optimizer()

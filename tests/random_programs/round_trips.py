@@ -117,11 +117,11 @@ def fresh(player: Wrapped, place: str, tiles: int, turned: bool, where: Path) ->
     kind: Any = type(player)
 
     class Fresh(kind):
-        def _build(self) -> Any:
-            return filled(super()._build())
+        def build_model(self) -> Any:
+            return filled(super().build_model())
 
-        def _trainable(self) -> Any:
-            return super()._trainable()[:: -1 if turned else 1]
+        def trainable(self) -> Any:
+            return super().trainable()[:: -1 if turned else 1]
 
     made = Fresh(dataclasses.replace(player.recipe, model=model), place, where, player.least)
     try:
