@@ -184,8 +184,7 @@ class FinetuneJob:
                 display.note(f"going on from committed step {engine.committed_step}")
             elif last is not None:
                 trainer.resume(last, display)
-            run_file = RunFile(options=self._options, states=self._states(config, world))
-            summary = self._train(display, tokenizer, trainer, parts, world, run_file)
+            summary = self._train(display, tokenizer, trainer, parts, world, config)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has all of it
             elif engine.committed_step is not None:
@@ -271,12 +270,14 @@ class FinetuneJob:
         trainer: Trainer,
         parts: RunParts,
         world: World,
-        run_file: RunFile,
+        config: Config,
     ) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
             history = trainer.train(interrupt, display)
             report = combine(world.gather(parts.engine.report()), world.local_size)
+            # A step has been made, and before it something was committed.
+            run_file = RunFile(options=self._options, states=self._states(config, world))
             if self.output is not None:
                 display.phase("saving")
                 weights = trainer.checked(parts.engine.weights())
