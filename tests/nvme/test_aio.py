@@ -25,6 +25,7 @@ from infinity import native
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from support.children import CHILD
+from support.liburing_binding import liburing_binding
 from support.threads import in_threads
 
 aio = native.aio()
@@ -210,7 +211,7 @@ def test_what_one_engine_writes_the_other_reads(file: Any) -> None:
 @each_engine
 @pytest.mark.skipif(not AVAILABLE, reason=REASON)
 def test_an_independent_io_uring_binding_reads_the_same_bytes(kind: str, file: Any) -> None:
-    liburing = pytest.importorskip("liburing")
+    liburing = liburing_binding()
     data = noise(2_500_000)
     assert outcome(write(aio.Engine(kind), file, 0, memory(data)))[0] == 0
 

@@ -33,6 +33,7 @@ from infinity.cli.gc import collect
 from infinity.nvme import Io, open_files, submit, tensor_file
 from infinity.nvme import io as io_module
 from support.children import CHILD
+from support.liburing_binding import liburing_binding
 from support.threads import in_threads
 
 BLOCK = 4096
@@ -272,7 +273,7 @@ def test_the_engines_read_each_other(tmp_path: Path) -> None:
 def with_liburing(operation: str, path: Path, data: bytearray, offset: int) -> None:
     """Move `data` with the PyPI package `liburing`, which shares no line of Python or C++ with this
     one."""
-    liburing = pytest.importorskip("liburing")
+    liburing = liburing_binding()
     ring, completion = liburing.Ring(), liburing.Cqe()
     liburing.io_uring_queue_init(8, ring)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

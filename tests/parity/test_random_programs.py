@@ -10,10 +10,14 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infinity.checkpoint.state import EngineState
+from infinity.optim.optimizer import Optimizer
 from random_programs import recipes
 from random_programs.comparing import difference
 from random_programs.many import drawn, run
@@ -103,6 +107,21 @@ def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: No
     assert difference(recipe) is None
     with mutation():
         assert difference(recipe) is not None
+
+
+BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "a resume forgets the steps": (Optimizer, "take_header", lambda *_: None),
+    "a load forgets the steps": (Optimizer, "load_header", lambda *_: None),
+    "a save leaves out moments": (EngineState, "is_zero", lambda _, series: series.is_moment),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_round_trips_find_a_broken_engine(
+    name: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*BROKEN[name])
+    assert any(difference(recipe) is not None for recipe in drawn(0, SAVES, "saves")[:3])
 
 
 @pytest.mark.timeout(240)
