@@ -22,6 +22,7 @@ from infinity.engine import ATTRIBUTE, Engine
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.load import aliases_of
 from infinity.placement.spec import Kind
+from infinity.sharding.codec import round_to
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import Unit
@@ -62,9 +63,10 @@ class KeptValues:
         return self._values[name].place
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
-        """Copy `name`, or the part of it within `bounds`, into `target`."""
+        """Copy `name`, or the part of it within `bounds`, into `target`. A master is rounded as an
+        update rounds it, so that the parameter stays what it was."""
         data = self._values[name].data
-        target.copy_(data[bounds] if bounds else data)
+        round_to(target, data[bounds] if bounds else data)
 
 
 def outgrown(model: nn.Module) -> Engine | None:
