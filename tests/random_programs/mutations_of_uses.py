@@ -111,7 +111,7 @@ OF_USES = (
     Mutation("hooks get the object of the engine", parameter, "passing", _another_parameter, 62),
     Mutation("a weight in tiles leads nowhere", tiles.TiledWeight, "relink", _not_linked, 23),
     Mutation(
-        "tiles have no gradients for autograd.grad", tiles, "_BACKWARDS", _blind_gradients, 238
+        "tiles have no gradients for autograd.grad", tiles, "_BACKWARDS", _blind_gradients, 430
     ),
     Mutation(
         "writes to views of handles are swallowed", lazy_tensor.Copies, "write", _no_views, 12

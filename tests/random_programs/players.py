@@ -416,8 +416,8 @@ class Player(Using):
 
 
 def _every(number: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Each element of that number, or all where they lie in another order."""
-    return tensor.view(-1)[::number] if tensor.is_contiguous() else tensor
+    """The elements whose last index is a multiple of it, whatever order they lie in."""
+    return tensor[..., ::number] if tensor.dim() else tensor
 
 
 def _checkpoints(path: Any, reentrant: bool) -> Iterator[bool]:

@@ -19,6 +19,7 @@ ALLOWED: dict[str, str] = {
     **dict.fromkeys(("share data", "share view", "swap"), r"would be the same memory as"),
     "data": r"modified by an inplace operation",
     "unsafe split": r"a copy of a tensor of a wrapped model was changed in place",
+    "round trip": r"and one step count per parameter cannot say so; load it in the tiles",
     "kept view": r"was forgotten since \.grad was read; keep a copy",
 }
 """A text, as a regular expression, that a refusal may have, by the name of an expression, of a way,
