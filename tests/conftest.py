@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,28 @@ def _less_to_collect() -> None:
     would look at all of torch and transformers again, for 0.3 seconds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`mount(options)`: an empty file system in memory, below `tmp_path`."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    mounted: list[Path] = []
+
+    def attach(options: str) -> Path:
+        target = tmp_path / "mounted"
+        target.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", target]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
+        mounted.append(target)
+        return target
+
+    yield attach
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 @pytest.fixture(scope="session")

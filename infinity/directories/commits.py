@@ -4,18 +4,24 @@
 1. A new record goes to the file that does not hold the last one, and is flushed (`write`). What
    cuts that off leaves the last one as it is. From then on there are two: with several ranks, the
    job may have to go back to the older one (`keep`).
-2. When nobody has to, the file of the record before is emptied, and that is flushed (`settle`).
-   From then on nobody can take it for the last one, even where the new one is damaged. So what it
-   alone spoke of may be overwritten. A record that is there is one whose states are whole.
+2. When nobody has to, the head of the record before is overwritten with zeros, and that is flushed
+   (`settle`). From then on nobody can take it for the last one, even where the new one is damaged.
+   So what it alone spoke of may be overwritten. A record that is there is one whose states are
+   whole.
 3. A process that is killed before it has flushed its record leaves it in memory. The next one reads
    it there, and a power cut may still take it. So both files are written once more and flushed,
    before anything relies on what was read, be it another rank (`flush`). An fsync alone is not
    enough. One that failed may leave bytes in the memory of the system that it takes for written,
    and the next fsync succeeds.
 
-A name that is new comes by a rename, when its content is on the drive. So a file that is there was
-whole once, or is empty. Where no record is whole although a file is there, it is damaged, and that
-is said: nobody goes on from an older one.
+A name that is new comes by a rename, when its content is on the drive. The file of the second
+record comes first, and has zeros; that of the first record comes with it. So where the first one is
+there and no record is whole, it is damaged, and that is said: nobody goes on from an older one.
+
+[Note: room for records]
+A drive may be full when a step is committed. So both files are there from the first record on,
+twice as long as it. They are written in place, and never become shorter. A record that has outgrown
+its file makes it twice as long as itself.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ MOST_BYTES = 1 << 30
 """The longest record: of a trillion parameters in a hundred thousand tensors it has about 30 MB."""
 _MAGIC = b"infinity commit\n"
 _HEAD = struct.Struct("<16sQQ32s")  # magic, sequence, length, digest of the rest
+_ROOM_UNIT = 64 << 10
 
 
 class DurableFiles:
@@ -71,7 +78,8 @@ class DurableFiles:
         self._directory.sync()
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Other content for a file that is there; what is cut off may leave any part of it."""
+        """Other bytes where a file that is there begins; what lies behind them stays. What is cut
+        off may leave any part of them."""
         self._write(self._directory.open(name), content)
 
     def keep(self, names: Iterable[str]) -> None:
@@ -91,7 +99,6 @@ class DurableFiles:
     def _write(self, descriptor: int, content: bytes) -> None:
         with os.fdopen(descriptor, "r+b") as file:
             file.write(content)
-            file.truncate()
             file.flush()
             os.fsync(file.fileno())
 
@@ -127,10 +134,10 @@ class CommitLog:
             whole.sort(reverse=True)
             last, self._at = whole[0]
             self._sequence = last.sequence
-            self._is_settled = not found[1 - self._at]
+            self._is_settled = _is_blank(found[1 - self._at])
             self._is_flushed = False
             return [commit for commit, _ in whole]
-        if any(content is not None for content in found):
+        if found[0] is not None or not _is_blank(found[1]):
             raise CheckpointError(
                 f"{self._files.path} holds the states of an earlier run, but the record of what "
                 f"they are ({' and '.join(COMMIT_NAMES)}) is damaged; go on from a checkpoint, in "
@@ -163,10 +170,14 @@ class CommitLog:
         sequence, at = self.next_sequence, 1 - self._at
         name = COMMIT_NAMES[at]
         record = encoded(sequence, content)
-        if self._files.size(name) is None:
-            self._files.create(name, record)
+        room = bytes(-2 * len(record) % _ROOM_UNIT + len(record))
+        if self._files.size(COMMIT_NAMES[self._at]) is None:
+            self._files.create(COMMIT_NAMES[self._at], bytes(len(record)) + room)
+        size = self._files.size(name)
+        if size is None:
+            self._files.create(name, record + room)
         else:
-            self._files.overwrite(name, record)
+            self._files.overwrite(name, record if len(record) <= size else record + room)
         self._is_settled = self._sequence == 0
         self._sequence, self._at = sequence, at
         return sequence
@@ -202,7 +213,12 @@ class CommitLog:
 
     def _empty(self, at: int) -> None:
         if self._files.size(COMMIT_NAMES[at]):
-            self._files.overwrite(COMMIT_NAMES[at], b"")
+            self._files.overwrite(COMMIT_NAMES[at], bytes(_HEAD.size))
+
+
+def _is_blank(content: bytes | None) -> bool:
+    """Whether a file is not there, or was given up: nobody takes what it has for a record."""
+    return content is None or not any(content[: _HEAD.size])
 
 
 def encoded(sequence: int, content: bytes) -> bytes:
@@ -211,11 +227,11 @@ def encoded(sequence: int, content: bytes) -> bytes:
 
 
 def decoded(record: bytes) -> Commit | None:
-    """The record; None where it is not whole."""
+    """The record that a file begins with; None where it is not whole."""
     if len(record) < _HEAD.size:
         return None
     magic, sequence, length, digest = _HEAD.unpack_from(record)
-    content = record[_HEAD.size :]
+    content = record[_HEAD.size :][:length]
     whole = magic == _MAGIC and length == len(content) and digest == _digest(sequence, content)
     return Commit(sequence, content) if whole else None
 

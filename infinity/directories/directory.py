@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.quantities import format_bytes
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS = (
@@ -45,6 +47,20 @@ def make_durable(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_limit() -> int | None:
+    """The most bytes that a file of this process may have; None without a limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def limit_text(most: int) -> str:
+    """What to do about `file_limit`."""
+    return (
+        f"files of this process may have {format_bytes(most)} (RLIMIT_FSIZE); raise that with "
+        "ulimit -f"
+    )
 
 
 class Directory:

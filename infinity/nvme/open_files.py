@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from infinity import native
+from infinity.directories.directory import file_limit, limit_text
 from infinity.nvme.requests import IoRequest
+from infinity.quantities import format_bytes
 
 RESERVE_BYTES = 4 << 20  # files that grow by less are not worth the call
 OPEN_FILES = 64  # of one call; what is in flight keeps its own
@@ -44,6 +46,8 @@ class Files:
         if file is not None:
             self._open.move_to_end((path, direct))
             return file
+        if path in self._writes:
+            self._check_room(path)
         file = native.aio().File(
             path, create=path in self._writes, mode=0o666, direct=direct, name=self._name
         )
@@ -53,6 +57,25 @@ class Files:
         if direct and path in self._writes:
             self._reserve(file, path)
         return file
+
+    def _check_room(self, path: bytes) -> None:
+        """Raise `OSError` where it is plain that there is no room for what is to be written. So no
+        file is made whose part would take the rest of the drive."""
+        total, end = self._writes[path]
+        try:
+            now, space = os.stat(path), os.statvfs(path)  # noqa: PTH116, a Path takes longer
+        except FileNotFoundError:
+            size, space = 0, os.statvfs(os.path.dirname(path) or b".")  # noqa: PTH120
+        else:
+            size = now.st_size if stat.S_ISREG(now.st_mode) else end
+        growth, most = min(total, end - size), file_limit()
+        shown = os.fsdecode(self._name or path)
+        if growth > 0 and most is not None and end > most:
+            raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: {limit_text(most)}", shown)
+        free = space.f_bavail * space.f_frsize
+        if growth > free and space.f_blocks > 0:  # it is 0 where the file system does not say
+            reason = f"{format_bytes(growth)} are to be added, and {format_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", shown)
 
     def _reserve(self, file: Any, path: bytes) -> None:
         """Give a file that grows its blocks at once: requests past the end of a file are done one

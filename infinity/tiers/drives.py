@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from infinity import native
-from infinity.directories.directory import Directory
+from infinity.directories.directory import Directory, file_limit, limit_text
 from infinity.directories.lock import lock
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError
 from infinity.native import make_engine
@@ -468,6 +468,11 @@ class NvmeTier:
     def _no_room(self, stripes: int, room: int) -> BudgetError:
         """`room`: the bytes that could be had."""
         need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
+        most = file_limit()
+        if most is not None and most * len(self._directories) < min(need, room):
+            return BudgetError(
+                f"the states on nvme need {format_bytes(need)} in {names}, but {limit_text(most)}"
+            )
         alone = len(self._directories) == 1
         way_out = (
             "Tuning(copy_on_write=False) (halves what is updated, but a failed step then loses the "

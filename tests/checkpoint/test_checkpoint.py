@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -949,26 +948,16 @@ def test_a_full_drive_is_one_error_and_training_goes_on(
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
-def test_a_drive_that_is_really_full(start: Start, tmp_path: Path) -> None:
-    target = tmp_path / "small"
-    target.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", target], check=False
-    ).returncode:
-        pytest.skip("this machine mounts nothing")
-    try:
-        training = start()
-        training.steps(range(1))
-        with pytest.raises(
-            infinity.CheckpointError,
-            match=r"small/checkpoint cannot be written: .*No space left on device",
-        ):
-            training.save(target / "checkpoint")
-        assert list(target.iterdir()) == []
-        training.steps(range(1, 2))
-    finally:
-        subprocess.run(["umount", target], check=True)
+def test_a_drive_that_is_really_full(start: Start, mount: Callable[[str], Path]) -> None:
+    target, training = mount("size=600k"), start()
+    training.steps(range(1))
+    with pytest.raises(
+        infinity.CheckpointError,
+        match=r"mounted/checkpoint cannot be written: .*No space left on device",
+    ):
+        training.save(target / "checkpoint")
+    assert list(target.iterdir()) == []
+    training.steps(range(1, 2))
 
 
 def test_what_is_no_checkpoint_is_not_replaced(start: Start, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import shutil
 import signal
 import threading
@@ -47,6 +48,7 @@ from support.durable import (
     folders_in,
     in_a_process,
     logged,
+    record_in,
     run_undisturbed,
     same,
     train,
@@ -594,14 +596,37 @@ def test_what_is_frozen_cannot_be_rewritten_in_place(tmp_path: Path) -> None:
 def test_damage_is_said_before_anything_is_trained(name: str, tmp_path: Path) -> None:
     (folder,) = folders_in(tmp_path)
     train([folder], tmp_path / "log", steps=2)
-    (record,) = (folder / each for each in COMMIT_NAMES if (folder / each).stat().st_size)
-    path = record if name == "the last record" else folder / name
+    path = record_in(folder) if name == "the last record" else folder / name
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
+    path.write_bytes(content[: len(content) // 8])  # a record lies in the first half of its file
     with pytest.raises(infinity.CheckpointError, match=r"is damaged|is cut off"):
         infinity.wrap(Model(), config_of(nvme=[folder], **LEAST), resume=True)
     path.write_bytes(content)
     train([folder], tmp_path / "log", steps=3)
+
+
+@pytest.mark.root
+def test_a_drive_that_others_fill_takes_further_commits(
+    mount: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a commit writes has its place from the first one on."""
+    place, steps = mount("size=32m"), itertools.count()
+
+    def forward(self: Model, real: Any = Model.forward, **batch: Any) -> Any:
+        if next(steps) == 2:
+            Probe(infinity.engine(self)).committer.rest()
+            with contextlib.suppress(OSError), (place / "full").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            assert os.statvfs(place).f_bavail == 0
+        return real(self, **batch)
+
+    monkeypatch.setattr(Model, "forward", forward)
+    (folder,), (other,) = folders_in(place), folders_in(tmp_path)
+    train([folder], tmp_path / "log")
+    (place / "full").unlink()
+    found = train([folder], tmp_path / "log", steps=STEPS + 1)
+    assert same(found, train([other], tmp_path / "other log", steps=STEPS + 1))
 
 
 def test_states_of_another_version_are_refused(tmp_path: Path) -> None:
@@ -644,7 +669,7 @@ def test_the_last_record_is_not_kept_in_memory(tmp_path: Path) -> None:
     optimizer = infinity.AdamW(model.parameters())
     for name in COMMIT_NAMES:
         content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2 : len(content) // 2 + 1] = b"?" * bool(content)
+        content[len(content) // 8] ^= 1
         (folder / name).write_bytes(content)
     with pytest.raises(infinity.CheckpointError, match="record of the committed states cannot be"):
         engine.snapshot(tmp_path / "snap")

@@ -26,13 +26,14 @@ from torch import nn
 import infinity
 from infinity.cli.gc import collect
 from infinity.directories import commits
-from infinity.directories.commits import COMMIT_NAMES, Commit
+from infinity.directories.commits import Commit
 from infinity.directories.lock import LOCK_NAME
 from infinity.record import CommittedStep
 from infinity.tiers import drives, store
 from infinity.tiers.block_io import pack_sums, unpack_sums
 from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME, StatesManifest
 from support.configs import config_of
+from support.durable import record_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,9 +112,7 @@ class Run:
             folder.mkdir()
         trained_until(self.folders, STEPS)
         self.manifest = self.folders[0] / MANIFEST_NAME
-        (self.record,) = (
-            path for name in COMMIT_NAMES if (path := self.folders[0] / name).stat().st_size
-        )
+        self.record = record_in(self.folders[0])
         self.contents = {
             path: path.read_bytes() for folder in self.folders for path in folder.iterdir()
         }

@@ -227,28 +227,7 @@ def test_a_directory_without_permission(tmp_path: Path, footprint: Callable[[], 
         infinity.wrap(model, config(locked))
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """`mount(options)`: an empty file system in memory, below `tmp_path`."""
-    target = tmp_path / "mounted"
-    target.mkdir()
-    mounted = []
-
-    def attach(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", target]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
-        mounted.append(target)
-        return target
-
-    yield attach
-    for path in mounted:
-        subprocess.run(["umount", path], check=True)
-
-
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 def test_a_read_only_file_system(
     mount: Callable[[str], Path], footprint: Callable[[], object]
 ) -> None:
@@ -259,7 +238,6 @@ def test_a_read_only_file_system(
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 def test_a_full_file_system(
     mount: Callable[[str], Path], tmp_path: Path, footprint: Callable[[], object]
 ) -> None:
@@ -285,7 +263,6 @@ def test_a_full_file_system(
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 def test_a_file_system_that_is_exactly_large_enough_is_enough_for_all_of_training(
     mount: Callable[[str], Path],
 ) -> None:

@@ -3,6 +3,8 @@ that was replaced."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import CheckpointError
-from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
+from infinity.directories.commits import (
+    COMMIT_NAMES,
+    CommitLog,
+    DurableFiles,
+    decoded,
+    encoded,
+)
 from infinity.directories.directory import Directory
 from infinity.tiers.durable import KeptRecord, LeftStates, Member, RecordKey, common_step
 
@@ -70,9 +78,10 @@ class SimulatedFiles(DurableFiles):
 
     def overwrite(self, name: str, content: bytes) -> None:
         assert name in self.content
-        killed = self._is_killed()
-        if killed:
-            self.content[name] = self._torn(self.content[name], content)
+        old = self.content[name]
+        content += old[len(content) :]
+        if self._is_killed():
+            self.content[name] = self._torn(old, content)
             raise Killed
         self.content[name] = self.flushed[name] = content
 
@@ -87,12 +96,25 @@ class SimulatedFiles(DurableFiles):
     def _torn(self, old: bytes, new: bytes) -> bytes:
         """Each sector, and the length, is the old or the new one; what nobody wrote is zeros."""
         length = len(new) if self.mask & 1 else len(old)
-        found = bytearray(length)
-        for number, begin in enumerate(range(0, length, SECTOR)):
+        found = bytearray(old[:length].ljust(length, b"\0"))
+        for number, begin in enumerate(range(0, min(length, 24 * SECTOR), SECTOR)):
             source = new if self.mask >> number + 1 & 1 else old
             part = source[begin : begin + SECTOR]
             found[begin : begin + len(part)] = part
         return bytes(found[:length])
+
+
+class FullAt(DurableFiles):
+    """On a drive that has no room for one file."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        super().__init__(directory)
+        self._name = name
+
+    def create(self, name: str, content: bytes) -> None:
+        if name == self._name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        super().create(name, content)
 
 
 @settings(max_examples=400, deadline=None)
@@ -142,7 +164,7 @@ def test_no_older_record_is_taken_for_the_last_one(count: int, at: int, bit: int
         log.settle()
     name = COMMIT_NAMES[(count - 1) % 2]
     damaged = bytearray(files.content[name])
-    damaged[at % len(damaged)] ^= 1 << bit
+    damaged[at % len(encoded(count, b"record 0" * 9))] ^= 1 << bit
     files.content[name] = bytes(damaged)
     with pytest.raises(CheckpointError, match="is damaged; go on from a checkpoint"):
         CommitLog(files).last()
@@ -166,7 +188,7 @@ def test_a_kill_before_the_older_record_was_emptied(begins: str) -> None:
     with pytest.raises(RuntimeError, match="is still needed"):
         again.write(b"third")
     again.settle()
-    assert sorted(map(bool, files.content.values())) == [False, True]
+    assert [decoded(files.content[name]) for name in COMMIT_NAMES] == [None, last]
     if begins == "writes":
         assert again.write(b"third") == 3
 
@@ -186,11 +208,43 @@ def test_real_files(tmp_path: Path) -> None:
             assert again.last() == (number + 1, content)
         assert again.write(b"after a restart") == 6
         again.settle()
-        sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-        assert sorted(sizes) == sorted(COMMIT_NAMES) and 0 in sizes.values()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(COMMIT_NAMES)
         again.remove()
         assert CommitLog(DurableFiles(directory)).last() is None
         assert list(tmp_path.iterdir()) == []
+
+
+def test_records_have_room_from_the_first_one_on(tmp_path: Path) -> None:
+    """Twice the length of the first one, in both files, written and not only reserved."""
+
+    def blocks() -> list[int]:
+        return [(tmp_path / name).stat().st_blocks * 512 for name in COMMIT_NAMES]
+
+    with Directory(tmp_path) as directory:
+        log = CommitLog(DurableFiles(directory))
+        log.write(bytes(100_000))
+        had = blocks()
+        assert min(had) >= 200_000
+        for length in (0, 90_000, 200_000 - len(encoded(1, b""))):
+            log.settle()
+            log.write(bytes(length))
+            assert blocks() == had
+        log.settle()
+        log.write(bytes(300_000))  # it has outgrown its file
+        assert max(blocks()) >= 600_000 and min(blocks()) == min(had)
+        last = CommitLog(DurableFiles(directory)).last()
+        assert last is not None and last.content == bytes(300_000)
+
+
+def test_a_full_drive_at_the_first_record_leaves_none(tmp_path: Path) -> None:
+    """So the next job begins anew, as nothing was committed."""
+    with Directory(tmp_path) as directory:
+        for name in reversed(COMMIT_NAMES):
+            files = FullAt(directory, name)
+            with pytest.raises(OSError, match="No space left"):
+                CommitLog(files).write(b"first")
+            assert CommitLog(DurableFiles(directory)).last() is None
+        assert CommitLog(DurableFiles(directory)).write(b"first") == 1
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

@@ -293,17 +293,6 @@ def test_the_end_of_the_file_is_reported(
     assert outcome(read(engine, file, 0, back)) == (0, size, size)
 
 
-@pytest.fixture
-def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
-    if subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mount is not allowed here")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
 @each_engine
 def test_an_error_says_of_what_it_is(kind: str, tmp_path: Path) -> None:
     """Of the file by the name that it was given, and of the whole that the request is a part of."""
@@ -365,8 +354,8 @@ def test_a_ticket_that_is_seen_to_be_complete_keeps_nothing_alive(
 
 @pytest.mark.root
 @each_engine
-def test_a_full_file_system_is_reported(kind: str, small_file_system: Path) -> None:
-    path = str(small_file_system / "data")
+def test_a_full_file_system_is_reported(kind: str, mount: Callable[[str], Path]) -> None:
+    path = str(mount("size=256k") / "data")
     file, engine = aio.File(path, create=True), aio.Engine(kind, request_bytes=1 << 20)
     data = noise(1 << 20)
     error, asked, done = outcome(write(engine, file, 0, memory(data)))

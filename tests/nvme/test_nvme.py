@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -421,33 +422,45 @@ def test_what_came_before_a_missing_file_is_over_when_the_error_comes(
     assert torch.equal(tensor, noise(16 * BLOCK)), "nothing is still being written into it"
 
 
-@pytest.fixture
-def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    if (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True
-        ).returncode
-        != 0
-    ):
-        pytest.skip("mount is not allowed here")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
 @pytest.mark.root
-def test_no_room(io: Io, small_file_system: Path) -> None:
-    for size in (open_files.RESERVE_BYTES - 1, 10 << 20):
-        with pytest.raises(OSError) as failure:
-            io.write_many([(noise(size), small_file_system / "data", i * size) for i in range(3)])
-        assert failure.value.errno == errno.ENOSPC
-        assert str(small_file_system / "data") in str(failure.value)
-    (small_file_system / "data").unlink()
+def test_no_room(io: Io, mount: Callable[[str], Path]) -> None:
+    """Nothing is made, and a file that was there is as it was."""
+    place = mount("size=8m")
+    path = place / "data"
+
+    def fail(number: int, size: int) -> None:
+        with pytest.raises(OSError, match=r"No space left .* are to be added, and .* free") as said:
+            io.write_many([(noise(size), path, i * size) for i in range(number)])
+        assert (said.value.errno, said.value.filename) == (errno.ENOSPC, str(path))
+
+    for number, size in ((3, open_files.RESERVE_BYTES - 1), (3, 10 << 20), (1, 9 << 20)):
+        fail(number, size)
+        assert list(place.iterdir()) == []
+    io.write(noise(1 << 20), path)
+    before = path.read_bytes()
+    fail(3, open_files.RESERVE_BYTES)
+    assert path.read_bytes() == before
+    io.write(noise(1 << 20, 1), path, 30 << 20)  # it stays sparse
+    path.unlink()
+    io.write(noise(7 << 20), path)
+    io.write(noise(2 << 20), place / "data")  # over what is there
+    with pytest.raises(OSError, match="No space left"):
+        io.write(noise(2 << 20), place / "another")
+    path.unlink()
     with pytest.raises(OSError) as failure:
-        io.save({"a": noise(10 << 20)}, small_file_system / "model")
+        io.save({"a": noise(10 << 20)}, place / "model")
     assert failure.value.errno == errno.ENOSPC
-    assert list(small_file_system.iterdir()) == []
+    assert list(place.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_is_named(io: Io, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (1 << 20, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match=r"may have 1 MiB \(RLIMIT_FSIZE\); raise") as said:
+            io.write(noise(1 << 20), tmp_path / "data", 1)
+        assert said.value.errno == errno.EFBIG
+        assert list(tmp_path.iterdir()) == []
+        io.write(noise(1 << 20), tmp_path / "data")
 
 
 # What cannot be meant is refused before anything has moved.

@@ -113,7 +113,10 @@ def meet(directory: Path, name: str) -> None:
 def no_room_when_the_model_is_wrapped(directory: Path, rank: int) -> None:
     with full_on_the_second(rank), told_soon(), pytest.raises(infinity.InfinityError) as caught:
         wrap(directory)
-    own = rf"{directory}/nvme/rank1 has .* free, but the states on nvme need .* there; free .*"
+    own = (
+        rf"the states on nvme need .* in {directory}/nvme/rank1, but files of this process may "
+        r"have .* \(RLIMIT_FSIZE\); raise that with ulimit -f"
+    )
     if rank == 1:
         assert type(caught.value) is infinity.BudgetError
         assert re.fullmatch(own, str(caught.value))

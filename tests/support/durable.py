@@ -20,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import infinity
-from infinity.directories.commits import CommitLog, DurableFiles
+from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles, decoded
 from infinity.sharding.agreement import Agreement
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import RecordKey
@@ -41,6 +41,13 @@ LEAST: dict[str, Any] = {
 
 PLACES = [("exact", 0), ("speculative", 0), ("exact", "auto"), ("speculative", "256KiB")]
 """How updates run, and how much of the states may be cached: none, all, a part."""
+
+
+def record_in(folder: Path) -> Path:
+    """The file with the last record, which is the only one that is whole."""
+    paths = [folder / name for name in COMMIT_NAMES]
+    (found,) = (path for path in paths if decoded(path.read_bytes()) is not None)
+    return found
 
 
 class Counter(nn.Module):
