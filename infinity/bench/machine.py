@@ -17,7 +17,7 @@ from typing import Any
 from infinity import native
 from infinity.errors import InfinityError
 
-_IO_URING_SETUP = 425  # the same number on every architecture
+_IO_URING_SETUP, _IO_URING_ENTER = 425, 426  # the same numbers on every architecture
 _IO_URING_PARAMS = 120  # sizeof(struct io_uring_params)
 _BLOCK = 4096
 
@@ -39,24 +39,30 @@ def load_problem() -> str | None:
 
 
 def io_uring_problem() -> str | None:
-    """None when this process can make an io_uring, else why not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
-    descriptor = int(libc.syscall(_IO_URING_SETUP, 2, parameters))
-    if descriptor >= 0:
+    """None when this process can make and enter an io_uring, else why not."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    descriptor = int(call(_IO_URING_SETUP, 2, ctypes.create_string_buffer(_IO_URING_PARAMS)))
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        switch = " ".join(lines("/proc/sys/kernel/io_uring_disabled")) or "0"
+        if code == errno.EPERM and switch != "0":
+            return f"switched off by the kernel setting io_uring_disabled = {switch}"
+        return _refusal("io_uring_setup", code)
+    try:
+        # Submits nothing and waits for nothing.
+        entered = int(call(_IO_URING_ENTER, descriptor, 0, 0, 0, None, 0)) >= 0
+        return None if entered else _refusal("io_uring_enter", ctypes.get_errno())
+    finally:
         os.close(descriptor)
-        return None
-    code = ctypes.get_errno()
-    switch = Path("/proc/sys/kernel/io_uring_disabled")
-    if code == errno.EPERM and switch.exists() and switch.read_text().strip() != "0":
-        return (
-            f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
-        )
+
+
+def _refusal(call: str, code: int) -> str:
+    """Why the kernel refuses a system call."""
     if code == errno.EPERM:
-        return "refused (EPERM): a container's seccomp profile blocks it"
+        return f"{call} is refused (EPERM): a container's seccomp profile blocks it"
     if code == errno.ENOSYS:
-        return "not known to this kernel (ENOSYS)"
-    return os.strerror(code)
+        return f"{call} is not there (ENOSYS): the kernel lacks it, or a seccomp profile hides it"
+    return f"{call}: {os.strerror(code)}"
 
 
 def io_engine_problem() -> str | None:

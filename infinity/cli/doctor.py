@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity.bench.capacity import capacity, drive_speed, step_seconds
+from infinity.bench.io.preflight import copying
 from infinity.bench.machine import (
     direct_io_problem,
     gpu_direct_problem,
@@ -66,7 +67,8 @@ def _native() -> dict[str, str | None]:
 
 def _path(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
-        return {"path": str(directory), "problem": "not a directory", "free": None, "speed": None}
+        missing = dict.fromkeys(("free", "speed", "copy_on_write"))
+        return {"path": str(directory), "problem": "not a directory", **missing}
     speed = drive_speed(directory)
     problem = direct_io_problem(directory)
     return {
@@ -75,6 +77,7 @@ def _path(directory: Path) -> dict[str, Any]:
         "free": shutil.disk_usage(directory).free,
         "speed": None if isinstance(speed, str) else speed,
         "device": directory.stat().st_dev,
+        "copy_on_write": copying(directory),
     }
 
 
@@ -218,6 +221,9 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
         speed = "" if path["speed"] is None else f", {path['speed'] / 1e9:.2g} GB/s"
         text = (path["problem"] or "O_DIRECT works") + free + speed
         rows.append((path["problem"] is None, path["path"], text))
+        if path["copy_on_write"] is not None:
+            spared, sentence = path["copy_on_write"]
+            rows.append((spared, path["path"], sentence))
     return rows
 
 

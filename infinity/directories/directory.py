@@ -16,10 +16,12 @@ replaced later does not lead us elsewhere.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import secrets
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +39,26 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISREG, ""),
 )
+
+# Of linux/fs.h; the flags are an int, whatever size the numbers of the calls name.
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
+
+
+def overwrite_in_place(descriptor: int) -> bool:
+    """Make an empty file no-copy-on-write, so that writes never need new space once it was
+    allocated. False, and nothing changes, where the file system knows no such files: it overwrites
+    in place anyway, or always copies."""
+    try:
+        flags = _flags(descriptor)
+        fcntl.ioctl(descriptor, _SET_FLAGS, struct.pack("I", flags | _NO_COPY_ON_WRITE))
+        return bool(_flags(descriptor) & _NO_COPY_ON_WRITE)
+    except OSError:
+        return False
+
+
+def _flags(descriptor: int) -> int:
+    (flags,) = struct.unpack("I", fcntl.ioctl(descriptor, _GET_FLAGS, bytes(4)))
+    return int(flags)
 
 
 def make_durable(path: Path) -> None:

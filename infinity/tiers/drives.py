@@ -16,7 +16,12 @@ from typing import Any, Literal
 import torch
 
 from infinity import native
-from infinity.directories.directory import Directory, file_limit, limit_text
+from infinity.directories.directory import (
+    Directory,
+    file_limit,
+    limit_text,
+    overwrite_in_place,
+)
 from infinity.directories.lock import lock
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError
 from infinity.native import make_engine
@@ -279,7 +284,9 @@ class NvmeTier:
                 raise RuntimeError(f"{place.path} has committed states, which nothing took over")
             self._reclaim(place)
             self._ours.append(place)
-            file = native.file_at(place.create(STATES_NAME), path)
+            descriptor = place.create(STATES_NAME)
+            overwrite_in_place(descriptor)
+            file = native.file_at(descriptor, path)
         self._parts.callback(file.close)
         if not file.direct:
             log.warning(
@@ -442,6 +449,7 @@ class NvmeTier:
                     ) from error
                 if named:
                     stack.callback(place.remove, name)
+                overwrite_in_place(descriptor)  # as the states file
                 files.append(native.file_at(descriptor, str(place.path / name)))
                 stack.callback(files[-1].close)
                 # Some file systems free the space of a file some time after it was closed.

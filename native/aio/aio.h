@@ -161,8 +161,8 @@ class Engine {
   virtual void drain() = 0;                           // blocks until nothing is in flight
 };
 
-// True when the library was built with liburing and the running kernel lets this process make a ring; else `reason`
-// (which may be null) says why not.
+// True when the library was built with liburing and the running kernel lets this process make and enter a ring; else
+// `reason` (which may be null) says why not.
 bool io_uring_available(std::string* reason);
 
 // Both throw std::invalid_argument on bad options; the first throws std::runtime_error when io_uring cannot be had.

@@ -64,13 +64,17 @@ class Ring {
     for (const unsigned flags : kWays)
       if (result == -EINVAL) result = io_uring_queue_init(entries, &ring_, flags);
     if (result < 0) throw std::runtime_error(std::string("io_uring_setup: ") + std::strerror(-result));
-    if (!(ring_.features & IORING_FEAT_EXT_ARG)) {  // also implies READ and WRITE
-      io_uring_queue_exit(&ring_);
-      throw std::runtime_error("io_uring is older than Linux 5.11");
-    }
+    try {
+      if (!(ring_.features & IORING_FEAT_EXT_ARG))  // also implies READ and WRITE
+        throw std::runtime_error("io_uring is older than Linux 5.11");
 #ifdef IORING_RSRC_REGISTER_SPARSE
-    io_uring_register_ring_fd(&ring_);  // saves a look-up in each call; refused by old kernels
+      io_uring_register_ring_fd(&ring_);  // saves a look-up in each call; refused by old kernels
 #endif
+      try_entry();
+    } catch (...) {
+      io_uring_queue_exit(&ring_);
+      throw;
+    }
   }
   ~Ring() { io_uring_queue_exit(&ring_); }
   Ring(const Ring&) = delete;
@@ -151,6 +155,17 @@ class Ring {
 #endif
 
  private:
+  // A seccomp profile may allow the set-up and refuse what every request needs.
+  void try_entry() {
+    io_uring_prep_nop(io_uring_get_sqe(&ring_));
+    bool ended = false;
+    while (!ended) {
+      const int code = submit_and_wait(Clock::time_point::max());
+      if (code) throw std::runtime_error(std::string("io_uring_enter: ") + std::strerror(code));
+      take_completions([&](void*, int) { return ended = true; });
+    }
+  }
+
   io_uring ring_;
 };
 

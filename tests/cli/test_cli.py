@@ -898,6 +898,7 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
         "problem": "not a directory",
         "free": None,
         "speed": None,
+        "copy_on_write": None,
     }
     assert not list(tmp_path.iterdir())
     verdict = facts["verdict"]

@@ -338,6 +338,11 @@ class SimulatedSystem:
         if self._locks.setdefault(handle.node.number, descriptor) != descriptor:
             raise _error(errno.EWOULDBLOCK, handle.name)
 
+    def ioctl(self, descriptor: int, request: int, argument: bytes) -> bytes:
+        if descriptor not in self._descriptors:
+            return fcntl.ioctl(descriptor, request, argument)
+        raise _error(errno.ENOTTY, self._descriptors[descriptor].name)
+
     LOCK_EX, LOCK_SH, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 
     # What the native module does

@@ -21,8 +21,8 @@ from simulation.seeds import Simulation
 from support.children import CHILD
 from support.threads import one_thread
 
-SEEDS = 400
-PARTS = 8
+SEEDS = 240  # `make simulate` runs thousands
+PARTS = 6
 
 pytestmark = pytest.mark.timeout(300)
 

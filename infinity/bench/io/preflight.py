@@ -17,6 +17,8 @@ from infinity.bench.machine import (
     lines,
     memlock_limit,
 )
+from infinity.directories.directory import Directory, overwrite_in_place
+from infinity.errors import ConfigError
 
 _NETWORK = {
     "9p",
@@ -34,6 +36,7 @@ _NETWORK = {
     "virtiofs",
 }
 _MEMORY = {"ramfs", "tmpfs"}
+_COPYING = {"bcachefs", "btrfs", "zfs"}
 _CODING = {2.5: 0.8, 5.0: 0.8}  # 8b/10b up to PCIe 2; 128b/130b from then on
 _LATER_CODING = 128 / 130
 
@@ -114,6 +117,32 @@ def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
         link=_link(block) if block else None,
         free_bytes=status.f_bavail * status.f_frsize,
         direct_problem=direct_io_problem(directory),
+    )
+
+
+def copying(directory: Path) -> tuple[bool, str] | None:
+    """None when the file system of `directory` does not copy on write, else whether states files
+    are spared that, and a sentence about it. Makes a file without a name."""
+    try:
+        with Directory(directory) as place:
+            descriptor = place.unnamed()
+    except (OSError, ConfigError):
+        return None
+    try:
+        in_place = overwrite_in_place(descriptor)
+    finally:
+        os.close(descriptor)
+    kind, _ = _mount(directory)
+    if in_place:
+        return True, (
+            f"copy-on-write file system ({kind}): states files are made no-copy-on-write; make no "
+            "snapshot or reflink of them, which brings copying back"
+        )
+    if kind not in _COPYING:
+        return None
+    return False, (
+        f"copy-on-write file system ({kind}): states files take new space whenever they are "
+        "written; let nothing else fill this drive"
     )
 
 
