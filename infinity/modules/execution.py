@@ -66,6 +66,8 @@ class Pass:
     """They end when nobody refers to them."""
     touched: list[Showing] = field(default_factory=list)
     """They do not end before the input of a module has its gradient."""
+    is_recorded: bool = False
+    """Whether it makes a graph, as far as that is known (`create_graph=True`)."""
 
 
 class Execution:

@@ -118,7 +118,9 @@ class Hooks(Border):
         treatments = recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._shortage: BudgetError | None = None
-        self._packer = Packer(runtime.locate, offloader, self._bring, self._checkpointed, *told)
+        self._packer = Packer(
+            runtime.locate, offloader, self._bring, self._checkpointed, self._recomputed, *told
+        )
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -485,11 +487,19 @@ class Hooks(Border):
 
     def records_backward(self) -> bool:
         """Whether code of a backward runs now whose graph may outlive the backward: that of
-        `create_graph=True`, or of code of a user. What is recomputed ends with the backward."""
-        if not torch.is_grad_enabled() or not in_backward():
+        `create_graph=True`, or of code of a user. What is recomputed ends with the backward, unless
+        that is recorded."""
+        if not in_backward():
             return False
         calls = self._now.calls
-        return not (calls and calls[-1].recomputing) and not _in_a_checkpoint()
+        if (calls and calls[-1].recomputing) or _in_a_checkpoint():
+            return self._now.backward_pass().is_recorded
+        return torch.is_grad_enabled()
+
+    def _recomputed(self) -> None:
+        """A node asks for what a checkpoint may have to recompute, which turns gradients on."""
+        if in_backward():
+            self._now.backward_pass().is_recorded = torch.is_grad_enabled()
 
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for what passes Python's API by; None outside of a forward

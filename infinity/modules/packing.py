@@ -111,8 +111,8 @@ class HandedDown(NamedTuple):
 
 class Packer:
     """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
-    gives the tensor of a view; `checkpointed` is told of checkpoints, and `saves` of all else that
-    forwards save."""
+    gives the tensor of a view; `checkpointed` is told of checkpoints, `recomputed` before the hooks
+    under ours bring something back, and `saves` of all else that forwards save."""
 
     def __init__(
         self,
@@ -120,10 +120,11 @@ class Packer:
         offloader: SavedTensorOffloader,
         bring: Callable[[PackedView], torch.Tensor],
         checkpointed: Callable[[], None],
+        recomputed: Callable[[], None],
         saves: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self._locate, self._offloader, self._bring = locate, offloader, bring
-        self._saves = saves
+        self._recomputed, self._saves = recomputed, saves
         self.checkpointed = checkpointed
         """Called when a checkpoint was entered below this packer."""
         self.pack_hook = uncompiled(self.pack)
@@ -201,6 +202,7 @@ class Packer:
         if isinstance(saved, PackedView):
             return self._bring(saved)
         if isinstance(saved, HandedDown):
+            self._recomputed()
             return saved.unpack(saved.packed)
         if isinstance(saved, SavedInPlace | OffloadedTensor | PartitionedDTensor):
             return saved.unpack()

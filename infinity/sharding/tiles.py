@@ -150,6 +150,11 @@ class TiledWeight(LazyTensor):
                 torch._C._swap_tensor_impl(self, made)
         return self
 
+    def relink_if_stale(self) -> None:
+        """`relink` where the tiles were frozen, or trained again, since the last node was made."""
+        if self._is_linked() != any(piece.requires_grad for piece in self.pieces):
+            self.relink()
+
     @property
     def pieces(self) -> list[torch.Tensor]:
         """The parameters of the tiles."""
@@ -228,6 +233,9 @@ class TiledWeight(LazyTensor):
         first = next(iter((*args, *kwargs.values())), None) if in_place else None
         if any(isinstance(value, TiledWeight) for value in tree_iter(kwargs.get("out"))):
             raise ConfigError("a weight in tiles cannot be out=; give weight.copy_(...) the result")
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, TiledWeight):
+                value.relink_if_stale()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not isinstance(first, TiledWeight)):
             return super().__torch_function__(func, types, *_side_by_side_in(args, kwargs))
 
@@ -353,6 +361,8 @@ def _requires_grad(weight: TiledWeight, *value: bool) -> bool | None:
         return any(piece.requires_grad for piece in weight.pieces)
     for piece in weight.pieces:
         piece.requires_grad = value[0]
+    with torch.enable_grad():
+        weight.relink_if_stale()
     return None
 
 

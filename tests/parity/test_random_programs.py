@@ -208,6 +208,25 @@ FOUND = {
         placements=("cpu",),
         whole=True,
     ),
+    "a custom function in a checkpoint whose backward is recorded": recipes.Recipe(
+        recipes.Model(
+            (LINEAR, recipes.Block("borrows keeps")),
+            (("checkpoint", False, (0, 1)),),
+        ),
+        (("use", "linear", (), (0, 0), 0, "before", "penalty"),),
+        placements=("gpu",),
+        whole=True,
+    ),
+    "a weight in tiles that was frozen for a forward": recipes.Recipe(
+        recipes.Model((recipes.Block("borrow"),), (0,), width=24, tiles=1024),
+        (
+            ("use", "linear", (), (0, 0), 0, "alone", "thawed"),
+            ("use", "linear", (), (0, 0), 0, "alone", "backward"),
+        ),
+        SGD,
+        placements=("gpu",),
+        whole=True,
+    ),
     "a tile that was never updated in a checkpoint": recipes.Recipe(
         recipes.Model((LINEAR, recipes.Block("norm")), (0, 1), width=24, tiles=1024),
         (

@@ -110,12 +110,24 @@ def first_difference(
 def until_a_refusal(
     recipe: Recipe, expected: list[Seen], seen: list[Seen]
 ) -> tuple[list[Seen], list[Seen]]:
-    """What both saw before the first operation that the engine refuses and may refuse. Other errors
-    are compared."""
-    end = refused_at(recipe, seen)
+    """What both saw before the first operation that the engine refuses and may refuse, or whose
+    fault it need not meet. Other errors are compared."""
+    ends = [refused_at(recipe, seen), _stopped_before(recipe, expected, seen)]
+    end = min((each for each in ends if each is not None), default=None)
     if end is None:
         return expected, seen
     return [s for s in expected if s.at < end], [s for s in seen if s.at < end]
+
+
+def _stopped_before(recipe: Recipe, expected: list[Seen], seen: list[Seen]) -> int | None:
+    """The first operation whose fault plain PyTorch alone met, in a recomputation: it recomputes
+    also what saved nothing but frozen weights, which the engine brings itself."""
+    frozen = any(block.frozen for block in recipe.model.blocks)
+    if not frozen or "('checkpoint', False" not in repr(recipe.model.path):
+        return None
+    met = {each.at for each in seen if each.what == "raised"}
+    faults = [s.at for s in expected if s.what == "raised" and s.value.kind == "Fault"]
+    return next((at for at in faults if at not in met), None)
 
 
 def refused_at(recipe: Recipe, seen: list[Seen]) -> int | None:

@@ -14,6 +14,10 @@ ALLOWED: dict[str, str] = {
         ("func.grad", "func.vjp", "func.jacrev", "func.both"),
         r"Such hooks bring the parameters of a wrapped model back for the backward",
     ),
+    # Ctrl-C has cut a forward off: its hooks are there until the model is used again.
+    "interrupt": r"don't yet support saved tensor hooks",
+    # In plain PyTorch these are copies.
+    "on the host": r"were updated after the forward whose backward needs them",
     "graph of gradients": r"has a graph \(backward\(create_graph=True\)\)",
     "share": r"was assigned to that of another parameter, too|would be the same memory as",
     **dict.fromkeys(("share data", "share view", "swap"), r"would be the same memory as"),
