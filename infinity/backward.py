@@ -38,16 +38,21 @@ class BackwardPass:
 
     Autograd calls `completed` when the pass completes; `backward()` then raises what `completed`
     raises. Autograd does not call it when an exception cuts the pass off. `alive` turns False in
-    both cases, before `backward()` returns or raises.
+    both cases, before `backward()` returns or raises; `ended`, which must not raise, is called
+    then.
     """
 
-    def __init__(self, completed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        completed: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         number = current_pass()
         if number is None:
             raise RuntimeError("there is no backward pass under way on this thread")
         self.number = number
         ending = _Ending(completed)
-        self._ending = weakref.ref(ending)
+        self._ending = weakref.ref(ending, lambda _: ended())
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     @property

@@ -190,7 +190,7 @@ class Execution:
         if not self.passes:
             self._backward_since = time.perf_counter()
             self._show("backward")
-        watch = BackwardPass(lambda: self._end_pass(found))
+        watch = BackwardPass(lambda: self._end_pass(found), lambda: self._end_uses(found))
         found = self.passes[watch.number] = Pass(watch, threading.get_ident())
         return found
 
@@ -229,13 +229,17 @@ class Execution:
 
     def _drop(self, found: Pass) -> None:
         self.passes.pop(found.watch.number, None)
-        uses, found.uses, found.touched = [*found.uses, *found.touched], [], []
-        for use in uses:
-            self._end(use)
+        self._end_uses(found)
         if not self.passes:
             self._show("forward" if self.calls else "")
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
             self._backward_ended()
+
+    def _end_uses(self, found: Pass) -> None:
+        """The pass has ended, or was cut off: its parameters are handles again."""
+        uses, found.uses, found.touched = [*found.uses, *found.touched], [], []
+        for use in uses:
+            self._end(use)
 
     # All of it
 

@@ -101,7 +101,15 @@ class TiledWeight(LazyTensor):
 
     def detached(self) -> DetachedTiles:
         """Its values, detached."""
-        return DetachedTiles(self)
+        made = DetachedTiles(self)
+        self.note(made)
+        return made
+
+    def note(self, handle: torch.Tensor) -> None:
+        """`handle` has the values of the tiles: a step outdates what a graph has saved of it."""
+        for piece in self.pieces:
+            if isinstance(piece, ShardedParameter):
+                type(piece).unit.data.note(handle)
 
     def check_replace(self) -> None:
         """Raise `ShardedParameterError` while the tiles are not there."""
@@ -139,11 +147,8 @@ class TiledWeight(LazyTensor):
             if any(piece.requires_grad for piece in pieces) and not self.retains():
                 linked = _Join.apply(self, *pieces)  # type: ignore[no-untyped-call]
                 torch._C._swap_tensor_impl(self, linked)
-                for piece in pieces:
-                    if isinstance(piece, ShardedParameter):
-                        data = type(piece).unit.data
-                        data.note(self)
-                        data.note(linked)
+                self.note(self)
+                self.note(linked)
             elif not any(piece.requires_grad for piece in pieces) and self._is_linked():
                 # It was frozen: its last node would still lead to the tiles.
                 made = type(self)(self.tiles, self.dimension)
@@ -433,7 +438,7 @@ class DetachedTiles(LazyTensor):
 
     def detached(self) -> DetachedTiles:
         """The same again."""
-        return DetachedTiles(self._weight)
+        return self._weight.detached()
 
 
 def _refuse_hook(weight: TiledWeight, *_: Any, **__: Any) -> None:

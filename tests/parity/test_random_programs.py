@@ -227,6 +227,24 @@ FOUND = {
         placements=("gpu",),
         whole=True,
     ),
+    "a weight that is used after a backward that an exception has cut off": recipes.Recipe(
+        recipes.Model((LINEAR,), (0,)),
+        (
+            ("use", "linear", ("reentrant", "recomputes"), (0, 0), 0, "alone", "backward"),
+            ("use", "functionalize", (), (0, 0), 0, "alone", "thawed"),
+        ),
+        placements=("gpu",),
+        whole=True,
+    ),
+    "a view of a detached weight in tiles, which a step outdates": recipes.Recipe(
+        recipes.Model((recipes.Block("borrows linear"),), (0,), width=24, tiles=1024),
+        (
+            ("use", "detach", (), (0, 0), 0, "alone", "later"),
+            *(("train", 1), ("step",), ("zero_grad", True), ("later",)),
+        ),
+        placements=("gpu",),
+        whole=True,
+    ),
     "a tile that was never updated in a checkpoint": recipes.Recipe(
         recipes.Model((LINEAR, recipes.Block("norm")), (0, 1), width=24, tiles=1024),
         (
