@@ -32,7 +32,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from infinity.directories.directory import Directory, overwrite_in_place
+from infinity.directories.directory import Directory
 from infinity.errors import CheckpointError
 
 COMMIT_NAMES = ("infinity-commit-0.bin", "infinity-commit-1.bin")
@@ -70,9 +70,7 @@ class DurableFiles:
         """A new file, which is there as a whole or not at all."""
         self._directory.remove(DRAFT_NAME)  # of a job that was killed here
         try:
-            descriptor = self._directory.create(DRAFT_NAME)
-            overwrite_in_place(descriptor)
-            self._write(descriptor, content)
+            self._write(self._directory.create_in_place(DRAFT_NAME), content)
             self._directory.rename(DRAFT_NAME, name)
         except BaseException:
             self._directory.remove(DRAFT_NAME)

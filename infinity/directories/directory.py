@@ -210,18 +210,22 @@ class Directory:
                 name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor
             )
 
+    def create_in_place(self, name: str) -> int:
+        """`create`, of a file that is overwritten in place where the file system can do that."""
+        return _in_place(self.create(name))
+
     def unnamed(self) -> int:
         """A descriptor of a new file without a name, to read and write. Its space is free when it
         is closed, also after a kill."""
         flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
         try:
             with self._naming("a file without a name"):
-                return os.open(".", flags, 0o600, dir_fd=self.descriptor)
+                return _in_place(os.open(".", flags, 0o600, dir_fd=self.descriptor))
         except OSError as error:
             # So a file system says that it makes no such files, and so does an old kernel.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-        descriptor = self.create(name := temporary_name())
+        descriptor = self.create_in_place(name := temporary_name())
         try:
             self.remove(name)
         except BaseException:
@@ -291,6 +295,16 @@ class Directory:
     def sync(self) -> None:
         """Return when the names in it would survive a power cut."""
         os.fsync(self.descriptor)
+
+
+def _in_place(descriptor: int) -> int:
+    """The descriptor, after `overwrite_in_place`."""
+    try:
+        overwrite_in_place(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _refusal(path: Path, kind: str) -> ConfigError:

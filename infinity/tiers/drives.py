@@ -16,12 +16,7 @@ from typing import Any, Literal
 import torch
 
 from infinity import native
-from infinity.directories.directory import (
-    Directory,
-    file_limit,
-    limit_text,
-    overwrite_in_place,
-)
+from infinity.directories.directory import Directory, file_limit, limit_text
 from infinity.directories.lock import lock
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError
 from infinity.native import make_engine
@@ -284,8 +279,7 @@ class NvmeTier:
                 raise RuntimeError(f"{place.path} has committed states, which nothing took over")
             self._reclaim(place)
             self._ours.append(place)
-            descriptor = place.create(STATES_NAME)
-            overwrite_in_place(descriptor)
+            descriptor = place.create_in_place(STATES_NAME)
             file = native.file_at(descriptor, path)
         self._parts.callback(file.close)
         if not file.direct:
@@ -440,7 +434,7 @@ class NvmeTier:
                 try:
                     if named:
                         place.reclaim(name)
-                    descriptor = place.create(name) if named else place.unnamed()
+                    descriptor = place.create_in_place(name) if named else place.unnamed()
                 except OSError as error:
                     kind = BudgetError if error.errno in FULL else ConfigError
                     raise kind(
@@ -449,7 +443,6 @@ class NvmeTier:
                     ) from error
                 if named:
                     stack.callback(place.remove, name)
-                overwrite_in_place(descriptor)  # as the states file
                 files.append(native.file_at(descriptor, str(place.path / name)))
                 stack.callback(files[-1].close)
                 # Some file systems free the space of a file some time after it was closed.

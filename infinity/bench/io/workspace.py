@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import native
-from infinity.directories.directory import Directory, overwrite_in_place
+from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.errors import ConfigError
 from infinity.quantities import format_bytes
@@ -141,8 +141,7 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
             folder = stack.enter_context(place.below(FOLDER, 0o700, new=True))
             stack.callback(_remove_ours, place, folder)
             os.close(folder.create(MARKER))
-            descriptor = folder.create(DATA)
-            overwrite_in_place(descriptor)  # as the states files that it stands for
+            descriptor = folder.create_in_place(DATA)  # as the states files that it stands for
             file = native.file_at(descriptor, str(folder.path / DATA))
             stack.callback(file.close)
             file.allocate(size)
