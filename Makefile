@@ -19,6 +19,7 @@ SEEDS ?= 5000
 KILLS ?= 200
 PAIRS ?= 5000
 FILES ?= 1000000
+FAILING_ARGS ?=
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -28,7 +29,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills resume-pairs foreign-files native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills resume-pairs foreign-files failing-calls native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -98,6 +99,11 @@ foreign-files: $(VENV)/installed  ## Read FILES=1000000 changed files, within li
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m foreign_files --files $(FILES)
+
+failing-calls: $(VENV)/installed  ## Let each call of the system fail that an entry point makes, with each error (FAILING_ARGS="--errors 1")
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m failing_calls $(FAILING_ARGS)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

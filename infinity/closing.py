@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -15,11 +16,14 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.durability import Durability
+from infinity.errors import FileError
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
+
+log = logging.getLogger("infinity")
 
 _CLOSING = "infinity-closing"  # the name of a thread
 _MOST_SECONDS = 60.0
@@ -61,7 +65,7 @@ def _collected(*parts: Any) -> None:
     if detached:
         threading.Thread(target=_shut_down_apart, args=parts, name=_CLOSING, daemon=False).start()
     else:
-        shut_down(*parts)
+        _shut_down_told(*parts)
 
 
 def await_closings() -> None:
@@ -82,7 +86,15 @@ def _shut_down_apart(
 ) -> None:
     """`shut_down`, on a thread of its own."""
     store.begin_thread()
-    shut_down(process, durability, hooks, updater, buffer, store, units)
+    _shut_down_told(process, durability, hooks, updater, buffer, store, units)
+
+
+def _shut_down_told(*parts: Any) -> None:
+    """`shut_down` where no caller could be told what the system refuses."""
+    try:
+        shut_down(*parts)
+    except FileError as error:
+        log.warning("an engine ended, and left something behind: %s", error)
 
 
 def shut_down(

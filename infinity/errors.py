@@ -3,8 +3,11 @@ carries its context."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -96,6 +99,72 @@ class NvmeError(InfinityError, OSError):
         self.done = done
 
 
+_NO_ACCESS = "give this user access, or choose another path"
+_NO_ROOM = "free some of its space, or choose another path"
+_FILES = "raise the limit with `ulimit -n`, or let programs close files"
+_WAYS_OUT = {
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EFBIG: "raise the limit with `ulimit -f`, or choose another file system",
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
+    errno.ENOMEM: "free some host memory",
+    errno.EIO: "see what `dmesg` says of the drive, or choose another one",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOENT: "create it, or choose another path",
+    errno.EEXIST: "remove it, or choose another path",
+    errno.EBUSY: "end what uses it, or choose another path",
+    errno.ETXTBSY: "end what uses it, or choose another path",
+}
+
+
+class FileError(InfinityError, OSError):
+    """The system refuses a call on a file or a directory; names its path and the way out.
+
+    It also is the subclass of `OSError` that Python has for its errno, such as `FileNotFoundError`.
+    """
+
+    def __new__(cls, code: int, path: str, text: str = "") -> FileError:
+        kind = _FILE_ERRORS.get(type(OSError(code, "")), FileError)
+        return OSError.__new__(kind, code, text or with_way_out(code), path)
+
+    def __init__(self, code: int, path: str, text: str = "") -> None:
+        """`text` is the reason and the way out, where there is a better one than for any file."""
+        super().__init__(code, text or with_way_out(code), path)
+
+    def __reduce__(self) -> tuple[type[FileError], tuple[int, str, str]]:
+        return FileError, (self.errno or 0, self.filename, self.strerror or "")
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+_FILE_ERRORS = {
+    plain: type(FileError.__name__, (FileError, plain), {"__module__": __name__})
+    for plain in {type(OSError(code, "")) for code in errno.errorcode} - {OSError}
+}
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system refuses inside becomes a `FileError` of `path`."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise FileError(error.errno, os.fsdecode(path)) from None
+
+
+def with_way_out(code: int) -> str:
+    """What the system means with an errno, and what to do."""
+    return f"{os.strerror(code)}; {_WAYS_OUT.get(code, 'choose another path')}"
+
+
 class CorruptStateError(InfinityError, RuntimeError):
     """What lies on NVMe is not what was written there.
 
@@ -142,17 +211,28 @@ def in_words(value: object) -> str:
 def sentence(error: BaseException) -> str:
     """`error` in one line: "PATH: reason" for an `OSError`, and the cause that an `InfinityError`
     names."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        text = reason(error)
+        if error.filename is not None:
+            text = f"{os.fsdecode(error.filename)}: {text}"
     else:
         text = _without_frames(str(error)) or type(error).__name__
     if (
         isinstance(error, InfinityError)
         and error.__cause__ is not None
-        and str(error.__cause__) not in text
+        and reason(error.__cause__) not in text
     ):
         text = f"{text} (because: {sentence(error.__cause__)})"
     return " ".join(text.split())
+
+
+def reason(error: BaseException) -> str:
+    """What `error` says, without the path of an `OSError`, and with the way out of the system's
+    own."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    is_plain = error.errno and error.strerror == os.strerror(error.errno)
+    return with_way_out(error.errno or 0) if is_plain else error.strerror
 
 
 def _without_frames(text: str) -> str:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from infinity.directories.directory import Directory
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, naming
 
 log = logging.getLogger("infinity")
 
@@ -82,16 +82,26 @@ def _named_file() -> type[Any]:
 
         def __init__(self, descriptor: int, path: str) -> None:
             self._warned = False
-            super().__init__(f"/proc/self/fd/{descriptor}", name=os.fsencode(path))
+            with naming(path):
+                super().__init__(f"/proc/self/fd/{descriptor}", name=os.fsencode(path))
             self._descriptor = descriptor
 
         def allocate(self, nbytes: int) -> None:
-            try:
-                super().allocate(nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                self._allocate_unreserved(nbytes)
+            with naming(self.path):
+                try:
+                    super().allocate(nbytes)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                        raise
+                    self._allocate_unreserved(nbytes)
+
+        def truncate(self, nbytes: int) -> None:
+            with naming(self.path):
+                super().truncate(nbytes)
+
+        def sync(self) -> None:
+            with naming(self.path):
+                super().sync()
 
         def _allocate_unreserved(self, nbytes: int) -> None:
             """Make the file longer if there is room now; others may take it before it is

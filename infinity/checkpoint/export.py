@@ -18,7 +18,7 @@ import torch
 
 from infinity.checkpoint.contents import Contents, StoredTensor
 from infinity.directories.drafts import Drafts, drafting_directory
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, naming
 from infinity.nvme import safetensors
 from infinity.sharding.codec import round_to
 
@@ -198,15 +198,16 @@ def _write_file(drafts: Drafts, name: str, shard: Sequence[Wanted], contents: Co
     places = {entry.name: entry for entry in entries}
     descriptor = drafts.folder.create(name, 0o666)
     try:
-        _write(descriptor, 0, memoryview(head))
-        for called, weight, dtype in shard:
-            begin = places[called].begin
-            for run in contents.read(weight):
-                data = _rounded(run.values, dtype).view(torch.uint8).numpy().data
-                _write(descriptor, begin + run.begin * dtype.itemsize, data)
-                del run, data  # before the next piece comes
-        os.ftruncate(descriptor, max([len(head), *(entry.end for entry in entries)]))
-        os.fsync(descriptor)
+        with naming(drafts.folder.path / name):
+            _write(descriptor, 0, memoryview(head))
+            for called, weight, dtype in shard:
+                begin = places[called].begin
+                for run in contents.read(weight):
+                    data = _rounded(run.values, dtype).view(torch.uint8).numpy().data
+                    _write(descriptor, begin + run.begin * dtype.itemsize, data)
+                    del run, data  # before the next piece comes
+            os.ftruncate(descriptor, max([len(head), *(entry.end for entry in entries)]))
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -353,6 +353,8 @@ class CheckpointWriter(FileSystemWriter):
     """Writes beside the directory, and gives what is whole its name."""
 
     def __init__(self, directory: Path, state: EngineState, progress: CheckpointProgress) -> None:
+        if not directory.name:  # which is the same on all ranks
+            raise _refusal(directory)
         self._directory, self._progress = directory, progress
         self._partial = sibling(directory, "partial")
         self._old = sibling(directory, "old")
@@ -370,6 +372,8 @@ class CheckpointWriter(FileSystemWriter):
         """On the first rank, before any writes: make the directory, after saves that were cut off
         are cleaned up."""
         with in_words(f"{self._directory} cannot be written"):
+            if os.path.ismount(self._directory):
+                raise _refusal(self._directory)
             there = self._directory.exists()
             if there and not is_whole(self._directory) and not _is_empty(self._directory):
                 raise CheckpointError(
@@ -473,7 +477,12 @@ class CheckpointWriter(FileSystemWriter):
             make_durable(self._partial)
             if self._directory.exists():
                 self._directory.rename(self._old)
-            self._partial.rename(self._directory)
+            try:
+                self._partial.rename(self._directory)
+            except BaseException:
+                if self._old.exists():
+                    self._old.rename(self._directory)
+                raise
             make_durable(self._directory.parent)
             shutil.rmtree(self._old, ignore_errors=True)  # else the next save does it
 
@@ -516,6 +525,13 @@ def _without_repeats(needs: Iterator[_Need]) -> Iterator[_Need]:
         if last is None or need.series is not last.series or need.begin != last.begin:
             yield need
         last = need
+
+
+def _refusal(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} is the top of a file system, and no save can take its place; choose a "
+        "directory in it"
+    )
 
 
 def _is_empty(directory: Path) -> bool:

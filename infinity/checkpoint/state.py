@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from infinity.checkpoint import manifest
 from infinity.checkpoint.readers import LiveStates, StatesReader
 from infinity.device import copy_alone, zero_alone
-from infinity.errors import CheckpointError, EngineClosedError, InfinityError
+from infinity.errors import CheckpointError, EngineClosedError, InfinityError, sentence
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
@@ -443,7 +443,7 @@ def in_words(what: str) -> Iterator[None]:
         # torch raises its own on top
         while reason is not None and not isinstance(reason, (OSError, InfinityError)):
             reason = reason.__cause__ or reason.__context__
-        raise CheckpointError(f"{what}: {reason or error}") from reason or error
+        raise CheckpointError(f"{what}: {sentence(reason or error)}") from reason or error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from infinity.checkpoint.files import DATA_NAME, is_held, is_whole
 from infinity.checkpoint.progress import Told
+from infinity.directories.directory import check_length
 from infinity.directories.lock import Lock, lock_directory
 
 _NAME = re.compile(r"step-(\d+)")
@@ -49,6 +50,7 @@ class CheckpointFolders:
         `PathInUseError` when another job writes there, and `OSError` when `directory` cannot be
         created.
         """
+        check_length(self.directory, "--checkpoint")
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(f"--checkpoint {self.directory} is not a directory")
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import typer
 
 from infinity.cli.failure import plain_failures, say
 from infinity.cli.options import AsJson, Debug, parse_size
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, naming
 from infinity.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Description:
         from infinity.checkpoint.files import open_plain
         from infinity.models.reading import open_regular
 
-        with open_regular(path) if self._names else open_plain(path) as file:
+        with naming(path), open_regular(path) if self._names else open_plain(path) as file:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:
             raise ConfigError(

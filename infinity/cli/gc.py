@@ -21,6 +21,7 @@ from infinity.cli.ranks import own_directories
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
+from infinity.errors import naming
 from infinity.quantities import format_bytes
 from infinity.tiers.durable import (
     DURABLE_NAMES,
@@ -45,7 +46,9 @@ def collect(
     """
     for directory in directories:
         if not directory.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
+            raise NotADirectoryError(
+                errno.ENOTDIR, "not a directory; choose another one", str(directory)
+            )
     with ExitStack() as stack:
         places = list(_open_all(stack, directories))
         left = [_look(each.place, committed) for each in places]
@@ -90,7 +93,8 @@ def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_OpenPl
     ]
     while coming:
         each = coming.pop(0)
-        status = os.fstat(each.place.descriptor)
+        with naming(each.place.path):
+            status = os.fstat(each.place.descriptor)
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.directories.directory import Directory
+from infinity.directories.directory import Directory, check_length
 from infinity.directories.drafts import Drafts, drafting, remove_leftovers
+from infinity.errors import naming
 from infinity.models.tokenizer import Tokenizer
 from infinity.modules.tensors import INDEX, SINGLE
 from infinity.nvme import safetensors
@@ -36,6 +37,7 @@ def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> Non
     Raises `ValueError` when it is the directory of the model itself, cannot be written, or is not
     empty without `overwrite`. Raises `OSError` when it cannot be created.
     """
+    check_length(directory, "--output")
     if source is not None and directory.exists() and directory.samefile(source):
         raise ValueError(
             f"--output {directory} is the directory of the model itself; choose another one"
@@ -84,10 +86,11 @@ def save_description(
         config.dtype = dtype
     generation: Any = getattr(model, "generation_config", None)
     with Directory(directory, "--output") as place, drafting(place) as drafts:
-        config.save_pretrained(drafts.path)
-        if generation is not None:
-            generation.save_pretrained(drafts.path)
-        tokenizer.save(drafts.path)
+        with naming(directory):
+            config.save_pretrained(drafts.path)
+            if generation is not None:
+                generation.save_pretrained(drafts.path)
+            tokenizer.save(drafts.path)
         for name in drafts.names():
             drafts.publish(name)
 
@@ -178,7 +181,7 @@ class _Shard:
 
     def __init__(self, drafts: Drafts, draft: str, first: str) -> None:
         """`first` is the name of the first tensor, which certainly fits."""
-        self.draft = draft
+        self.draft, self._path = draft, drafts.folder.path / draft
         self.names: list[str] = []
         self.nbytes = 0
         self._header = safetensors.Growing({"format": "pt"}, safetensors.header_bytes(first))
@@ -196,18 +199,20 @@ class _Shard:
             import torch
 
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            self._file.seek(entry.begin)
-            while data:
-                data = data[self._file.write(data[:_WRITE_BYTES]) :]
+            with naming(self._path):
+                self._file.seek(entry.begin)
+                while data:
+                    data = data[self._file.write(data[:_WRITE_BYTES]) :]
         return True
 
     def close(self) -> None:
         """Write the header, and wait until all of it is on the drive."""
-        self._file.seek(0)
-        self._file.write(self._header.head())
-        self._file.truncate(self._header.end)
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            self._file.seek(0)
+            self._file.write(self._header.head())
+            self._file.truncate(self._header.end)
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def __enter__(self) -> _Shard:
         return self

@@ -11,6 +11,7 @@ from typing import Any
 from infinity.cli.history import History
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import drafting
+from infinity.errors import naming
 from infinity.observe import LANES, Span
 
 _PROCESS = 1
@@ -103,7 +104,8 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
 def write_trace(path: Path, spans: Sequence[Span], history: History) -> None:
     """Write the trace events to `path`, one per line, whole or not at all."""
     with Directory(path.parent) as place, drafting(place) as drafts:
-        with os.fdopen(drafts.folder.create(path.name, 0o666), "w", encoding="utf-8") as handle:
+        created = drafts.folder.create(path.name, 0o666)
+        with naming(path), os.fdopen(created, "w", encoding="utf-8") as handle:
             handle.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(trace_events(spans, history)):
                 handle.write((",\n" if number else "") + json.dumps(event, allow_nan=False))

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from infinity.cli.output import RUN_NAME, write_file
 from infinity.directories.directory import Directory
+from infinity.errors import naming
 from infinity.models.reading import open_regular
 
 
@@ -33,7 +34,7 @@ class RunFile(BaseModel):
         path = directory / RUN_NAME
         if not path.is_file():
             return None
-        with open_regular(path) as file:
+        with naming(path), open_regular(path) as file:
             try:
                 found = cls.model_validate_json(file.read())
             except ValidationError:

@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from infinity.directories.directory import Directory
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, naming
 
 COMMIT_NAMES = ("infinity-commit-0.bin", "infinity-commit-1.bin")
 DRAFT_NAME = "infinity-commit.draft"
@@ -58,7 +58,7 @@ class DurableFiles:
             descriptor = self._directory.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        with os.fdopen(descriptor, "rb") as file:
+        with naming(self.path / name), os.fdopen(descriptor, "rb") as file:
             return file.read(_HEAD.size + MOST_BYTES)
 
     def size(self, name: str) -> int | None:
@@ -70,7 +70,7 @@ class DurableFiles:
         """A new file, which is there as a whole or not at all."""
         self._directory.remove(DRAFT_NAME)  # of a job that was killed here
         try:
-            self._write(self._directory.create_in_place(DRAFT_NAME), content)
+            self._write(DRAFT_NAME, self._directory.create_in_place(DRAFT_NAME), content)
             self._directory.rename(DRAFT_NAME, name)
         except BaseException:
             self._directory.remove(DRAFT_NAME)
@@ -80,7 +80,7 @@ class DurableFiles:
     def overwrite(self, name: str, content: bytes) -> None:
         """Other bytes where a file that is there begins; what lies behind them stays. What is cut
         off may leave any part of them."""
-        self._write(self._directory.open(name), content)
+        self._write(name, self._directory.open(name), content)
 
     def keep(self, names: Iterable[str]) -> None:
         """What these files have, where they are there, has come from another process: write the
@@ -96,8 +96,8 @@ class DurableFiles:
         self._directory.remove(name)
         self._directory.sync()
 
-    def _write(self, descriptor: int, content: bytes) -> None:
-        with os.fdopen(descriptor, "r+b") as file:
+    def _write(self, name: str, descriptor: int, content: bytes) -> None:
+        with naming(self.path / name), os.fdopen(descriptor, "r+b") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -22,14 +22,16 @@ import resource
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, naming, with_way_out
 from infinity.quantities import format_bytes
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_MOST_BYTES = 3800
+"""Of a path: the system takes 4,095, and files below it have names, too."""
+_MOST_NAME = 255
 _KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISDIR, "a directory"),
@@ -64,11 +66,22 @@ def _flags(descriptor: int) -> int:
 def make_durable(path: Path) -> None:
     """Return when the content of the file `path`, or the names in the directory `path`, would
     survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check_length(path: Path, what: str) -> None:
+    """Raise `ConfigError` where files in the directory `path`, or its last name, would have names
+    that the system cannot take. `what` is how messages call it."""
+    if len(os.fsencode(path)) > _MOST_BYTES or len(os.fsencode(path.name)) > _MOST_NAME:
+        raise ConfigError(
+            f"{what} {path} is too long: at most {_MOST_BYTES} bytes, and {_MOST_NAME} for a "
+            "name, leave room for its files; choose a shorter path"
+        )
 
 
 def file_limit() -> int | None:
@@ -91,7 +104,7 @@ class Directory:
 
     `path` is what messages show, `what` is how they call it ("nvme directory"). Ends with `close`
     or a `with` block. Methods raise `ConfigError` for what is not ours, with the path and the way
-    out, and `OSError` for what the system refuses.
+    out, and `FileError` for what the system refuses.
     """
 
     def __init__(self, path: Path, what: str = "directory", parent: int | None = None) -> None:
@@ -101,16 +114,21 @@ class Directory:
         Raises `ConfigError` when it cannot be opened as a directory.
         """
         self.path, self.what = path, what
+        if parent is None:
+            check_length(path, what)
         flags = (
             os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if parent is None else os.O_NOFOLLOW)
         )
         try:
-            self.descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+            with naming(path):
+                name = path if parent is None else path.name
+                self.descriptor = os.open(name, flags, dir_fd=parent)
         except OSError as error:
+            code = error.errno or 0
             kinds = {errno.ENOENT: "does not exist", errno.ENOTDIR: "is not a directory"}
+            reason = f"{kinds[code]}; choose another one" if code in kinds else ""
             raise ConfigError(
-                f"{what} {path} "
-                f"{kinds.get(error.errno or 0, f'cannot be opened: {error.strerror}')}"
+                f"{what} {path} {reason or f'cannot be opened: {with_way_out(code)}'}"
             ) from error
 
     def below(self, name: str, mode: int = 0o777, new: bool = False) -> Directory:
@@ -150,23 +168,25 @@ class Directory:
 
     def names(self) -> list[str]:
         """All names in it, sorted."""
-        return sorted(os.listdir(self.descriptor))  # noqa: PTH208 (a descriptor, no path)
+        with naming(self.path):
+            return sorted(os.listdir(self.descriptor))  # noqa: PTH208 (a descriptor, no path)
 
     def device(self) -> int:
         """The number of the file system it is on."""
-        return os.fstat(self.descriptor).st_dev
+        with naming(self.path):
+            return os.fstat(self.descriptor).st_dev
 
     def free_bytes(self) -> int:
         """What its file system has left for us."""
-        space = os.fstatvfs(self.descriptor)
+        with naming(self.path):
+            space = os.fstatvfs(self.descriptor)
         return space.f_bavail * space.f_frsize
 
     def status(self, name: str) -> os.stat_result | None:
         """What `name` itself is, not what it links to; None when there is nothing."""
-        try:
+        with suppress(FileNotFoundError), self._naming(name):
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        return None
 
     def check(self, name: str) -> os.stat_result | None:
         """The status of the plain file `name`, or None. Raises `ConfigError` for anything else of
@@ -190,17 +210,14 @@ class Directory:
     def is_same(self, name: str, descriptor: int) -> bool:
         """Whether `name` means the open file `descriptor`."""
         status = self.status(name)
-        return status is not None and os.path.samestat(status, os.fstat(descriptor))
+        with self._naming(name):
+            return status is not None and os.path.samestat(status, os.fstat(descriptor))
 
     # Files
 
-    @contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
+    def _naming(self, name: str) -> AbstractContextManager[None]:
         """Errors of the system show the whole path."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+        return naming(self.path / name)
 
     def create(self, name: str, mode: int = 0o600) -> int:
         """A descriptor of the new file `name`, to read and write. Raises `FileExistsError` when
@@ -215,8 +232,8 @@ class Directory:
         return _in_place(self.create(name))
 
     def unnamed(self) -> int:
-        """A descriptor of a new file without a name, to read and write. Its space is free when it
-        is closed, also after a kill."""
+        """A descriptor of a new file without a name, to read and write, which is overwritten in
+        place like `create_in_place`. Its space is free when it is closed, also after a kill."""
         flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
         try:
             with self._naming("a file without a name"):
@@ -245,7 +262,9 @@ class Directory:
                 raise _refusal(self.path / name, "a link") from None
             raise
         try:
-            self.check_plain(name, os.fstat(descriptor))
+            with self._naming(name):
+                status = os.fstat(descriptor)
+            self.check_plain(name, status)
         except BaseException:
             os.close(descriptor)
             raise
@@ -275,8 +294,9 @@ class Directory:
         with suppress(FileNotFoundError, PermissionError):
             descriptor = self.open(name)
             try:
-                used = os.fstat(descriptor).st_blocks * 512
-                os.ftruncate(descriptor, 0)
+                with self._naming(name):
+                    used = os.fstat(descriptor).st_blocks * 512
+                    os.ftruncate(descriptor, 0)
             finally:
                 os.close(descriptor)
             self.remove(name)
@@ -294,7 +314,8 @@ class Directory:
 
     def sync(self) -> None:
         """Return when the names in it would survive a power cut."""
-        os.fsync(self.descriptor)
+        with naming(self.path):
+            os.fsync(self.descriptor)
 
 
 def _in_place(descriptor: int) -> int:

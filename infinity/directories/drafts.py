@@ -20,7 +20,7 @@ from pathlib import Path
 
 from infinity.directories.directory import Directory, make_durable, temporary_name
 from infinity.directories.lock import LOCK_NAME, Lock, lock
-from infinity.errors import ConfigError, PathInUseError
+from infinity.errors import ConfigError, PathInUseError, naming
 
 _TRIES = 100  # to make a folder that others clean up
 _TEMPORARY = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
@@ -72,7 +72,8 @@ def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
                 drafts = Drafts(directory, folder)
                 try:
                     yield drafts
-                    os.fchmod(folder.descriptor, 0o777 & ~_umask())
+                    with naming(path):
+                        os.fchmod(folder.descriptor, 0o777 & ~_umask())
                     folder.sync()
                     _replace(directory, name, path.name)
                 except BaseException:
@@ -172,7 +173,8 @@ class Drafts:
 
     def write(self, name: str, content: bytes) -> None:
         """Make a draft that is whole and durable."""
-        with os.fdopen(self.folder.create(name, 0o666), "wb") as file:
+        created = self.folder.create(name, 0o666)
+        with naming(self.folder.path / name), os.fdopen(created, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.directories.directory import Directory, temporary_name
-from infinity.errors import ConfigError, PathInUseError
+from infinity.errors import ConfigError, FileError, PathInUseError, naming
 
 LOCK_NAME = "infinity.lock"
 _TRIES = 100  # to lock a file that others remove as they leave
@@ -114,26 +114,29 @@ class _LockFile(NamedTuple):
         """None when the file was removed or replaced meanwhile."""
         directory, name = self
         with _held.guard:  # no fork between the open and the note of it
+            where = f"{directory.what} {directory.path} cannot be written"
             try:
                 directory.check(name)
-                descriptor, made = self._open()
-            except FileNotFoundError:
-                return None
+                opened = self._open()
+            except FileNotFoundError:  # as /proc says
+                raise ConfigError(f"{where}: it takes no files; choose another one") from None
             except OSError as error:
-                raise ConfigError(
-                    f"{directory.what} {directory.path} cannot be written: {error.strerror}"
-                ) from error
+                raise ConfigError(f"{where}: {error.strerror}") from error
+            if opened is None:
+                return None
+            descriptor, made = opened
             _held.add(descriptor)
         try:
-            directory.check_plain(name, os.fstat(descriptor))
-            taken = self._take(descriptor, made)
-            # The holder removes the file as it leaves: make sure that what we locked is still what
-            # the name means.
-            if taken and directory.is_same(name, descriptor):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, Holder.us().text().encode(), 0)
-                return Lock(directory, name, descriptor)
-        except OSError as error:
+            with naming(self.path):
+                directory.check_plain(name, os.fstat(descriptor))
+                taken = self._take(descriptor, made)
+                # The holder removes the file as it leaves: make sure that what we locked is still
+                # what the name means.
+                if taken and directory.is_same(name, descriptor):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, Holder.us().text().encode(), 0)
+                    return Lock(directory, name, descriptor)
+        except FileError as error:
             _held.close(descriptor)
             raise ConfigError(f"{self.path} cannot be locked: {error.strerror}") from error
         except BaseException:
@@ -142,12 +145,14 @@ class _LockFile(NamedTuple):
         _held.close(descriptor)
         return None
 
-    def _open(self) -> tuple[int, bool]:
-        """The descriptor, and whether the file is new."""
+    def _open(self) -> tuple[int, bool] | None:
+        """The descriptor, and whether the file is new; None when it was removed meanwhile."""
         try:
             return self.directory.create(self.name), True
         except FileExistsError:
-            return self.directory.open(self.name), False
+            with suppress(FileNotFoundError):
+                return self.directory.open(self.name), False
+            return None
 
     def _take(self, descriptor: int, made: bool) -> bool:
         """Take the lock; False when it is to be tried again. Raises `PathInUseError`."""

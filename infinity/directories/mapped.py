@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from infinity.directories.directory import file_limit, limit_text
-from infinity.errors import InfinityError
+from infinity.errors import FileError
 from infinity.quantities import format_bytes
 
 LEAST_BYTES = 64 << 10
@@ -34,7 +34,7 @@ def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
     """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`; in memory where
     it is small.
 
-    Raises `InfinityError` that names the directory when that has no space.
+    Raises `FileError` that names the directory when that has no space.
     """
     if tensor.nbytes < max(LEAST_BYTES, 1):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -51,10 +51,9 @@ def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
         most = file_limit() if error.errno == errno.EFBIG else None
         elsewhere = "" if directory else ", or set TMPDIR to another directory"
         way_out = f"free some of its space{elsewhere}" if most is None else limit_text(most)
-        raise InfinityError(
-            f"{where} takes no file of {format_bytes(flat.numel())} for the copy of a tensor "
-            f"({error.strerror}); {way_out}"
-        ) from error
+        size = format_bytes(flat.numel())
+        text = f"takes no file of {size} for the copy of a tensor ({error.strerror}); {way_out}"
+        raise FileError(error.errno or 0, where, text) from error
     made = torch.empty(0, dtype=tensor.dtype)
     return made.set_(storage, 0, tensor.shape)  # type: ignore[call-overload,no-any-return]
 

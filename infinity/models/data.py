@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
+from infinity.errors import naming
 from infinity.models import records, samples
 from infinity.models.reading import open_regular
 from infinity.models.records import DataRecord
@@ -142,10 +143,11 @@ def _items(path: Path, as_text: bool) -> Iterator[TextPiece | DataRecord]:
     suffix = path.suffix.lower()
     if suffix in _PACKED:
         raise ValueError(f"{path} is no text: {_PACKED[suffix]}")
-    if as_text or suffix not in records.SUFFIXES:
-        yield from _text(path)
-        return
-    yield from _sorted_out(records.read_records(path))
+    with naming(path):
+        if as_text or suffix not in records.SUFFIXES:
+            yield from _text(path)
+        else:
+            yield from _sorted_out(records.read_records(path))
 
 
 def _sorted_out(found: Iterable[DataRecord]) -> Iterator[TextPiece | DataRecord]:

@@ -15,12 +15,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from infinity.models.reading import open_regular
+from infinity.errors import in_words
+from infinity.models.description import described_by
+from infinity.models.reading import open_regular, read_json
 from infinity.models.source import ModelSource
 from infinity.models.tokenizer import Text, TextPart, Tokenizer
 from infinity.quantities import format_bytes
 
 GENERATION = "generation_config.json"
+_MOST_BYTES = 1 << 20  # of that file
+_COUNTS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"),
+    *("num_beam_groups", "num_return_sequences", "no_repeat_ngram_size"),
+)
+_NUMBERS = (
+    *("max_time", "temperature", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("length_penalty", "diversity_penalty", "guidance_scale", "epsilon_cutoff", "eta_cutoff"),
+)
+_SWITCHES = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -177,6 +189,31 @@ class TextStream:
             self._told(more)
 
 
+def check_values(path: Path) -> None:
+    """Raise `ValueError` that names the generation_config.json `path` where it holds no object, or
+    a value of a wrong type."""
+    values = read_json(path, _MOST_BYTES)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object; remove it, or take it from the model again")
+    for name, value in values.items():
+        if value is not None and not _is_of_its_type(name, value):
+            raise ValueError(
+                f"{path}: {name} cannot be {in_words(value)}; correct it, or remove it"
+            )
+
+
+def _is_of_its_type(name: str, value: Any) -> bool:
+    """Whether the value of generation_config.json may have this type; of names that are not known
+    it may have any."""
+    if name.endswith("_token_id"):
+        return all(type(each) is int for each in (value if isinstance(value, list) else [value]))
+    if name in _SWITCHES:
+        return isinstance(value, bool)
+    if name in _COUNTS:
+        return type(value) is int
+    return name not in _NUMBERS or type(value) in (int, float)
+
+
 class Generator:
     """Continues batches with one model; `seconds` and `tokens` are those of all so far. For the
     thread that runs the model."""
@@ -191,9 +228,11 @@ class Generator:
         self._device = device
         directory = source.directory
         if directory is not None and (directory / GENERATION).is_file():
-            model.generation_config = GenerationConfig.from_pretrained(
-                directory, local_files_only=True
-            )
+            check_values(directory / GENERATION)
+            with described_by(directory / GENERATION):
+                model.generation_config = GenerationConfig.from_pretrained(
+                    directory, local_files_only=True
+                )
         if model.generation_config.eos_token_id is None:
             model.generation_config.eos_token_id = tokenizer.separator
         self.seconds = 0.0

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from infinity.errors import naming
 from infinity.quantities import format_bytes
 
 _KINDS = {
@@ -35,7 +36,8 @@ def open_regular(path: Path) -> BinaryIO:
             raise
         raise _refusal(path, path.stat().st_mode) from None
     try:
-        mode = os.fstat(descriptor).st_mode
+        with naming(path):
+            mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise _refusal(path, mode)
         return os.fdopen(descriptor, "rb")
@@ -57,7 +59,7 @@ def read_json(path: Path, most: int) -> Any:
     Raises `ValueError` that names `path` where it has more than `most` bytes, is not JSON in UTF-8,
     or is nested too deeply.
     """
-    with open_regular(path) as handle:
+    with naming(path), open_regular(path) as handle:
         content = handle.read(most + 1)
     if len(content) > most:
         raise ValueError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.errors import sentence
+from infinity.models.patience import within
 
 Ids = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 
@@ -21,6 +23,7 @@ SPECIAL = {BOS: "<|bos|>", EOS: "<|eos|>", PAD: "<|pad|>"}
 BYTE_VOCABULARY = 320
 """259 ids are in use; the rest pads the embedding to a multiple of 64 rows."""
 
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -32,7 +35,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
+    TEMPLATE,
 )
 _DEFINING_FILES = (
     "tokenizer.json",
@@ -182,6 +185,7 @@ class DirectoryTokenizer:
             )
             self.vocabulary = len(self._backend)
             self.largest = max(self._backend.get_vocab().values(), default=0)
+            start = list(self._backend("")["input_ids"])
         ends = (self._backend.eos_token_id, self._backend.sep_token_id)
         separator = next((token for token in ends if token is not None), None)
         if separator is None:
@@ -190,7 +194,6 @@ class DirectoryTokenizer:
             )
         self.separator = int(separator)
         self.has_template = bool(self._backend.chat_template)
-        start = list(self._backend("")["input_ids"])
         self._start = start if start == [self._backend.bos_token_id] else []
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
@@ -246,12 +249,21 @@ class DirectoryTokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
         """See `Tokenizer`."""
+        render = partial(
+            self._backend.apply_chat_template,
+            list(messages),
+            tools=tools,
+            add_generation_prompt=asks,
+            tokenize=False,
+        )
         with self._blamed("cannot render the messages"):
-            return str(
-                self._backend.apply_chat_template(
-                    list(messages), tools=tools, add_generation_prompt=asks, tokenize=False
-                )
-            )
+            return str(within(render, f"the chat template in {self._template}"))
+
+    @property
+    def _template(self) -> Path:
+        """The file that the template is in."""
+        found = self._directory / TEMPLATE
+        return found if found.is_file() else self._directory / "tokenizer_config.json"
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.errors import ConfigError, WeightsError
+from infinity.errors import ConfigError, WeightsError, reason
 from infinity.nvme import safetensors
 from infinity.nvme.safetensors import DTYPES, Entry
 from infinity.tiers.originals import OriginalFile, StoredBytes
@@ -159,7 +159,7 @@ class Tensors:
             self._files.update(dict.fromkeys(opened.keys(), opened))
             self._originals.update(dict.fromkeys(opened.keys(), file))
         except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+            raise ConfigError(f"{path} cannot be read as safetensors: {reason(error)}") from error
 
     def give(self, tensors: Mapping[Any, Any], where: str) -> None:
         """Also those of a state dict. Raises `ConfigError` for what is none."""
@@ -287,7 +287,7 @@ def _indexed(path: Path) -> list[Path]:
         return [path.parent / name for name in sorted(set(index["weight_map"].values()))]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not an index of safetensors files: {type(error).__name__}: {error}"
+            f"{path} is not an index of safetensors files: {type(error).__name__}: {reason(error)}"
         ) from error
 
 

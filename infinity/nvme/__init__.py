@@ -34,11 +34,11 @@ Durable?             `save` is, when it returns. After `write` the bytes have le
                      but only an os.fsync of the file makes sure that they survive a power cut.
 Errors?              A tensor, offset or path that cannot be: `TypeError` or `ValueError`, before
                      anything has moved. A file that cannot be opened, or whose drive plainly has
-                     no room for what is to be written: the `OSError` of the system
-                     (`FileNotFoundError`, ...), before the file is made or written; tensors before
-                     it in the same call may have moved. I/O that stopped early, also at the end of
-                     the file: `NvmeError` with path, offset, errno, asked and done; of several, the
-                     first in order of the call.
+                     no room for what is to be written: `FileError`, also an `OSError` as Python
+                     has it (`FileNotFoundError`, ...), before the file is made or written; tensors
+                     before it in the same call may have moved. I/O that stopped early, also at the
+                     end of the file: `NvmeError` with path, offset, errno, asked and done; of
+                     several, the first in order of the call.
 Forked child?        A child makes an `Io` of its own; its parent's, and their tickets, refuse to be
                      used there. Wait for tickets before a fork.
 """

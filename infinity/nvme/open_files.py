@@ -11,6 +11,7 @@ from typing import Any
 
 from infinity import native
 from infinity.directories.directory import file_limit, limit_text
+from infinity.errors import FileError, naming
 from infinity.nvme.requests import IoRequest
 from infinity.quantities import format_bytes
 
@@ -46,11 +47,13 @@ class Files:
         if file is not None:
             self._open.move_to_end((path, direct))
             return file
-        if path in self._writes:
-            self._check_room(path)
-        file = native.aio().File(
-            path, create=path in self._writes, mode=0o666, direct=direct, name=self._name
-        )
+        shown = os.fsdecode(self._name or path)
+        with naming(shown):
+            if path in self._writes:
+                self._check_room(path, shown)
+            file = native.aio().File(
+                path, create=path in self._writes, mode=0o666, direct=direct, name=self._name
+            )
         self._open[path, direct] = file
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)[1].close()
@@ -58,9 +61,9 @@ class Files:
             self._reserve(file, path)
         return file
 
-    def _check_room(self, path: bytes) -> None:
-        """Raise `OSError` where it is plain that there is no room for what is to be written. So no
-        file is made whose part would take the rest of the drive."""
+    def _check_room(self, path: bytes, shown: str) -> None:
+        """Raise `FileError` where there plainly is no room for what is to be written. So no file is
+        made whose part would take the rest of the drive."""
         total, end = self._writes[path]
         try:
             now, space = os.stat(path), os.statvfs(path)  # noqa: PTH116, a Path takes longer
@@ -69,13 +72,14 @@ class Files:
         else:
             size = now.st_size if stat.S_ISREG(now.st_mode) else end
         growth, most = min(total, end - size), file_limit()
-        shown = os.fsdecode(self._name or path)
         if growth > 0 and most is not None and end > most:
-            raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: {limit_text(most)}", shown)
+            text = f"{os.strerror(errno.EFBIG)}: {limit_text(most)}"
+            raise FileError(errno.EFBIG, shown, text)
         free = space.f_bavail * space.f_frsize
         if growth > free and space.f_blocks > 0:  # it is 0 where the file system does not say
-            reason = f"{format_bytes(growth)} are to be added, and {format_bytes(free)} are free"
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", shown)
+            need = f"{format_bytes(growth)} are to be added, and {format_bytes(free)} are free"
+            text = f"{os.strerror(errno.ENOSPC)}: {need}; free some of its space"
+            raise FileError(errno.ENOSPC, shown, text)
 
     def _reserve(self, file: Any, path: bytes) -> None:
         """Give a file that grows its blocks at once: requests past the end of a file are done one
@@ -100,7 +104,8 @@ def allocate(file: Any, nbytes: int) -> None:
     """Reserve the first `nbytes`; raises `OSError` when there is no room, and does nothing where
     that cannot be done."""
     try:
-        file.allocate(nbytes)
-    except OSError as error:
+        with naming(file.path):
+            file.allocate(nbytes)
+    except FileError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

@@ -15,7 +15,7 @@ import torch
 from infinity.device import HUGE_PAGE, huge_pages
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import drafting
-from infinity.errors import ConfigError, WeightsError
+from infinity.errors import ConfigError, FileError, WeightsError, naming
 from infinity.nvme import safetensors
 from infinity.nvme.open_files import Files, allocate
 from infinity.nvme.requests import IoRequest, memory_of
@@ -69,7 +69,8 @@ def save(
                     edges.append((last, data[last - entry.begin :]))
                 io.stage("write", files, name, edges)
             ticket.wait()
-            file.sync()
+            with naming(target):
+                file.sync()
 
 
 def load(
@@ -170,8 +171,9 @@ def _load_host(
 def _replacing(target: Path) -> Iterator[bytes]:
     """A name for a new file that takes the place of `target` when the block ends well, and goes
     when it does not."""
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    with naming(target):
+        if target.is_dir():
+            raise FileError(errno.EISDIR, str(target))
     try:
         with Directory(target.parent) as directory, drafting(directory) as drafts:
             descriptor = drafts.folder.create(target.name, 0o666)

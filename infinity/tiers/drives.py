@@ -18,7 +18,7 @@ import torch
 from infinity import native
 from infinity.directories.directory import Directory, file_limit, limit_text
 from infinity.directories.lock import lock
-from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError
+from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError, with_way_out
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
@@ -60,11 +60,12 @@ def check_directories(directories: Sequence[Path]) -> None:
     for directory in directories:
         try:
             kind = "is not a directory" if directory.exists() else "does not exist"
+            is_there = directory.is_dir()
         except OSError as error:  # such as a name that is too long
             raise ConfigError(
-                f"nvme directory {directory} cannot be used: {error.strerror}; choose another one"
+                f"nvme directory {directory} cannot be used: {with_way_out(error.errno or 0)}"
             ) from None
-        if not directory.is_dir():
+        if not is_there:
             raise ConfigError(
                 f"nvme directory {directory} {kind}; create it on the drive to be "
                 f"used: mkdir -p {directory}"
@@ -279,8 +280,7 @@ class NvmeTier:
                 raise RuntimeError(f"{place.path} has committed states, which nothing took over")
             self._reclaim(place)
             self._ours.append(place)
-            descriptor = place.create_in_place(STATES_NAME)
-            file = native.file_at(descriptor, path)
+            file = native.file_at(place.create_in_place(STATES_NAME), path)
         self._parts.callback(file.close)
         if not file.direct:
             log.warning(

@@ -46,7 +46,7 @@ from pydantic import (
 
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
-from infinity.errors import CheckpointError, ConfigError, first_problem, in_words
+from infinity.errors import CheckpointError, ConfigError, first_problem, in_words, naming
 from infinity.placement.spec import Kind
 
 log = logging.getLogger("infinity")
@@ -619,7 +619,7 @@ def _refusal(place: Directory) -> ConfigError:
 def _read(place: Directory) -> StatesManifest:
     path = place.path / MANIFEST_NAME
     try:
-        with os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
+        with naming(path), os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
             return StatesManifest.decode(file.read(_MOST_BYTES))
     except (OSError, ValidationError) as error:
         raise CheckpointError(

@@ -1016,6 +1016,34 @@ def refused(training: Training, text: str) -> Iterator[None]:
     training.step(7)
 
 
+@pytest.mark.parametrize("top", ["/", "/proc"])
+def test_the_top_of_a_file_system_is_no_place_for_a_save(start: Start, top: str) -> None:
+    training = start()
+    with refused(training, f"^{top} is the top of a file system, .*; choose a directory in it$"):
+        training.save(Path(top))
+
+
+def test_a_save_that_cannot_take_its_place_leaves_the_one_before(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, where = start(), tmp_path / "checkpoint"
+    training.save(where)
+    before = (where / "infinity.json").read_bytes()
+    rename = os.rename
+
+    def failing(source: Path, *rest: Any) -> None:
+        if Path(source).name == ".checkpoint.partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), source)
+        rename(source, *rest)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with refused(training, f"^{where} cannot be written: .*Input/output error; "):
+        training.save(where)
+    monkeypatch.undo()
+    assert (where / "infinity.json").read_bytes() == before
+    training.load(where)
+
+
 def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_path: Path) -> None:
     training, where = start(), tmp_path / "checkpoint"
     with refused(training, f"^{where} is no checkpoint: there is no such directory$"):

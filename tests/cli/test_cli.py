@@ -253,8 +253,20 @@ def test_an_output_that_is_a_file_or_the_model_is_refused(tmp_path: Path, text: 
 def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) -> None:
     assert (
         refusal("finetune", "--nvme", tmp_path, "--output", text / "below")
-        == f"{text / 'below'}: Not a directory"
+        == f"{text / 'below'}: Not a directory; choose another path"
     )
+
+
+@pytest.mark.parametrize("option", ["--output", "--checkpoint"])
+@pytest.mark.parametrize("name", ["n" * 256, "/".join(["d" * 200] * 19)])
+def test_a_path_that_is_too_long_is_refused_before_anything_is_made(
+    tmp_path: Path, option: str, name: str
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    said = refusal("finetune", "--nvme", tmp_path / "nvme", option, tmp_path / name)
+    assert said.startswith(f"{option} {tmp_path / name} is too long: ")
+    assert said.endswith("; choose a shorter path")
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme"]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
@@ -869,7 +881,8 @@ def test_gc_does_not_follow_links(tmp_path: Path) -> None:
 
 
 def test_gc_of_no_directory_is_refused(tmp_path: Path) -> None:
-    assert refusal("gc", tmp_path / "no") == f"{tmp_path / 'no'}: not a directory"
+    said = f"{tmp_path / 'no'}: not a directory; choose another one"
+    assert refusal("gc", tmp_path / "no") == said
 
 
 def test_gc_leaves_the_lock_free(tmp_path: Path) -> None:

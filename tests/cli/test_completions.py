@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
+from infinity.models import tokenizer as tokenizers
 from infinity.models.data import Windows, load_windows, read_items
+from infinity.models.patience import within
 from infinity.models.records import DataRecord
 from infinity.models.samples import Rows, unpacked
 from infinity.models.tokenizer import (
@@ -54,6 +57,32 @@ def tokenizer(where: Path, template: str | None) -> Tokenizer:
     if template is not None:
         (where / "chat_template.jinja").write_text(template)
     return load_tokenizer(where, BYTE_VOCABULARY)
+
+
+def test_a_template_that_never_ends_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a clock: the notice and the end come at once."""
+    loop = "{% for i in range(99999) %}"
+    by = tokenizer(tmp_path / "model", loop * 4 + "x" + "{% endfor %}" * 4)
+    source = write_lines(tmp_path / "talk.jsonl", {"messages": TALK})
+    monkeypatch.setattr(tokenizers, "within", partial(within, notice=0, most=0))
+    where = f"the chat template in {tmp_path / 'model' / 'chat_template.jinja'}"
+    with pytest.raises(ValueError, match=f"talk.jsonl, line 1: .*{where} took more than .*; "):
+        load(source, by)
+    assert where in caplog.text
+
+
+def test_only_what_does_not_end_is_given_up() -> None:
+    """What ends is returned, and what it raises is raised; nothing comes after it."""
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    for _ in range(100):
+        assert within(lambda: 3, "a") == 3
+        with pytest.raises(KeyError):
+            within(fail, "a")
 
 
 def learned(rows: Rows | Any, number: int = 0) -> tuple[str, str]:

@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,38 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     model = () if "--model" in arguments else ("--model", directory)
     assert problem in refused(*model, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[1]", " holds no JSON object; "),
+        ("3", " holds no JSON object; "),
+        ("{", ": not JSON "),
+        ('{"eos_token_id": "x"}', ": eos_token_id cannot be 'x'; correct it, or remove it"),
+        ('{"eos_token_id": [[1]]}', ": eos_token_id cannot be a value of type list; "),
+        ('{"temperature": "a"}', ": temperature cannot be 'a'; "),
+        ('{"num_beams": "two"}', ": num_beams cannot be 'two'; "),
+        ('{"do_sample": 3}', ": do_sample cannot be 3; "),
+    ],
+)
+def test_an_odd_generation_config_is_named(
+    directory: Path, tmp_path: Path, content: str, why: str
+) -> None:
+    model = shutil.copytree(directory, tmp_path / "model")
+    (model / "generation_config.json").write_text(content)
+    result = run("--model", model, "--prompt", "a", "--max-new-tokens", NEW, *BUDGETS)
+    assert result.exit_code == 1
+    said = result.stderr.splitlines()[-1]
+    assert f"{model / 'generation_config.json'}{why}" in said
+
+
+def test_an_odd_tokenizer_config_is_named(directory: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(directory, tmp_path / "model")
+    for values in ({"model_max_length": "x", "eos_token": "<|eos|>"}, {"tokenizer_class": [1]}, []):
+        (model / "tokenizer_config.json").write_text(json.dumps(values))
+        said = refused("--model", model, "--prompt", "a", *BUDGETS)
+        assert f"the tokenizer in {model} cannot be loaded: " in said
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_directory_that_cannot_be_one(common: list[Any], tmp_path: Path) -> No
     )
     assert (
         refusal(*common, "--checkpoint", tmp_path / "text.txt" / "x")
-        == f"{tmp_path}/text.txt/x: Not a directory"
+        == f"{tmp_path}/text.txt/x: Not a directory; choose another path"
     )
 
 
@@ -439,7 +439,8 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
         during_step(patch, 4, lambda: patch.setattr(os, "fsync", full))
         assert (
             refusal(*arguments)
-            == f"{where}/step-4 cannot be written: [Errno 28] No space left on device"
+            == f"{where}/step-4 cannot be written: No space left on device; free some of its "
+            "space, or choose another path"
         )
     assert names(where) == ["step-2"]
     expected(output, where, finished(*arguments, "--resume"))

@@ -20,7 +20,7 @@ import pytest
 from infinity.directories import lock as locks
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME, Holder, lock, lock_directory
-from infinity.errors import ConfigError, PathInUseError
+from infinity.errors import ConfigError, PathInUseError, with_way_out
 from support.planted import ADVICE, MINE, PLANTED, Planted
 
 planted = pytest.mark.parametrize("what", PLANTED)
@@ -132,7 +132,26 @@ def test_a_directory_that_is_none_is_named(tmp_path: Path, path: str, why: str) 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
         lock_directory(tmp_path / path, "--checkpoint")
-    assert str(caught.value) == f"--checkpoint {tmp_path / path} {why}"
+    assert str(caught.value) == f"--checkpoint {tmp_path / path} {why}; choose another one"
+
+
+def test_a_file_system_that_takes_no_files_is_said_to_take_none() -> None:
+    with pytest.raises(ConfigError, match=r"nvme directory /proc cannot be written: .*; "):
+        lock_directory(Path("/proc"), "nvme directory")
+
+
+def test_a_path_that_leaves_no_room_for_files_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory itself is made, and what lies in it could not be named by its whole path."""
+    monkeypatch.chdir(tmp_path)
+    name = "d" * 200
+    for _ in range(20):
+        Path(name).mkdir()
+        os.chdir(name)
+    long = Path(tmp_path, *[name] * 19, "e" * 100)
+    with pytest.raises(ConfigError, match=r"is too long: .*; choose a shorter path"):
+        lock_directory(long, "--output")
 
 
 def test_a_file_of_somebody_else_with_the_name_of_the_lock_is_kept(place: Path) -> None:
@@ -402,7 +421,7 @@ def test_another_failure_of_the_lock_is_one_sentence(place: Path, without: Any) 
     without("flock", errno.EIO)
     with pytest.raises(ConfigError) as caught:
         lock_directory(place, "nvme directory")
-    assert str(caught.value) == f"{place / LOCK_NAME} cannot be locked: Input/output error"
+    assert str(caught.value) == f"{place / LOCK_NAME} cannot be locked: {with_way_out(errno.EIO)}"
 
 
 def test_no_descriptor_is_left_behind(place: Path, plant: Any) -> None:

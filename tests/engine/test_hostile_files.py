@@ -434,7 +434,10 @@ def test_the_command_names_paths_that_are_not_utf8(tmp_path: Path) -> None:
     both = [*command, os.fsencode(tmp_path / "\udce9")]
     result = subprocess.run(both, env=environment, capture_output=True)
     assert (result.returncode, result.stdout) == (1, b""), "nothing is removed"
-    assert result.stderr == b"infinity: " + os.fsencode(tmp_path) + missing + b": not a directory\n"
+    said = (
+        b"infinity: " + os.fsencode(tmp_path) + missing + b": not a directory; choose another one"
+    )
+    assert result.stderr == said + b"\n"
     result = subprocess.run(command, env=environment, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.startswith(b"removed " + os.fsencode(place / "infinity-states.bin"))

@@ -202,6 +202,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/gradients.py Gradients._drop_forgotten": COLLECTIVE,
     "sharding/gradients.py Gradients._scale_assigned": COLLECTIVE,
     "sharding/gradients.py Gradients.settle": COLLECTIVE,
+    "models/patience.py _CallWatcher._watch": (
+        "a second; nobody waits for it, and it ends when no call is under way",
+        "test_completions.py::test_a_template_that_never_ends_is_named",
+    ),
     "sharding/gradients.py Gradients.reduce": DEVICE,
     "sharding/lazy_tensor.py _on_copies_sent": ("torch's timeout of the user's group", RANKS[1]),
     "sharding/unit.py Unit.gather_ahead": STORE,
@@ -260,6 +264,7 @@ shows that."""
 LOCKS: dict[str, str] = {
     "directories/lock.py _Held.guard": "taken where nobody can have it",
     "modules/hooks.py Hooks._claiming": "for a few lines",
+    "models/patience.py _CallWatcher._guard": "for a few lines",
     "modules/interleave.py _closed.lock": "a turn, not a lock: see WAITS",
     "nvme/submit.py Submitter._staging": "held while what is in flight of one call ends: DRIVE",
     "nvme/functions.py _Shared._lock": "for a few lines",

@@ -203,7 +203,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[],
         (["there", "link"], "the nvme directories must differ: {0}, {1}"),
         (
             ["a" * 300],
-            "nvme directory {0} cannot be used: File name too long; choose another one",
+            "nvme directory {0} cannot be used: File name too long; choose a shorter path",
         ),
     ):
         model, paths = transformer(), [tmp_path / name for name in names]
@@ -219,7 +219,8 @@ def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[],
 def test_a_directory_without_permission(tmp_path: Path, footprint: Callable[[], object]) -> None:
     model, locked = transformer(), tmp_path / "locked"
     locked.mkdir(mode=0o500)
-    text = re.escape(f"nvme directory {locked} cannot be written: Permission denied")
+    text = re.escape(f"nvme directory {locked} cannot be written: ")
+    text += "Permission denied; give this user access, or choose another path"
     with (
         unchanged(model, footprint, tmp_path),
         pytest.raises(infinity.ConfigError, match=f"^{text}$"),
@@ -232,7 +233,9 @@ def test_a_read_only_file_system(
     mount: Callable[[str], Path], footprint: Callable[[], object]
 ) -> None:
     model, path = transformer(), mount("ro,size=64m")
-    text = re.escape(f"nvme directory {path} cannot be written: Read-only file system")
+    text = re.escape(
+        f"nvme directory {path} cannot be written: Read-only file system; choose another path"
+    )
     with unchanged(model, footprint, path), pytest.raises(infinity.ConfigError, match=f"^{text}$"):
         infinity.wrap(model, config(path))
 

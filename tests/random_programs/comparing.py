@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ import torch
 from random_programs.players import Plain, Raised, Seen, play, run
 from random_programs.recipes import Recipe
 from random_programs.refusals import is_allowed
+from support.alarm import Hang, ending
 
 PATIENCE = 120
 """Seconds after which a player that has not ended is taken for one that never will: a hundred times
@@ -33,26 +32,6 @@ OUTDATED = "were updated after the forward whose backward needs them"
 """Says the engine of a forward of the model."""
 LEAST = 2.0**-100
 """What is smaller may come from subnormal numbers, which begin at 2**-126."""
-
-
-class Hang(BaseException):
-    """A player does not end."""
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    """Raise `Hang` inside, on the main thread, when that has lasted for too long."""
-
-    def give_up(*_: Any) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(PATIENCE)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Difference(NamedTuple):
@@ -73,7 +52,7 @@ def difference(recipe: Recipe) -> Difference | None:
         with tempfile.TemporaryDirectory(prefix="random-programs-") as directory:
             where = Path(directory)
             try:
-                with _ending():
+                with ending(PATIENCE):
                     seen = play(recipe, placement, where)
             except Hang:
                 return Difference(placement, "hang", "does not end")

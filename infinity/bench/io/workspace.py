@@ -141,8 +141,8 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
             folder = stack.enter_context(place.below(FOLDER, 0o700, new=True))
             stack.callback(_remove_ours, place, folder)
             os.close(folder.create(MARKER))
-            descriptor = folder.create_in_place(DATA)  # as the states files that it stands for
-            file = native.file_at(descriptor, str(folder.path / DATA))
+            # In place, as the states files that it stands for.
+            file = native.file_at(folder.create_in_place(DATA), str(folder.path / DATA))
             stack.callback(file.close)
             file.allocate(size)
             files.append(file)
