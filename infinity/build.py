@@ -455,7 +455,8 @@ class Build:
 
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
-        config = self._config
+        config, ranks = self._config, ranks_of_this_node(self.ranks)  # all have met by now
+        self._available = self._available._replace(ranks=ranks)
         budgets, least = (config.gpu_memory, config.cpu_memory), self.demand.least()
         self._choice = choose(*budgets, self._available, least, keeps=config.inference)
         return self._choice.budgets

@@ -42,13 +42,13 @@ def _as_activation_memory(value: Any) -> Any:
 def _as_budget(value: Any) -> Any:
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if match and Fraction(match[1]) > 100:
-        raise ValueError(f"{value} is more than all of the memory; write at most 100%")
+        raise ValueError(f"{value} is more than all that is free; write at most 100%")
     if match or value == "auto":
         return f"{match[1]}%" if match else value
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ValueError(f"{error}, a part of the whole such as 80%, or 'auto'") from None
+        raise ValueError(f"{error}, a part of what is free such as 80%, or 'auto'") from None
 
 
 def _as_paths(value: Any) -> Any:
@@ -96,7 +96,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 BytesOrPart = Annotated[int | str, BeforeValidator(_as_budget)]
-"""Bytes, "auto", or a part of the whole as in "80%"."""
+"""Bytes, "auto", or a part of what is free as in "80%"."""
 BytesOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)]
 ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
@@ -308,8 +308,8 @@ class Config(_Knobs):
     """Budgets, places and formats of one engine.
 
     `gpu_memory` and `cpu_memory` are upper limits on what the engine holds on the compute device
-    and in host memory: bytes ("20GiB" or an integer), a part of all that there is ("80%"), or
-    "auto" for a part of what is free when the model is wrapped. Without a GPU the compute device is
+    and in host memory: bytes ("20GiB" or an integer), or a part of what is free when the model is
+    wrapped ("80%"; "auto" leaves room for the computation). Without a GPU the compute device is
     the CPU, and `gpu_memory` is its budget in RAM.
 
     Without an `nvme` directory, parameters and optimizer states are at home in host memory.

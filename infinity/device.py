@@ -33,14 +33,19 @@ import numpy as np
 import torch
 
 from infinity import native
-from infinity.errors import ConfigError
-from infinity.free_memory import Memory
+from infinity.errors import BudgetError, ConfigError
+from infinity.free_memory import Growth, Memory, read_host
 from infinity.observe import Meter, Ranges
 from infinity.pinning import Pinning
+from infinity.quantities import format_bytes
 
 log = logging.getLogger("infinity")
 
 HUGE_PAGE = 2 << 20
+TOUCHED_BYTES = 1 << 30
+"""Host memory that is touched between two looks at how much is left."""
+LEAST_FREE_BYTES = 256 << 20
+"""What touching leaves to other processes."""
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
 # Up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them.
@@ -195,6 +200,33 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
+def touch(memory: torch.Tensor) -> None:
+    """Zero host memory, of shape (nbytes,), in slices of TOUCHED_BYTES, for as long as the machine
+    has some left.
+
+    Raises `BudgetError` where it has not, and its total does not grow, before the kernel ends a
+    process.
+    """
+    before = read_host()
+    for begin in range(0, memory.nbytes, TOUCHED_BYTES):
+        part = memory[begin:][:TOUCHED_BYTES]
+        host = read_host() if memory.nbytes > TOUCHED_BYTES else None
+        if (
+            host is not None
+            and before is not None
+            and host.free < part.nbytes + LEAST_FREE_BYTES
+            and host.growth is not Growth.LIKELY
+            and host.total <= before.total
+        ):
+            raise BudgetError(
+                f"{host.owner} has no more host memory after {format_bytes(begin)} of "
+                f"{format_bytes(memory.nbytes)}: {format_bytes(host.free)} of "
+                f"{format_bytes(host.total)} are free; lower cpu_memory, or leave it out for a "
+                "part of what is free"
+            )
+        part.zero_()
+
+
 class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no
     page fault comes later.
@@ -207,7 +239,8 @@ class HostMemory:
     def __init__(self, nbytes: int, cudart: Any = None) -> None:
         self._pinning = None if cudart is None or nbytes == 0 else Pinning(nbytes, cudart)
         # Torch fills it on all of its threads: pinning would else touch all pages on one.
-        self.tensor = huge_pages(nbytes, inherited=cudart is None).zero_()
+        self.tensor = huge_pages(nbytes, inherited=cudart is None)
+        touch(self.tensor)
 
     def pin(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
         """Pin it, on a thread inside of `beside()` where that takes long; see `Pinning.begin`.
@@ -339,7 +372,8 @@ class ComputeDevice:
         kept = self._runtime.memory_reserved(self.torch) - self._runtime.memory_allocated(
             self.torch
         )
-        return Memory(total, min(free + kept, total), "the GPU")
+        is_integrated = bool(self._runtime.get_device_properties(self.torch).is_integrated)
+        return Memory(total, min(free + kept, total), "the GPU", is_integrated=is_integrated)
 
     def peak_bytes(self, reset: bool = False) -> int | None:
         """The most that torch held of its memory since the last `reset`; None where that is host

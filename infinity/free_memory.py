@@ -16,12 +16,23 @@ stays for the computation.
 
 States that must be somewhere are not refused for these guesses. They may take nine tenths of what
 is free on a GPU, and in host memory all but the reserve.
+
+[Note: one pool]
+An integrated GPU (GB10, Jetson) has no memory of its own: CUDA reports that of the host. What is
+given to one budget is then missing in the other. Both are chosen as for the CPU as compute device.
+
+[Note: memory that grows]
+A sandbox, or a virtual machine whose host plugs memory in, shows less than it has: MemTotal grows
+while memory is touched. `cpu_memory` in bytes is therefore believed, and refused where touching
+finds that there is no more (`infinity.device.HostMemory`). "auto" cannot know what MemTotal does
+not show. It says that the total looks elastic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -33,12 +44,23 @@ LEAST_RESERVE = 2 << 30
 MOST_RESERVE = 16 << 30
 
 
+class Growth(Enum):
+    """Whether the total of a memory grows while it is touched; see [Note: memory that grows]."""
+
+    NONE = "none"
+    POSSIBLE = "possible"
+    LIKELY = "likely"
+
+
 class Memory(NamedTuple):
     """Bytes of one memory: all, and those that are free now. `owner` has it, for messages."""
 
     total: int
     free: int
     owner: str
+    growth: Growth = Growth.NONE
+    is_integrated: bool = False
+    """Whether it is a GPU's, and the host's as well."""
 
 
 class Available(NamedTuple):
@@ -51,6 +73,15 @@ class Available(NamedTuple):
     host: Memory | None
     gpu: Memory | None
     ranks: int = 1
+
+    @property
+    def is_one_pool(self) -> bool:
+        """Whether the compute device computes in host memory; see [Note: one pool]."""
+        if self.gpu is None:
+            return True
+        return self.gpu.is_integrated or (
+            self.host is not None and self.gpu.total == self.host.total
+        )
 
 
 class Budgets(NamedTuple):
@@ -122,11 +153,24 @@ def read_host(root: Path = Path("/")) -> Memory | None:
     known = _numbers(root / "proc/meminfo")
     if "MemTotal" not in known or "MemAvailable" not in known:
         return None
-    found = Memory(known["MemTotal"] * 1024, known["MemAvailable"] * 1024, "this machine")
+    total, free = known["MemTotal"] * 1024, known["MemAvailable"] * 1024
+    found = Memory(total, free, "this machine", _growth(root, total))
     for limit, used in _control_groups(root):
-        total, owner = (limit, "the control group") if limit < found.total else found[::2]
-        found = Memory(total, min(found.free, max(limit - used, 0)), owner)
+        if limit < found.total:
+            found = Memory(limit, found.free, "the control group")
+        found = found._replace(free=min(found.free, max(limit - used, 0)))
     return found
+
+
+def _growth(root: Path, total: int) -> Growth:
+    """Whether MemTotal may grow. A sandbox shows powers of two, of which a kernel would have kept a
+    part for itself; virtio-mem plugs memory into a virtual machine."""
+    is_plugged = any((root / "sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
+    if is_plugged or total.bit_count() == 1:
+        return Growth.LIKELY
+    flags = [line for line in _lines(root / "proc/cpuinfo") if line.startswith("flags")]
+    has_no_host = bool(flags) and "hypervisor" not in flags[0].split()
+    return Growth.NONE if has_no_host else Growth.POSSIBLE
 
 
 def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
@@ -195,17 +239,16 @@ def choose(
     if it is the CPU, what is there needs no copy. Raises `BudgetError` for more than there is, and
     `ConfigError` where that has to be known and is not.
     """
-    lies_in_host = found.gpu is None
-    stated_gpu = _stated(
-        "gpu_memory",
-        gpu,
-        found.host if lies_in_host else found.gpu,
-        found.ranks if lies_in_host else 1,
-    )
+    if found.is_one_pool:
+        stated_gpu = _stated("gpu_memory", gpu, found.host, found.ranks)
+    else:
+        stated_gpu = _stated("gpu_memory", gpu, found.gpu, 1)
+        if stated_gpu and found.gpu is not None:
+            _check_free(stated_gpu.nbytes, found.gpu)
     stated_cpu = _stated("cpu_memory", cpu, found.host, found.ranks)
     if stated_gpu and stated_cpu:
         return Choice(stated_gpu, stated_cpu)
-    if found.gpu is not None:
+    if found.gpu is not None and not found.is_one_pool:
         chosen = stated_gpu or _of_gpu(found.gpu, least.gpu)
         return Choice(
             chosen,
@@ -229,15 +272,26 @@ def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> 
         return None
     if isinstance(value, str):
         memory = _known(key, memory)
-        nbytes = int(memory.total * Fraction(value.rstrip("%")) / 100) // sharing
-        return Budget(nbytes, f"{value} of {format_bytes(memory.total)}{_among(sharing)}")
-    if memory is not None and value > memory.total:
+        nbytes = int(memory.free * Fraction(value.rstrip("%")) / 100) // sharing
+        free = format_bytes(memory.free)
+        return Budget(nbytes, f"{value} of the {free} that are free{_among(sharing)}")
+    if memory is not None and memory.growth is Growth.NONE and value > memory.total:
         raise BudgetError(
             f"{key}={value} ({format_bytes(value)}) is more than {memory.owner} has, "
             f"{memory.total} ({format_bytes(memory.total)}); lower it, or leave it out for a part "
             "of what is free"
         )
     return Budget(value, "given", is_given=True)
+
+
+def _check_free(nbytes: int, gpu: Memory) -> None:
+    """Refuse what torch could not allocate: a GPU, unlike a host, has nothing to reclaim."""
+    if nbytes > gpu.free:
+        raise BudgetError(
+            f"gpu_memory={nbytes} ({format_bytes(nbytes)}) is more than the {gpu.free} "
+            f"({format_bytes(gpu.free)}) that are free of {gpu.owner}; lower it, or end the "
+            "processes that nvidia-smi lists"
+        )
 
 
 def _known(key: str, memory: Memory | None) -> Memory:
@@ -295,7 +349,13 @@ def _of_both(
 
 def _free(host: Memory) -> str:
     free, stays = format_bytes(host.free), format_bytes(reserve(host))
-    return f"auto: {free} of {host.owner} are free, less {stays}"
+    text = f"auto: {free} of {host.owner} are free, less {stays}"
+    if host.growth is Growth.LIKELY:
+        text += (
+            f"; its total of {format_bytes(host.total)} looks elastic, so give cpu_memory in bytes "
+            "where it has more"
+        )
+    return text
 
 
 def _among(ranks: int) -> str:

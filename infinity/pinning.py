@@ -29,6 +29,9 @@ SLICE_BYTES = 1 << 30
 """What one call registers; whole pages."""
 SLOW_TO_PIN = 4 << 30
 """From so many bytes on it is said that memory is pinned, for the process seems to hang else."""
+NOT_SUPPORTED = 801
+"""CUDA's error where a device cannot use memory of the host that it did not allocate (some Jetsons,
+some virtual GPUs)."""
 SAY_SECONDS = 5.0
 """How often it is said at most how much was pinned so far."""
 
@@ -48,7 +51,8 @@ class Pinning:
         self._nbytes, self._cudart = nbytes, cudart
         self._slice_bytes = SLICE_BYTES
         self._address = 0
-        self._pinned = 0  # bytes from the beginning on
+        self._pinned = 0  # bytes from the beginning on that copies may use
+        self._registered = 0  # of these, those that CUDA has to forget
         self._error: BaseException | None = None
         self._running = self._closed = False
         self._changed = threading.Condition()
@@ -143,12 +147,22 @@ class Pinning:
         while self._pinned < self._nbytes and not self._closed:
             nbytes = min(self._slice_bytes, self._nbytes - self._pinned)
             code = self._cudart.cudaHostRegister(self._address + self._pinned, nbytes, 0)
-            if int(code) != 0:
+            if int(code) == NOT_SUPPORTED and self._registered == 0:
+                _forget_error()
+                log.warning(
+                    "this GPU pins no host memory (error %d), so copies between it and the GPU "
+                    "go through a buffer of the driver, and the host waits for each",
+                    NOT_SUPPORTED,
+                )
+                nbytes = self._nbytes
+            elif int(code) != 0:
                 _forget_error()
                 raise ConfigError(
                     f"CUDA could not pin {self._nbytes} bytes of host memory (error "
                     f"{int(code)}); lower cpu_memory"
                 )
+            else:
+                self._registered += nbytes
             with self._changed:
                 self._pinned += nbytes
                 self._changed.notify_all()
@@ -170,6 +184,6 @@ class Pinning:
         return now
 
     def _unpin(self) -> None:
-        for begin in range(0, self._pinned, self._slice_bytes):
+        for begin in range(0, self._registered, self._slice_bytes):
             self._cudart.cudaHostUnregister(self._address + begin)
-        self._pinned = 0
+        self._pinned = self._registered = 0

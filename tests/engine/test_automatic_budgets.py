@@ -112,8 +112,8 @@ def test_what_is_free_is_divided(tmp_path: Path, machine: Callable[..., None]) -
         assert budgets["gpu"] + budgets["cpu"] == (14 << 30) * 3 // 4
         assert abs(budgets["gpu"] - budgets["cpu"] // 3) < MIB
     with trained(infinity.Config(nvme=tmp_path, cpu_memory="10%")) as (_, engine):
-        assert engine.report().budgets["cpu"] == 2 << 30
-        assert engine.report().budget_sources["cpu"] == "10% of 20 GiB"
+        assert engine.report().budgets["cpu"] == (16 << 30) // 10
+        assert engine.report().budget_sources["cpu"] == "10% of the 16 GiB that are free"
 
 
 def test_states_that_need_it_get_the_room_of_a_guess(machine: Callable[..., None]) -> None:

@@ -18,11 +18,15 @@ import torch
 
 from infinity import device, pinning
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
-from infinity.errors import ConfigError, EngineClosedError
+from infinity.errors import BudgetError, ConfigError, EngineClosedError
+from infinity.free_memory import Growth, Memory
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes"
 )
+
+
+MIB = 1 << 20
 
 
 def policy(memory: torch.Tensor) -> str:
@@ -175,6 +179,58 @@ def test_much_memory_is_said_to_be_pinned(
     memory.pin()
     memory.close()
     assert caplog.messages[5:] == [first, caplog.messages[-1]]
+
+
+def test_where_nothing_can_be_pinned_copies_do_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "_forget_error", lambda: None)
+
+    class Refusing(Cudart):
+        def cudaHostRegister(self, *values: int) -> int:
+            return pinning.NOT_SUPPORTED
+
+    runtime = Refusing()
+    memory = HostMemory(HUGE_PAGE, runtime)
+    memory.pin()
+    memory.await_pinned()
+    assert memory.cut(memory.tensor) == [HUGE_PAGE]
+    assert ["pins no host memory" in each for each in caplog.messages] == [True]
+    memory.close()  # unpins nothing, for nothing is pinned
+
+
+def host_says(monkeypatch: pytest.MonkeyPatch, *free: int, **more: Any) -> None:
+    """The machine has `free` bytes of 5 MiB, of which each look shows one, and says `more`."""
+    readings = iter(free)
+    monkeypatch.setattr(
+        device,
+        "read_host",
+        lambda: Memory(5 * MIB, next(readings), "this machine")._replace(**more),
+    )
+    monkeypatch.setattr(device, "TOUCHED_BYTES", MIB)
+    monkeypatch.setattr(device, "LEAST_FREE_BYTES", MIB)
+
+
+def test_memory_that_is_not_there_is_refused_before_the_kernel_ends_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host_says(monkeypatch, 4 * MIB, 4 * MIB, 3 * MIB, 2 * MIB, MIB)
+    with pytest.raises(
+        BudgetError,
+        match=r"^this machine has no more host memory after 3 MiB of 4 MiB: 1 MiB of 5 MiB are "
+        r"free; lower cpu_memory, or leave it out for a part of what is free$",
+    ):
+        HostMemory(4 * MIB)
+    host_says(monkeypatch, 4 * MIB, 4 * MIB, 3 * MIB, 2 * MIB)
+    assert not HostMemory(3 * MIB).tensor.any()
+
+
+def test_memory_that_grows_is_touched_beyond_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_says(monkeypatch, *[MIB] * 5, growth=Growth.LIKELY)
+    assert not HostMemory(4 * MIB).tensor.any()
+    totals = iter([5 * MIB, 10 * MIB, 10 * MIB, 10 * MIB, 10 * MIB])
+    monkeypatch.setattr(device, "read_host", lambda: Memory(next(totals), MIB, "this machine"))
+    assert not HostMemory(4 * MIB).tensor.any()
 
 
 SAID = ("512 KiB", "1 MiB", "1.5 MiB")

@@ -29,7 +29,7 @@ NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each d
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 NEGATIVE = "is negative; write for example 512MiB, 2GiB or 2000000000"
 NO_PATH = "is no directory; write a path, or a list of paths"
-PART_OR_AUTO = "a part of the whole such as 80%, or 'auto'"
+PART_OR_AUTO = "a part of what is free such as 80%, or 'auto'"
 
 
 def make(**changes: Any) -> Config:
@@ -86,7 +86,7 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"cpu_memory": None}, f"cpu_memory: None {NOT_BYTES}, {PART_OR_AUTO}"),
         (
             {"cpu_memory": "100.5%"},
-            "cpu_memory: 100.5% is more than all of the memory; write at most 100%",
+            "cpu_memory: 100.5% is more than all that is free; write at most 100%",
         ),
         ({"cpu_memory": "-1%"}, f"cpu_memory: '-1%' {NOT_BYTES}, {PART_OR_AUTO}"),
         ({"nvme_memory": 1.5}, f"nvme_memory: 1.5 {NOT_BYTES}"),

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError, ConfigError
@@ -15,6 +15,7 @@ from infinity.free_memory import (
     MOST_RESERVE,
     Available,
     Budgets,
+    Growth,
     Memory,
     choose,
     read_host,
@@ -135,6 +136,38 @@ def test_control_groups_limit_what_is_free(
     assert found.owner == ("this machine" if total == 64 else "the control group")
 
 
+@pytest.mark.parametrize(
+    ("kilobytes", "files", "growth"),
+    [
+        (64 << 20, {}, Growth.LIKELY),  # to the byte: no kernel has taken its part
+        ((64 << 20) - 1, {}, Growth.POSSIBLE),
+        ((64 << 20) - 1, {"proc/cpuinfo": "flags\t\t: fpu hypervisor sse\n"}, Growth.POSSIBLE),
+        ((64 << 20) - 1, {"proc/cpuinfo": "flags\t\t: fpu sse\n"}, Growth.NONE),
+        ((64 << 20) - 1, {"sys/bus/virtio/drivers/virtio_mem/virtio3/x": ""}, Growth.LIKELY),
+        ((64 << 20) - 1, {"sys/bus/virtio/drivers/virtio_mem/bind": ""}, Growth.POSSIBLE),
+        (64 << 20, group("", GIB, 0), Growth.NONE),
+    ],
+)
+def test_a_total_that_may_grow_is_told(
+    tmp_path: Path, kilobytes: int, files: dict[str, str], growth: Growth
+) -> None:
+    meminfo = f"MemTotal: {kilobytes} kB\nMemAvailable: 4096 kB\n"
+    found = read_host(tree(tmp_path, "0::/\n", {"proc/meminfo": meminfo, **files}))
+    assert found is not None and found.growth is growth
+
+
+@pytest.mark.parametrize("growth", [Growth.POSSIBLE, Growth.LIKELY])
+def test_what_is_given_is_believed_where_the_total_may_grow(growth: Growth) -> None:
+    """Touching finds out; "auto" takes what is seen, and says where that looks like less."""
+    machine = host(4, 3)._replace(growth=growth)
+    found = Available(machine, gpu(79, 78))
+    assert choose(50 * GIB, 96 * GIB, found, NOTHING).budgets == (50 * GIB, 96 * GIB)
+    choice = choose("auto", "auto", found, NOTHING)
+    assert choice.budgets.cpu == 3 * GIB // 2
+    hint = "; its total of 4 GiB looks elastic, so give cpu_memory in bytes where it has more"
+    assert choice.cpu.source.endswith(hint) is (growth is Growth.LIKELY)
+
+
 def test_a_machine_that_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     assert read_host(tmp_path) is None
     assert choose(1, 2, Available(None, None), NOTHING).budgets == (1, 2)
@@ -172,6 +205,7 @@ def test_the_reserve_is_a_tenth_within_bounds(memory: Memory) -> None:
 
 @given(MEMORIES, MEMORIES, RANKS, LEAST)
 def test_with_a_gpu(memory: Memory, device: Memory, ranks: int, least: Budgets) -> None:
+    assume(memory.total != device.total)  # else they are one
     found = choose("auto", "auto", Available(memory, device, ranks), least).budgets
     assert found.cpu * ranks <= memory.free - reserve(memory) < (found.cpu + 1) * ranks
     assert device.free // 2 <= found.gpu <= max(device.free // 2, device.free * 9 // 10)
@@ -188,6 +222,20 @@ def test_without_a_gpu_both_lie_in_host_memory(memory: Memory, ranks: int, least
         assert found.gpu >= least.gpu and found.cpu >= least.cpu, "what works is not refused"
     if sum(least) <= spare * 3 // 4:
         assert sum(found) == spare - spare // 4, "a quarter is for the computation"
+
+
+@given(MEMORIES, RANKS, LEAST, st.booleans())
+def test_an_integrated_gpu_shares_the_host_memory(
+    memory: Memory, ranks: int, least: Budgets, is_told: bool
+) -> None:
+    """Whether the driver says that it is one, or shows the same bytes as its own."""
+    total = memory.total + is_told
+    device = Memory(total, memory.free, "the GPU", is_integrated=is_told)
+    for gpu, cpu in (("auto", "auto"), ("30%", "auto"), ("auto", "30%")):
+        alone = choose(gpu, cpu, Available(memory, None, ranks), least)
+        assert choose(gpu, cpu, Available(memory, device, ranks), least) == alone
+    budgets = choose("auto", "auto", Available(memory, device, ranks), least).budgets
+    assert sum(budgets) * ranks <= memory.free
 
 
 @given(MEMORIES, RANKS, LEAST, BYTES)
@@ -256,18 +304,18 @@ def test_what_auto_leaves_is_for_the_computation() -> None:
     assert choose(GIB, "auto", Available(host, None), NOTHING).spare == 0
 
 
-def test_a_part_is_that_of_the_whole() -> None:
-    found = Available(host(64, 8), gpu(24, 2), ranks=2)
+def test_a_part_is_one_of_what_is_free() -> None:
+    found = Available(host(64, 8), gpu(24, 20), ranks=2)
     choice = choose("80%", "12.5%", found, NOTHING)
-    assert choice.budgets == (24 * GIB * 4 // 5, 4 * GIB)
-    assert choice.cpu.source == "12.5% of 64 GiB, among 2 ranks of this node"
-    assert choose("50%", GIB, Available(host(64, 8), None, 2), NOTHING).budgets == (16 * GIB, GIB)
-    assert choose("100%", "0%", found, NOTHING).budgets == (24 * GIB, 0)
+    assert choice.budgets == (16 * GIB, GIB // 2)
+    assert choice.cpu.source == "12.5% of the 8 GiB that are free, among 2 ranks of this node"
+    assert choose("50%", GIB, Available(host(64, 8), None, 2), NOTHING).budgets == (2 * GIB, GIB)
+    assert choose("100%", "0%", found, NOTHING).budgets == (20 * GIB, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_given_stays_to_the_byte(ranks: int) -> None:
-    choice = choose(12345, 54321, Available(host(1, 0), gpu(1, 0), ranks), Budgets(GIB, GIB))
+    choice = choose(12345, 54321, Available(host(1, 0), gpu(2, 1), ranks), Budgets(GIB, GIB))
     assert choice.budgets == (12345, 54321)
     assert choice.is_given and choice.gpu.source == choice.cpu.source == "given"
 
@@ -286,7 +334,15 @@ def test_more_than_there_is_is_refused_with_both_numbers() -> None:
         choose(GIB, 17 * GIB, machine, NOTHING)
     with pytest.raises(BudgetError, match=r"^gpu_memory=.* \(17 GiB\) is more than this machine"):
         choose(17 * GIB, GIB, Available(host(16, 8), None), NOTHING)
-    assert choose(24 * GIB, 16 * GIB, machine, NOTHING).is_given
+    with pytest.raises(
+        BudgetError,
+        match=re.escape(
+            "gpu_memory=22548578304 (21 GiB) is more than the 21474836480 (20 GiB) that are free "
+            "of the GPU; lower it, or end the processes that nvidia-smi lists"
+        ),
+    ):
+        choose(21 * GIB, GIB, machine, NOTHING)
+    assert choose(20 * GIB, 16 * GIB, machine, NOTHING).is_given, "the page cache can be reclaimed"
 
 
 def test_ranks_take_the_least_of_what_is_open() -> None:

@@ -103,6 +103,9 @@ class _Runtime(ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(is_integrated=False)
+
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return 8 << 30, 8 << 30
 
