@@ -17,6 +17,11 @@ parameters, fp32 masters, AdamW, clipping at 1.0, the same number of torch threa
                    could be); needs a GPU
   fsdp2-cpu        fully_shard on one rank with CPUOffloadPolicy: fp32 parameters, gradients and
                    moments in host memory, bf16 compute; needs a GPU
+
+`--models` also takes a config.json. Such a model is drawn on the device by each way itself, its
+blocks are checkpointed, and benchmarks/gpu/sizes.py says where states lie. Bytes of DeepSpeed and
+infinity are then those of the same placement: parameters on the device where they fit.
+
 The last two run where their packages are; a way that cannot run here is left out with a sentence,
 and with --keep-going one that fails, too. With --device cuda models run on the GPU, and a step ends
 when the GPU has. Every run is a process of its own; in each round every way has its turn, in
@@ -99,9 +104,21 @@ def moved() -> tuple[int, int]:
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
+def is_described(model: str) -> bool:
+    """Whether a config.json says what it is; else it is one of `MODELS`."""
+    return model.endswith(".json")
+
+
+def called(model: str) -> str:
+    """Its name in a table."""
+    return Path(model).stem if is_described(model) else model
+
+
 def config_of(model: str) -> Any:
     from transformers import LlamaConfig
 
+    if is_described(model):
+        return LlamaConfig.from_json_file(model)
     layers, width = MODELS[model]
     return LlamaConfig(
         hidden_size=width,
@@ -115,12 +132,45 @@ def config_of(model: str) -> Any:
     )
 
 
-def batch(step: int, options: argparse.Namespace) -> dict[str, Any]:
+def batches(step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The micro-batches of a step."""
     import torch
 
-    shape, generator = (options.batch, options.sequence), torch.Generator().manual_seed(100 + step)
-    ids = torch.randint(0, VOCABULARY, shape, generator=generator).to(options.device)
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    words = config_of(options.model).vocab_size
+    shape = (options.accumulate, options.batch, options.sequence)
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, words, shape, generator=generator).to(options.device)
+    return [{"input_ids": each, "labels": each, "use_cache": False} for each in ids]
+
+
+def described(options: argparse.Namespace) -> Any:
+    """A model of a config.json in bf16, drawn on the device, with checkpointed blocks."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    with torch.device(options.device):
+        model = LlamaForCausalLM(config_of(options.model))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def config_for(options: argparse.Namespace, way: str, **tuning: Any) -> Any:
+    """The `Config` with which a model of a config.json fits on this machine."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+    import sizes
+
+    shape = json.loads(Path(options.model).read_text())
+    given = sizes.REHEARSED
+    if options.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        working = sizes.working(shape, options.batch * options.sequence)
+        given = sizes.machine(options.nvme, total, working, options.host)
+    over = {"infinity-cpu": sizes.in_host_memory, "infinity-nvme": sizes.states_on_drive}[way]
+    return over(shape, given).config(options.nvme, **tuning)
 
 
 def fill(named: Any, weights: Path, whole: Callable[[Any], Any] = nullcontext) -> None:
@@ -134,19 +184,28 @@ def fill(named: Any, weights: Path, whole: Callable[[Any], Any] = nullcontext) -
                 parameter.data.copy_(file.get_tensor(name))
 
 
+def in_bf16(options: argparse.Namespace) -> Any:
+    """The model with bf16 parameters, on the device."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    if is_described(options.model):
+        return described(options)
+    model = LlamaForCausalLM(config_of(options.model))
+    # Not the buffers, as .to() would: rotary frequencies stay in fp32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    fill(model.named_parameters(), options.weights)
+    return model.to(options.device)
+
+
 class Plain:
     """Masters, moments and bf16 parameters in memory."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
-        from transformers import LlamaForCausalLM
 
-        self._model = LlamaForCausalLM(config_of(options.model))
-        # Not the buffers, as .to() would: rotary frequencies stay in fp32.
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        fill(self._model.named_parameters(), options.weights)
-        self._model.to(options.device)
+        self._model = in_bf16(options)
         self._parameters = list(self._model.parameters())
         self._masters = [p.detach().float().requires_grad_(True) for p in self._parameters]
         self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAM)
@@ -189,17 +248,27 @@ class DeepSpeed:
             pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
         settings = {
             "train_micro_batch_size_per_gpu": options.batch,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": options.accumulate,
             "gradient_clipping": CLIP,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": {
                 "stage": 3,
-                "sub_group_size": 20_000_000,
-                "stage3_param_persistence_threshold": 10_000,
                 "offload_optimizer": place | pipeline,
-                "offload_param": place
-                | {"buffer_count": 8, "buffer_size": 20_000_000, "max_in_cpu": 1_000_000_000},
+                **(
+                    {"sub_group_size": 200_000_000}
+                    if is_described(options.model)
+                    else {
+                        "sub_group_size": 20_000_000,
+                        "stage3_param_persistence_threshold": 10_000,
+                        "offload_param": place
+                        | {
+                            "buffer_count": 8,
+                            "buffer_size": 20_000_000,
+                            "max_in_cpu": 1_000_000_000,
+                        },
+                    }
+                ),
             },
             "aio": {
                 "block_size": 1 << 20,
@@ -212,11 +281,14 @@ class DeepSpeed:
         deepspeed.init_distributed("gloo" if options.device == "cpu" else "nccl")
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = LlamaForCausalLM(config_of(options.model))
-        fill(
-            model.named_parameters(),
-            options.weights,
-            lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0),
-        )
+        if is_described(options.model):
+            model.gradient_checkpointing_enable()
+        else:
+            fill(
+                model.named_parameters(),
+                options.weights,
+                lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0),
+            )
         self.count = sum(p.ds_numel for p in model.parameters())
         self._engine, *_ = deepspeed.initialize(model=model, config=settings)
 
@@ -233,6 +305,18 @@ class DeepSpeed:
         return {}
 
 
+def placement_of_preset(options: argparse.Namespace, way: str) -> dict[str, Any]:
+    """The fields of `Config` for one of `MODELS`."""
+    states, whole = ("parameters", "gradients", "optimizer"), WHOLE.get(options.model, "8GiB")
+    gpu, cpu = BUDGETS[options.model]
+    return {
+        "infinity-memory": dict.fromkeys(states, "gpu")
+        | {"gpu_memory": whole, "cpu_memory": whole},
+        "infinity-cpu": dict.fromkeys(states, "cpu") | {"gpu_memory": gpu, "cpu_memory": whole},
+        "infinity-nvme": {"nvme": options.nvme, "gpu_memory": gpu, "cpu_memory": cpu},
+    }[way]
+
+
 class Infinity:
     """The engine under test."""
 
@@ -240,28 +324,24 @@ class Infinity:
         from transformers import LlamaForCausalLM
 
         import infinity
+        from infinity.bench.step.train import fill_randomly
 
         way, by_unit = options.child.removesuffix("-unit"), options.child.endswith("-unit")
-        states = ("parameters", "gradients", "optimizer")
-        placement: dict[str, Any] = {
-            "infinity-memory": dict.fromkeys(states, "gpu")
-            | {"gpu_memory": WHOLE.get(options.model, "8GiB")},
-            "infinity-cpu": dict.fromkeys(states, "cpu"),
-            "infinity-nvme": {"nvme": options.nvme},
-        }[way]
-        gpu, cpu = BUDGETS[options.model]
-        budgets = {
-            "gpu_memory": gpu,
-            "cpu_memory": cpu if way == "infinity-nvme" else WHOLE.get(options.model, "8GiB"),
-        }
+        weights = options.weights
+        tuning = {"device": options.device, "threads": options.threads, "update": options.update}
         with infinity.init(exact=False):
             model = LlamaForCausalLM(config_of(options.model))
-        tuning = infinity.Tuning(
-            device=options.device, threads=options.threads, update=options.update
-        )
-        config = infinity.Config(precision="bf16", tuning=tuning, **(budgets | placement))
+            if is_described(options.model):
+                model.gradient_checkpointing_enable()
+                fill_randomly(model, seed=0, scale=0.02)
+                weights = None
+                config = config_for(options, way, **tuning)
+            else:
+                config = infinity.Config(
+                    precision="bf16", tuning=tuning, **placement_of_preset(options, way)
+                )
         self._model = infinity.wrap(
-            model, config, weights=options.weights, group=getattr(options, "group", None)
+            model, config, weights=weights, group=getattr(options, "group", None)
         )
         self._engine = infinity.engine(self._model)
         clip = "unit" if by_unit else "global"
@@ -297,13 +377,8 @@ class TorchAo(Plain):
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
         from torchao.optim import CPUOffloadOptimizer
-        from transformers import LlamaForCausalLM
 
-        self._model = LlamaForCausalLM(config_of(options.model))
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        fill(self._model.named_parameters(), options.weights)
-        self._model.to(options.device)
+        self._model = in_bf16(options)
         self._optimizer = CPUOffloadOptimizer(
             self._model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAM
         )
@@ -406,21 +481,28 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
     losses, rows, used = [], [], resource.getrusage(resource.RUSAGE_SELF)
     for step in range(options.steps):
-        values, before, times = batch(step, options), moved(), [time.perf_counter()]
-        loss = run.forward(values)
-        times.append(time.perf_counter())
-        run.backward(loss)
-        times.append(time.perf_counter())
-        run.update()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        losses.append(float(loss.detach()))
-        del loss
-        parts = [end - begin for begin, end in itertools.pairwise(times)]
+        values, before, start = batches(step, options), moved(), time.perf_counter()
+        parts, of_step = [0.0, 0.0, 0.0], []
+        for micro, each in enumerate(values, 1):
+            is_last, times = micro == len(values), [time.perf_counter()]
+            loss = run.forward(each)
+            times.append(time.perf_counter())
+            run.backward(loss if way is DeepSpeed else loss / len(values))
+            times.append(time.perf_counter())
+            if is_last or way is DeepSpeed:  # which counts micro-batches itself
+                run.update()
+            if is_last and cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+            for part, (begin, end) in enumerate(itertools.pairwise(times)):
+                parts[part] += end - begin
+            of_step.append(loss.detach())
+            del loss
+        end = time.perf_counter()
+        losses.append(float(torch.stack(of_step).mean()))
         rows.append(
             (
-                times[-1] - times[0],
+                end - start,
                 *parts,
                 *(now - then for now, then in zip(moved(), before, strict=True)),
             )
@@ -450,7 +532,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime)
         / options.steps,
         "losses": losses,
-        "tokens_per_s": [options.batch * options.sequence / s for s in step_s],
+        "tokens_per_s": [options.accumulate * options.batch * options.sequence / s for s in step_s],
         "peak_gpu_MiB": torch.cuda.max_memory_allocated() / (1 << 20) if cuda else 0.0,
     }
     return facts | run.close()
@@ -470,7 +552,13 @@ def bandwidth(options: argparse.Namespace) -> dict[str, Any]:
             start = time.perf_counter()
             work(items)
             result[name].append(BANDWIDTH_BYTES / 1e9 / (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in result.items()}
+    speeds = {name: statistics.median(values) for name, values in result.items()}
+    if options.device == "cuda":
+        from infinity.bench.step.limits import multiplications
+
+        device = torch.device(options.device)
+        speeds["flops"] = statistics.median(multiplications(device, torch.bfloat16, rounds=3))
+    return speeds
 
 
 def write_weights(options: argparse.Namespace) -> dict[str, Any]:
@@ -564,13 +652,28 @@ def child(
             options.device,
             "--batch",
             str(options.batch),
+            "--accumulate",
+            str(options.accumulate),
             "--sequence",
             str(options.sequence),
+            *(["--host", str(options.host)] if options.host else []),
         ]
         if way != "build":
             turn.take()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        turn.end()
+        left = None if options.end is None else max(options.end - time.monotonic(), 0.1)
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=left,
+            )
+        except subprocess.TimeoutExpired:
+            return {"skipped": f"it was ended after the {left:.0f} s that were left"}
+        finally:
+            turn.end()
     if done.returncode != 0 and options.keep_going and way in WAYS:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         return {"skipped": f"it failed: {last[-300:]}"}
@@ -618,7 +721,7 @@ def rows_of(
             [ours / theirs for ours, theirs in zip(times[way], times[other], strict=True)]
         )
 
-    rows = []
+    rows: list[Row] = []
     for way, mine in runs.items():
         others = {
             f"{part}_seconds": Spread.of([statistics.median(run[f"{part}_s"]) for run in mine])
@@ -645,11 +748,16 @@ def rows_of(
                 "planned_read_bytes_per_parameter": read,
                 "planned_written_bytes_per_parameter": written,
             }
-        if "plain" in runs:
+        if is_described(model):  # 6 operations of the model per parameter and token
+            flops = 6.0 * mine[0]["parameters"] * statistics.median(mine[0]["tokens_per_s"])
+            facts["model_flops_per_second"] = flops
+            if "flops" in drive[0]:
+                facts["of_matrix_multiplication_ratio"] = flops / drive[0]["flops"]
+        elif "plain" in runs:
             pairs = zip(mine[0]["losses"], runs["plain"][0]["losses"], strict=True)
             facts["loss_differs_from_plain_ratio"] = max(abs(a - b) / b for a, b in pairs)
         ratio = over(way, "plain") if "plain" in runs else None
-        value, name = Spread.of(times[way]), f"{model}, {way}"
+        value, name = Spread.of(times[way]), f"{called(model)}, {way}"
         rows.append(
             Row(
                 name=name,
@@ -665,7 +773,7 @@ def rows_of(
         value = Spread.of([speeds[way] for speeds in drive])
         rows.append(
             Row(
-                name=f"{model}, the drive alone, {name}",
+                name=f"{called(model)}, the drive alone, {name}",
                 unit="GB/s",
                 rounds=len(drive),
                 value=value,
@@ -695,12 +803,18 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
         weights = Path(folder) / "model.safetensors"
         if any(way.startswith("deepspeed") for way in options.ways):
             child(options, turn, "build", model, weights)
-        count = child(options, turn, "weights", model, weights)["parameters"]
+        count = 0
+        if not is_described(model):
+            count = child(options, turn, "weights", model, weights)["parameters"]
         runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
         drive, skipped = [], dict(options.skipped)
         for number in range(options.rounds):
             drive.append(child(options, turn, "bandwidth", model, weights))
-            for way in random.Random(number).sample(options.ways, len(options.ways)):
+            # The order of --ways is that of their worth, where time may run out.
+            ways = options.ways
+            if options.end is None:
+                ways = random.Random(number).sample(ways, len(ways))
+            for way in ways:
                 if way in skipped:
                     continue
                 last = child(options, turn, way, model, weights)
@@ -709,6 +823,7 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
                     print(f"{model} {way} is left out: {skipped[way]}", file=sys.stderr)
                     continue
                 runs[way].append(last)
+                count = last["parameters"]
                 print(
                     (
                         f"{model} round {number + 1} {way}: "
@@ -718,9 +833,9 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
                 )
     turn.end(at_once=True)
     runs = {way: mine for way, mine in runs.items() if way not in skipped}
-    left_out = {f"{model}, {way} is left out": why for way, why in skipped.items()}
+    left_out = {f"{called(model)}, {way} is left out": why for way, why in skipped.items()}
     return rows_of(model, runs, drive), left_out | surroundings(options, count) | {
-        f"{model}_parameters": count
+        f"{called(model)}_parameters": count
     }
 
 
@@ -729,7 +844,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["98M", "316M"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["98M", "316M"],
+        help=f"{', '.join(MODELS)}, or a config.json",
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument(
         "--deepspeed-python",
@@ -750,6 +870,15 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where models run")
     parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
+    parser.add_argument("--accumulate", type=int, default=1, help="forward passes per step")
+    parser.add_argument(
+        "--host", type=int, help="bytes of host memory that are free, where it shows less"
+    )
+    parser.add_argument(
+        "--most-seconds",
+        type=float,
+        help="end the way that is under way then; those after it are left out",
+    )
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens per window")
     parser.add_argument(
         "--keep-going",
@@ -767,6 +896,7 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.end = options.most_seconds and time.monotonic() + options.most_seconds
     if options.child:
         work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(
             options.child, train
@@ -790,7 +920,7 @@ def main() -> None:
     settings = {
         key: value
         for key, value in vars(options).items()
-        if key not in ("child", "model", "skipped", "lock")
+        if key not in ("child", "model", "skipped", "lock", "end")
     }
     for model in options.models:
         found, more = measure(options, model)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.config import Config
+from infinity.config import Config, Tuning
+from infinity.free_memory import read_host
 from infinity.placement.cache import fill
 from infinity.placement.memory import bytes_per_parameter
 
 GIB = 1 << 30
+MOMENTS = ("fp32", "bf16", "int8")
 
 
 class Machine(NamedTuple):
@@ -25,6 +28,10 @@ class Machine(NamedTuple):
     gpu: int
     host: int
     nvme: int
+
+
+REHEARSED = Machine(8 << 20, 96 << 20, 48 << 20)
+"""For the model `tiny`, on a CPU."""
 
 
 class Plan(NamedTuple):
@@ -36,6 +43,15 @@ class Plan(NamedTuple):
     parameters: int
     states: dict[str, int]
     budgets: dict[str, int]
+
+    def config(self, nvme: Path | str, **tuning: Any) -> Config:
+        """The `Config` that its options are."""
+        fields: dict[str, Any] = {}
+        for key, value in self.options.items():
+            name = key.removeprefix("no-").replace("-", "_")
+            given = fields if name in Config.model_fields else tuning
+            given[name] = not key.startswith("no-") if value is None else value
+        return Config(precision="bf16", nvme=nvme, tuning=Tuning(**tuning), **fields)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -65,18 +81,17 @@ def working(model: dict[str, Any], tokens: int) -> int:
     return tokens * (16 * model["vocab_size"] + hidden + 4 * block)
 
 
-def machine(nvme: Path, gpu_bytes: int, working: int) -> Machine:
+def machine(nvme: Path, gpu_bytes: int, working: int, host_bytes: int | None = None) -> Machine:
     """What this machine may give to states: of a GPU all but the `working` bytes and 3 GiB for CUDA
-    and what lies between; of the memory that is free all but 14 GiB, for Python, CUDA and one unit
-    while it is filled; of the drive all but 3 GiB."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text))
+    and what lies between; of host memory all but 15 GiB, for Python, CUDA, staging, and one unit
+    while it is filled; of the drive all but 3 GiB. `host_bytes` is what the user says that is free,
+    where the machine shows less than it has."""
+    if host_bytes is None:
+        host = read_host()
+        host_bytes = 0 if host is None else host.free
     return Machine(
         max(gpu_bytes - working - 3 * GIB, 0),
-        max(free - 14 * GIB, 0),
+        max(host_bytes - 15 * GIB, 0),
         max(shutil.disk_usage(nvme).free - 3 * GIB, 0),
     )
 
@@ -117,16 +132,16 @@ def per_parameter(moments: str) -> tuple[int, int, float]:
 
 
 def staging(given: Machine) -> int:
-    """Host memory for what passes through."""
+    """Host memory for what passes through: beside what `given` leaves to states."""
     return min(GIB, max(64 << 20, given.host // 64))
 
 
 def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
-    """States in host memory, with the widest moments that fit: all but those of the first units
-    that the device has room for, at most half of the model. What host memory is left is for shadow
-    copies, so that updates may begin in backward."""
+    """States in host memory, with fp32 or bf16 moments: all but those of the first units that the
+    device has room for, at most half of the model. What host memory is left is for shadow copies,
+    so that updates may begin in backward. Where host memory is short, `over_three_tiers`."""
     units, stage = units_of(model), staging(given)
-    for moments in ("fp32", "bf16", "int8"):
+    for moments in MOMENTS[:2]:
         weight, gradient, optimizer = per_parameter(moments)
         each, passes = weight + gradient + optimizer, passing(model, weight)
         gpu_cache, gpu_resident = fitting(
@@ -134,15 +149,13 @@ def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
         )
         off_device = sum(units) - gpu_resident
         least, most = (
-            int(off_device * width * 1.002) + stage for width in (each, each + weight + optimizer)
+            int(off_device * width * 1.002) for width in (each, each + weight + optimizer)
         )
         if least <= given.host and gpu_cache + passes <= given.gpu:
             break
     else:
-        raise ValueError(
-            f"{sum(units):,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory"
-        )
-    gpu, cpu = gpu_cache + passes, min(most, given.host)
+        return over_three_tiers(model, given, "fp32")
+    gpu, cpu = gpu_cache + passes, min(most, given.host) + stage
     options = {
         "parameters": "cpu",
         "gradients": "cpu",
@@ -164,14 +177,36 @@ def passing(model: dict[str, Any], weight: int) -> int:
 
 def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Plan:
     """All states of the first units on the device, as many as it has room for while four others
-    pass. Of the others parameters and gradients in host memory; half of the room on the drive is
-    optimizer states (the other half is their old content), the rest in host memory. Raises
-    `ValueError` where a tier is too small."""
-    units, widths = units_of(model), per_parameter(moments)
-    passes = passing(model, widths[0])
-    gpu_cache, gpu_resident = fitting(units, sum(widths), given.gpu - passes)
-    on_device = OnDevice(passes, gpu_cache, gpu_resident, int(sum(widths) * gpu_resident))
-    return _with_others(model, given, moments, on_device, parameters="cpu", copies=2, most=0.5)
+    pass. Of the others what host memory has room for is there, parameters and gradients first; the
+    rest is on the drive.
+
+    Moments are as wide as `moments` if they fit, else narrower. Optimizer states on the drive keep
+    their old content beside the new where there is room for both. Raises `ValueError` where nothing
+    fits.
+    """
+    units = units_of(model)
+    for narrower in MOMENTS[MOMENTS.index(moments) :]:
+        widths = per_parameter(narrower)
+        passes = passing(model, widths[0])
+        gpu_cache, gpu_resident = fitting(units, sum(widths), given.gpu - passes)
+        device = OnDevice(passes, gpu_cache, gpu_resident, int(sum(widths) * gpu_resident))
+        for homes in (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")):
+            for copies in (2, 1):
+                with suppress(ValueError):
+                    return _with_others(model, given, narrower, device, *homes, copies=copies)
+    raise _too_large(model, given)
+
+
+def states_on_drive(model: dict[str, Any], given: Machine) -> Plan:
+    """Optimizer states on the drive, rewritten in place, with the widest moments that fit;
+    parameters and gradients in host memory, and none stays on the device. Raises `ValueError` where
+    a tier is too small."""
+    for moments in MOMENTS:
+        with suppress(ValueError):
+            passes = passing(model, per_parameter(moments)[0])
+            device = OnDevice(passes, gpu_cache=0, gpu_resident=0, states=0)
+            return _with_others(model, given, moments, device, "cpu", "cpu", copies=1)
+    raise _too_large(model, given)
 
 
 def parameters_on_device(model: dict[str, Any], given: Machine, moments: str) -> Plan:
@@ -188,7 +223,7 @@ def parameters_on_device(model: dict[str, Any], given: Machine, moments: str) ->
         gpu_resident,
         int(weight * sum(units) + (gradient + optimizer) * gpu_resident),
     )
-    return _with_others(model, given, moments, on_device, parameters="gpu", copies=1, most=1.0)
+    return _with_others(model, given, moments, on_device, "gpu", "cpu", copies=1)
 
 
 def fitting(units: Sequence[int], each: float, room: int) -> tuple[int, int]:
@@ -216,42 +251,50 @@ def _with_others(
     moments: str,
     device: OnDevice,
     parameters: str,
+    gradients: str,
     copies: int,
-    most: float,
 ) -> Plan:
-    """Beside what is on the `device`: gradients, and parameters where "cpu" says so, in host
-    memory; `copies` of optimizer states on the drive, at most that share of them, the rest in host
-    memory."""
-    total, stage, (weight, gradient, optimizer) = (
-        count(model),
-        staging(given),
-        per_parameter(moments),
-    )
-    off_device, at_home = total - device.gpu_resident, gradient + weight * (parameters == "cpu")
-    states, home = int(off_device * optimizer), int(off_device * at_home * 1.002) + stage
-    on_drive = min(int((given.nvme - (32 << 20)) / 1.002) // copies, int(states * most))
+    """Beside what is on the `device`: parameters and gradients at home where they are said to be;
+    `copies` of optimizer states on the drive, at most half of them where there are two, the rest in
+    host memory. Raises `ValueError` where a tier is too small."""
+    total, (weight, gradient, optimizer) = count(model), per_parameter(moments)
+    off_device = total - device.gpu_resident
+    bytes_at = dict.fromkeys(("gpu", "cpu", "nvme"), 0)
+    bytes_at[parameters] += off_device * weight
+    bytes_at[gradients] += off_device * gradient
+    states, home = int(off_device * optimizer), int(bytes_at["cpu"] * 1.002)
+    room = int((given.nvme - (32 << 20)) / 1.002) - bytes_at["nvme"]
+    on_drive = min(room // copies, states // copies)
     cache = states - on_drive
-    gpu = device.others + device.gpu_cache
-    if gpu > given.gpu or home + cache > given.host or on_drive < 0:
-        raise ValueError(f"{total:,} parameters do not fit over {given}")
+    gpu, cpu = device.others + device.gpu_cache, home + cache
+    if gpu > given.gpu or cpu > given.host or on_drive < 0:
+        raise _too_large(model, given)
     options = {
         "parameters": parameters,
-        "gradients": "cpu",
+        "gradients": gradients,
         "optimizer": "nvme",
         "moment-precision": moments,
         "gpu-memory": gpu,
         "gpu-cache": device.gpu_cache,
-        "cpu-memory": home + cache,
+        "cpu-memory": cpu + staging(given),
         "cache": cache,
     }
     options["copy-on-write" if copies == 2 else "no-copy-on-write"] = None
-    taken = {
-        "gpu": device.states,
-        "cpu": int(off_device * at_home) + cache,
-        "nvme": copies * on_drive,
+    on_nvme = copies * on_drive + bytes_at["nvme"]
+    taken = {"gpu": device.states, "cpu": int(bytes_at["cpu"]) + cache, "nvme": on_nvme}
+    budgets = {
+        "gpu": gpu,
+        "cpu": cpu + staging(given),
+        "nvme": int(on_nvme * 1.002) + (16 << 20),
     }
-    budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(copies * on_drive * 1.002) + (16 << 20)}
     return Plan(model, options, total, taken, budgets)
+
+
+def _too_large(model: dict[str, Any], given: Machine) -> ValueError:
+    tiers = ", ".join(
+        f"{nbytes / GIB:.0f} GiB of {tier}" for tier, nbytes in given._asdict().items()
+    )
+    return ValueError(f"{count(model):,} parameters do not fit into {tiers} with int8 moments")
 
 
 def largest(model: dict[str, Any], given: Machine) -> Plan:

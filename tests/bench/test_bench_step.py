@@ -333,8 +333,12 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
         tmp_path / "r.json",
         "--report",
         tmp_path / "r.html",
+        "--timeline",
+        tmp_path / "r.trace",
     )
     assert result.exit_code == 0, result.output
+    events = json.loads((tmp_path / "r.trace").read_text())["traceEvents"]
+    assert {"compute", "adam", "wait nvme"} <= {event.get("cat") for event in events}
     assert "…" not in result.stdout  # it fits on a terminal
     facts = json.loads((tmp_path / "r.json").read_text())
     assert (facts["parameters_count"], facts["tokens_per_step_count"], facts["steps_count"]) == (
@@ -371,7 +375,12 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     page = (tmp_path / "r.html").read_text()
     HTMLParser().feed(page)
     assert page.count("<svg") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "r.html", "r.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "r.html",
+        "r.json",
+        "r.trace",
+    ]
 
 
 def test_bytes_are_those_that_the_engine_counted(

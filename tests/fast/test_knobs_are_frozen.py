@@ -177,6 +177,7 @@ STEP = {
     "probe_bytes": 256 << 20,
     "as_json": None,
     "report": None,
+    "timeline": None,
     "debug": False,
 }
 

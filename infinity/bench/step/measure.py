@@ -37,6 +37,7 @@ from infinity.bench.step import flops, limits
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
+from infinity.observe import Span
 from infinity.rates import Formats, copies, formats_of, threads_of, updates
 from infinity.report import Report
 from infinity.tiers.drives import check_directories
@@ -105,11 +106,17 @@ def parts_updated(report: Report) -> dict[str, float]:
     return {where: parameters for where, parameters in parts.items() if parameters > 0}
 
 
-def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    work: Workload,
+    probe_bytes: int,
+    say: Callable[[str], None],
+    timeline: Callable[[Sequence[Span]], None] = lambda spans: None,
+) -> dict[str, Any]:
     """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and
     the highest.
 
-    `probe_bytes` is the size of a copy that a link is measured with. Raises what `infinity.wrap`
+    `probe_bytes` is the size of a copy that a link is measured with. `timeline` is called with what
+    the engine did, right after the steps. Raises what `infinity.wrap`
     raises, before anything long.
     """
     config = work.config
@@ -141,6 +148,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         trained = train(
             work, say, lambda dtype: measure_compute(dtype) if alone.fits(dtype) else None
         )
+        timeline(trained.spans)
         gc.collect()
         measure_compute(trained.dtype)
         rates = {

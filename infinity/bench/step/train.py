@@ -24,6 +24,7 @@ from infinity.config import Config
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
 from infinity.modules.tensors import INDEX, SINGLE
+from infinity.observe import Span
 from infinity.report import Report
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
@@ -144,6 +145,8 @@ class Trained:
     updates_kept: int
     """Unit updates of the timed steps that began in backward."""
     report: Report
+    spans: list[Span]
+    """What the engine did, and when."""
     shape: Shape
     dtype: torch.dtype
 
@@ -221,6 +224,7 @@ def train(
             adam_seconds=[step["adam"] for step in timed],
             updates_kept=round(sum(step["updates kept"] for step in timed)),
             report=engine.report(),
+            spans=engine.recorder.spans(),
             shape=shape,
             dtype=dtype,
         )

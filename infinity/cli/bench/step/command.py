@@ -3,16 +3,19 @@ ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from infinity.cli import options as o
 from infinity.cli.bench.delivery import Delivery, say
-from infinity.cli.bench.options import Json, ReportFile
+from infinity.cli.bench.options import OUTPUT, Json, ReportFile
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.knobs import configured, mirrors
+from infinity.observe import Span
 
 _TIMING = "Timing"
 
@@ -43,6 +46,12 @@ ProbeBytes = Annotated[
         show_default="256MiB",
         help="What a link is measured with.",
         rich_help_panel=_TIMING,
+    ),
+]
+Timeline = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write the steps as a Perfetto trace.", rich_help_panel=OUTPUT
     ),
 ]
 
@@ -81,6 +90,7 @@ def step(
     probe_bytes: ProbeBytes = 256 << 20,
     as_json: Json = None,
     report: ReportFile = None,
+    timeline: Timeline = None,
     debug: o.Debug = False,
     **knobs: Any,
 ) -> None:
@@ -98,8 +108,14 @@ def step(
         from infinity.bench.step.measure import measure
         from infinity.bench.step.train import Workload, find_source
         from infinity.cli.bench.step.show import print_table, render
+        from infinity.cli.history import History
+        from infinity.cli.perfetto import write_trace
 
-        delivery = Delivery(as_json, report)
+        def write(spans: Sequence[Span]) -> None:
+            if timeline is not None:
+                write_trace(timeline, spans, History(work.tokens))
+
+        delivery = Delivery(as_json, report, timeline=timeline)
         config = configured(knobs)
         source = find_source(model, config.precision)
         source.check_length(sequence_length)
@@ -119,7 +135,7 @@ def step(
             clip,
         )
         with interrupted_by_signals():
-            summary = measure(work, probe_bytes, say)
+            summary = measure(work, probe_bytes, say, write)
         delivery.deliver(
             summary, lambda: render(summary), lambda console: print_table(summary, console)
         )
