@@ -255,6 +255,8 @@ class Build:
         """The last step: nothing is undone any more."""
         for unit in self.units:
             unit.renew()
+        if self._config.deterministic:
+            self.device.compute_repeatably()
         self.undo.pop_all()
         if self.durability is not None:
             self.durability.begin()
@@ -266,6 +268,8 @@ class Build:
         announce(self.ranks)
         self.device = ComputeDevice(self._config.tuning.device)
         self.undo.callback(self.device.close)
+        if self._config.deterministic and (problem := self.device.repeatable_problem()):
+            raise ConfigError(f"deterministic=True: {problem}")
         check_reach(self.ranks, self.device.torch.type)
         for name, module in self._model.named_modules():
             if ATTRIBUTE in vars(module):

@@ -324,15 +324,16 @@ class Config(_Knobs):
     """Budget on the compute device of each rank (RAM where there is no GPU).
 
     "auto" is half of what is free, or more where states at home there need it. The rest is for
-    activations. "80%" is a part of all of its memory, free or not.
+    activations. "80%" is a part of what is free.
     """
     cpu_memory: BytesOrPart = "auto"
     """Budget in host memory.
 
     "auto" is what is free, less a reserve of a tenth of all memory: at least 2 GiB, at most 16 GiB,
-    and at most half of what is free. Limits of control groups count. "80%" is a part of all host
-    memory. The ranks of a node get equal parts of both. Where the compute device is the CPU, a
-    quarter of that stays for activations, and the rest is for `gpu_memory` and `cpu_memory`.
+    and at most half of what is free. Limits of control groups count. "80%" is a part of what is
+    free. The ranks of a node get equal parts of both. Where the compute device is the CPU, or has
+    no memory of its own, a quarter of that stays for activations, and the rest is for `gpu_memory`
+    and `cpu_memory`.
     """
 
     parameters: Tier = "nvme"
@@ -398,6 +399,14 @@ class Config(_Knobs):
     the last one; a kill costs N steps at most. What is not cached then takes half as much space
     again. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep parameters
     on the device.
+    """
+    deterministic: bool = False
+    """Have torch compute the same bits at every run on a GPU, too, as it does on a CPU.
+
+    Some of its operators differ from run to run there: the backward of attention, `index_add`,
+    `scatter_add`, `cumsum`. This turns on `torch.use_deterministic_algorithms` for the process, and
+    sets CUBLAS_WORKSPACE_CONFIG; refused where CUDA has begun without that. An operator that has no
+    deterministic algorithm raises `RuntimeError`.
     """
     inference: bool = False
     """Only run the model: every parameter counts as frozen, whatever its `requires_grad` says.

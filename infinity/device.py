@@ -47,6 +47,10 @@ TOUCHED_BYTES = 1 << 30
 LEAST_FREE_BYTES = 256 << 20
 """What touching leaves to other processes."""
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
+"""Of this variable, with which cuBLAS gives the same bits at every run, by its documentation
+("Results reproducibility")."""
 _MPOL_INTERLEAVE = 3
 # Up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them.
 ALONE_ELEMENTS = 32768
@@ -315,6 +319,7 @@ class ComputeDevice:
     """
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"]) -> None:
+        self._had_begun = torch.cuda.is_initialized()  # and cuBLAS, perhaps
         self.torch = self._choose(kind)
         self._runtime: Any = torch.get_device_module(self.torch)  # torch.cuda, if it is a GPU
         self.unified_memory = self.torch.type == "cpu"
@@ -352,6 +357,27 @@ class ComputeDevice:
         if kind == "cpu" or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+    def repeatable_problem(self) -> str:
+        """Why matrix multiplications of this process may have other bits at every run; "" where
+        they have the same, or will have by `compute_repeatably`."""
+        workspace = os.environ.get(CUBLAS_WORKSPACE, "")
+        may_set = not self._had_begun and workspace == ""
+        if self.torch.type != "cuda" or workspace in REPEATABLE_WORKSPACES or may_set:
+            return ""
+        return (
+            f"{CUBLAS_WORKSPACE} is {workspace or 'not set'}; set it to "
+            f"{REPEATABLE_WORKSPACES[0]} before the program uses CUDA"
+        )
+
+    def compute_repeatably(self) -> None:
+        """Have torch use deterministic algorithms from now on, in all of this process. Its
+        operators that have none raise `RuntimeError`."""
+        if self.torch.type == "cuda" and not os.environ.get(CUBLAS_WORKSPACE):
+            os.environ[CUBLAS_WORKSPACE] = REPEATABLE_WORKSPACES[0]
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False  # it would choose by time
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at

@@ -158,6 +158,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "native": _native(),
         "io_uring_problem": io_engine_problem(),
         "gpu_direct_problem": gpu_direct_problem(device, nvme),
+        "repeatable_problem": computing.repeatable_problem(),
         "budgets": _budgets(computing.memory()),
         "memlock": memlock_limit(),
         "huge_pages": huge_pages(),
@@ -205,6 +206,10 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
             f"{problem}; parameters on nvme pass host memory" if problem else "available",
         )
     )
+    if facts["device"] != "cpu":
+        problem, field = facts["repeatable_problem"], "Config(deterministic=True)"
+        text = f"{field} is refused: {problem}" if problem else f"with {field}"
+        rows.append((not problem, "same bits at every run", text))
     rows += _budget_rows(facts["budgets"])
     memlock = facts["memlock"]
     rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))

@@ -24,6 +24,7 @@ LEFT_OUT = (
     *("activations", "recompute", "partition_activations"),
     *("activation_memory", "gradient_precision", "split_master", "copy_on_write", "update"),
     *("delayed_after", "durability", "verify", "threads", "instruction_set"),
+    "deterministic",
     "inference",  # it does nothing else
     *("stage", "collective_timeout", "poison", "device"),
 )

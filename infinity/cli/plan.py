@@ -73,6 +73,7 @@ Chart = Annotated[
 ]
 
 LEFT_OUT = (
+    "deterministic",
     "inference",
     "nvme_shares",
     "io_engine",

@@ -35,6 +35,7 @@ CONFIG = {
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
     "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
     "durability": ("'off' | 'step' | int", "off"),
+    "deterministic": ("bool", False),
     "inference": ("bool", False),
     "tuning": ("Tuning", Tuning()),
 }
@@ -78,6 +79,7 @@ FINETUNE = {
     "recompute": "off",
     "precision": "bf16",
     "moment_precision": "fp32",
+    "deterministic": False,
     "nvme_memory": None,
     "nvme_shares": "measured",
     "cache": "auto",
@@ -203,8 +205,8 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_15_fields() -> None:
-    assert len(Config.model_fields) <= 15
+def test_config_has_at_most_16_fields() -> None:
+    assert len(Config.model_fields) <= 16
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 

@@ -17,6 +17,7 @@ import torch
 
 import infinity
 from infinity.config import Config, Tuning
+from infinity.device import CUBLAS_WORKSPACE, REPEATABLE_WORKSPACES
 
 KIND = os.environ.get("INFINITY_TEST_DEVICE", "")
 FILES = (
@@ -85,29 +86,21 @@ def move() -> None:
             queued.move(model), *rest, **named
         )
     elif KIND == "cuda":
-        _be_deterministic()
+        os.environ.setdefault(CUBLAS_WORKSPACE, REPEATABLE_WORKSPACES[0])
         _configure(device="cuda")
         _bring_inputs()
 
 
-def _be_deterministic() -> None:
-    """The same numbers in every run, as on the CPU: attention's fast backward kernels add in no
-    fixed order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-
 def _configure(**always: Any) -> None:
     """States are where tests say, for they count what moves: nothing else is kept on a device that
-    has room."""
+    has room. Runs that are compared have the same numbers."""
     make = Config.__init__
 
     def config(self: Config, **values: Any) -> None:
         given = values.pop("tuning", {})
         tuning = given.model_dump(exclude_unset=True) if isinstance(given, Tuning) else given
-        make(self, **values, tuning={"gpu_cache": 0, **tuning, **always})
+        fields = {"deterministic": KIND == "cuda", **values}
+        make(self, **fields, tuning={"gpu_cache": 0, **tuning, **always})
 
     Config.__init__ = config  # type: ignore[method-assign]
 

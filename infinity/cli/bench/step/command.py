@@ -59,6 +59,7 @@ Timeline = Annotated[
 LEFT_OUT = (
     "algorithm",
     "stage",
+    "deterministic",
     "inference",
     "split_master",
     "collective_timeout",
