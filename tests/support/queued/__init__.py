@@ -11,13 +11,6 @@ version of torch and of the sources.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.util
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,9 +24,11 @@ from torch import nn
 
 from infinity.device import ComputeDevice
 from infinity.sharding import collectives
+from support import compiled
 
 NAME = "queued"
 _HERE = Path(__file__).parent
+_SOURCES = (_HERE / "machine.h", _HERE / "backend.cpp")
 _TORCH = Path(torch.__file__).parent
 
 
@@ -207,46 +202,16 @@ def load() -> _Runtime:
     found = getattr(torch, NAME, None)
     if found is None:
         torch.utils.rename_privateuse1_backend(NAME)
-        found = _Runtime(_import(_build()))
+        found = _Runtime(compiled.module("_queued", _SOURCES, _command)[0])
         torch._register_device_module(NAME, found)
     return found
 
 
-def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("_queued", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _build() -> Path:
-    """The native module; one process builds it, and the others wait."""
-    sources = [_HERE / "machine.h", _HERE / "backend.cpp"]
-    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    folder = Path(tempfile.gettempdir(), f"infinity-queued-{digest.hexdigest()[:16]}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    built = folder / f"_queued{sysconfig.get_config_var('EXT_SUFFIX')}"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            draft = built.with_suffix(".draft")
-            done = subprocess.run(_command(sources[-1], draft), capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"the simulated device does not compile:\n{done.stderr}")
-            draft.rename(built)
-    return built
-
-
-def _command(source: Path, target: Path) -> list[str]:
-    include = _TORCH / "include"
-    folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_path("include")))
+def _command(target: Path) -> list[str]:
     return [
         *("c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(part for folder in folders for part in ("-isystem", str(folder))),
-        *(str(source), "-o", str(target), f"-L{_TORCH / 'lib'}"),
+        *compiled.INCLUDES,
+        *(str(_HERE / "backend.cpp"), "-o", str(target), f"-L{_TORCH / 'lib'}"),
         *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
     ]
