@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import infinity
 from infinity import build, closing, pinning
 from infinity.device import ComputeDevice, Copy, huge_pages, read_values
+from infinity.optim import kernels
 from infinity.sharding import gradient_block
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
@@ -357,6 +359,56 @@ def test_what_fails_meanwhile_leaves_nothing_pinned(
     assert not [each for each in threading.enumerate() if each.name == "infinity-pinning"]
     for parameter, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
+
+
+# Updates on the device
+
+ALL_THERE: dict[str, Any] = {
+    "parameters": "gpu",
+    "gradients": "gpu",
+    "optimizer": "gpu",
+    "gpu_memory": "8MiB",
+    "update": "speculative",
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_on_the_device_wait_their_turn(precision: str, wrap: Wrap, machine: Any) -> None:
+    """By the CUDA kernels, on a stream of their own."""
+    expected = train(wrap(precision=precision, **HOST), 2)
+    with queued.kernels() as made:
+        for seed in range(1, 4):
+            launches = made.on_cpu.launches()
+            machine.set_pace(seed, random=True, compute_us=30, copy_us=300)
+            assert differences(train(wrap(precision=precision, **ALL_THERE), 2), expected) == []
+            assert made.on_cpu.launches() > launches + 6
+
+
+@contextmanager
+def leave_no_end(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.updating
+) -> Iterator[Copy]:
+    """What comes after an update does not wait for it."""
+    with real(device, *values):
+        yield Copy()
+
+
+@pytest.mark.parametrize("lost", ["the end of an update", "the stream of the kernels"])
+def test_an_order_of_updates_that_is_lost_shows(
+    lost: str, wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with queued.kernels():
+        expected = train(wrap(**ALL_THERE))
+        if lost == "the end of an update":
+            monkeypatch.setattr(ComputeDevice, "updating", leave_no_end)
+        else:
+            other = machine.Stream(queued.NAME).stream_id  # it waits for no gradient
+            monkeypatch.setattr(kernels, "stream_of", lambda tensor: other)
+        for slower in (1, 4, 16):
+            machine.set_pace(compute_us=1000 * slower)
+            if differences(train(wrap(**ALL_THERE)), expected):
+                return
+    pytest.fail("the order was lost, and no number was wrong")
 
 
 # What it must not do

@@ -57,6 +57,10 @@ class CudaOnCpu:
     def synchronize(self, stream: int) -> None:
         self._machine.on_cpu_synchronize(stream)
 
+    def push_to(self, address: int) -> None:
+        """Let the streams of another device run what is launched, by a C function; 0: no longer."""
+        self._machine.on_cpu_push_to(ctypes.c_void_p(address))
+
     def capture_mode(self) -> int:
         return int(self._machine.on_cpu_capture_mode())
 

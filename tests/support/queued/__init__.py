@@ -18,13 +18,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity import build, native
 from infinity.device import ComputeDevice
+from infinity.optim import kernels as optim_kernels
 from infinity.sharding import collectives
-from support import compiled
+from support import compiled, cuda_on_cpu
 
 NAME = "queued"
 _HERE = Path(__file__).parent
@@ -153,6 +156,47 @@ class QueuedDevice(ComputeDevice):
     @staticmethod
     def _choose(kind: Any) -> torch.device:
         return torch.device(NAME, 0)
+
+
+class QueuedKernels:
+    """`infinity._cuda` for the device: the CUDA kernels run on the CPU, by the threads of its
+    streams, when their turn comes."""
+
+    def __init__(self) -> None:
+        self.native, self.on_cpu = load().native, cuda_on_cpu.load()
+        self.norm_blocks = self.on_cpu.cuda.norm_blocks
+
+    def update(self, rule: str, *values: Any, **named: Any) -> None:
+        parts = [*values]
+        for place in (0, 2, 4, 6, 7):  # grad, param, master, first, second
+            parts[place] = self.native.shadow(parts[place])
+        self.on_cpu.cuda.update(rule, *parts, **named)
+
+    def squared_norm(self, address: int, dtype: str, n: int, **named: int) -> None:
+        places = {name: self.native.shadow(named[name]) for name in ("block_sums", "total")}
+        self.on_cpu.cuda.squared_norm(self.native.shadow(address), dtype, n, **named | places)
+
+
+class DeviceWithKernels(QueuedDevice):
+    """One that updates what is in its memory."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(kind)
+        self.has_kernels = True
+
+
+@contextmanager
+def kernels() -> Iterator[QueuedKernels]:
+    """Inside, engines are made with kernels on the device."""
+    made = QueuedKernels()
+    made.on_cpu.push_to(made.native.address_of_push())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ComputeDevice", DeviceWithKernels)
+        patch.setattr(native, "cuda", lambda: made)
+        patch.setattr(optim_kernels, "device_of", lambda tensor: nullcontext())
+        patch.setattr(optim_kernels, "stream_of", lambda tensor: load().current_stream().stream_id)
+        yield made
+    made.on_cpu.push_to(0)
 
 
 def let_gloo_reach_it() -> SimpleNamespace:
