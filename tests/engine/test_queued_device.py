@@ -384,6 +384,45 @@ def test_updates_on_the_device_wait_their_turn(precision: str, wrap: Wrap, machi
             assert made.on_cpu.launches() > launches + 6
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ODD_FORMATS: list[dict[str, Any]] = [
+    {"precision": "fp32"},
+    {"precision": "bf16", "moment_precision": "bf16"},
+    {"precision": "bf16", "moment_precision": "int8"},
+    {"precision": "bf16", "split_master": False, "gradient_precision": "fp32"},
+    {"precision": "fp16", "split_master": False, "moment_precision": "int8"},
+]
+
+
+@pytest.mark.parametrize("formats", ODD_FORMATS)
+def test_updates_on_the_device_take_four_elements_at_once(
+    formats: dict[str, Any], machine: Any, tmp_path: Path
+) -> None:
+    """Parameters of odd sizes, their states and gradients begin where a lane can load four
+    elements at once; else the kernels copy them one by one."""
+
+    def trained(**config: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(7, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 5)]
+        model = queued.move(torch.nn.Sequential(*layers))
+        config = LEAST | {"nvme": tmp_path / str(len(config)), **config, **formats}
+        Path(config["nvme"]).mkdir()
+        with infinity.engine(infinity.wrap(model, config_of(**config))) as engine:
+            optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
+            for step in range(3):
+                values = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+                values = values.to(queued.NAME, DTYPES[formats["precision"]])
+                engine.model(values).float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return engine.state_dict()
+
+    expected = trained(**HOST | {"gpu_memory": "8MiB"})
+    with queued.kernels() as made:
+        assert differences(trained(**ALL_THERE), expected) == []
+    assert made.slow_updates == 0 < made.updates
+
+
 @contextmanager
 def leave_no_end(
     device: ComputeDevice, *values: Any, real: Any = ComputeDevice.updating

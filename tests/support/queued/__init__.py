@@ -165,10 +165,18 @@ class QueuedKernels:
     def __init__(self) -> None:
         self.native, self.on_cpu = load().native, cuda_on_cpu.load()
         self.norm_blocks = self.on_cpu.cuda.norm_blocks
+        self.updates, self.slow_updates = 0, 0
+        """Those for which the kernels copy elements one by one: without a gradient, or at addresses
+        that are no multiples of four elements."""
 
     def update(self, rule: str, *values: Any, **named: Any) -> None:
         parts = [*values]
-        for place in (0, 2, 4, 6, 7):  # grad, param, master, first, second
+        bytes_of = {"fp32": 4, "bf16": 2, "fp16": 2, "split": 2, "int8": 1, "none": 1}
+        formats = {0: 1, 2: 3, 4: 5, 6: 8, 7: 8}  # of grad, param, master, first, second
+        odd = [parts[at] % (4 * bytes_of[parts[dtype]]) for at, dtype in formats.items()]
+        self.updates += 1
+        self.slow_updates += any(odd) or parts[0] == 0
+        for place in formats:
             parts[place] = self.native.shadow(parts[place])
         self.on_cpu.cuda.update(rule, *parts, **named)
 
