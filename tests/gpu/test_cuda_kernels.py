@@ -79,12 +79,12 @@ class Gpu:
 DEVICE = pytest.param("cuda", marks=[pytest.mark.gpu, needs_device], id="device")
 
 
-@pytest.fixture(params=[DEVICE, pytest.param("cpu", id="on cpu")])
+@pytest.fixture(params=[DEVICE, pytest.param("cpu", id="emulated")])
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     return Gpu(cuda if request.param == "cuda" else cuda_on_cpu.load().cuda, request.param)
 
 
-@pytest.fixture(params=[pytest.param("built", marks=built), "on cpu"])
+@pytest.fixture(params=[pytest.param("built", marks=built), "emulated"])
 def module(request: pytest.FixtureRequest) -> Any:
     """The module, to which no device is needed."""
     return cuda if request.param == "built" else cuda_on_cpu.load().cuda
