@@ -29,10 +29,10 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds kills resume-pairs foreign-files failing-calls native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
 
 demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not fit in, and show how
 	@mkdir -p demo-nvme
@@ -104,6 +104,11 @@ failing-calls: $(VENV)/installed  ## Let each call of the system fail that an en
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m failing_calls $(FAILING_ARGS)
+
+planted-cuda-faults: $(VENV)/installed  ## Plant faults in the CUDA kernels, and see which test finds each (WORDS=words of its name)
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m cuda_faults $(WORDS)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

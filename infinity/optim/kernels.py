@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
-from infinity.device import add_alone, device_of, stream_of
+from infinity.device import add_alone, device_of, read_values, stream_of
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import Format, Kind
@@ -99,7 +99,7 @@ class Kernels:
         moments = {
             formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors
         }
-        on_gpu = tensors[Kind.PARAM].is_cuda
+        on_gpu = tensors[Kind.PARAM].device.type != "cpu"
         module: Any = native.cuda() if on_gpu else self._module
         where = (
             {"stream": stream_of(tensors[Kind.PARAM])}
@@ -155,7 +155,7 @@ class Kernels:
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:
         """`carry` plus the sum of squares of `values`, in double precision and in a fixed order, on
         the device where they are."""
-        if values.is_cuda:
+        if values.device.type != "cpu":
             cuda: Any = native.cuda()
             total = torch.full((1,), carry, dtype=torch.float64, device=values.device)
             sums = total.new_empty(cuda.norm_blocks(values.numel()))
@@ -168,7 +168,7 @@ class Kernels:
                     total=total.data_ptr(),
                     stream=stream_of(values),
                 )
-            return float(total)
+            return float(read_values(total)[0])
         if (pool := self._pool) is None:
             raise EngineClosedError("the engine was closed")
         return float(

@@ -17,7 +17,7 @@ _ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
     """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with
     ties away from zero."""
-    if param.dtype == torch.bfloat16 and param.is_cuda:
+    if param.dtype == torch.bfloat16 and param.device.type != "cpu":
         patterns = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
         param.view(torch.int16).copy_(((patterns.long() + 0x8000) >> 16).to(torch.int16))
     elif param.dtype == torch.bfloat16:

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <type_traits>
+#include <vector>
 
 #include "device.h"
 #include "launch.h"
@@ -40,13 +41,15 @@ __global__ void __launch_bounds__(kNormThreads, 16) block_sums_kernel(const T* v
   if (thread % kLanes == 0 && begin < n) block_sums[block] = total;
 }
 
-// The order of the additions is the specification, so one thread adds; the others only bring the next tile.
+// The order of the additions is the specification, so one thread adds; the others only bring the next tile, which is on its way meanwhile.
 __global__ void add_in_order_kernel(const double* block_sums, std::size_t count, double* total) {
-  __shared__ double tile[kThreads];
-  double sum = *total;
+  INFINITY_SHARED(double, tile, kThreads);
+  double sum = *total, next = threadIdx.x < count ? block_sums[threadIdx.x] : 0;
   for (std::size_t at = 0; at < count; at += kThreads) {
-    if (at + threadIdx.x < count) tile[threadIdx.x] = block_sums[at + threadIdx.x];
+    tile[threadIdx.x] = next;
     __syncthreads();
+    const std::size_t ahead = at + kThreads + threadIdx.x;
+    if (ahead < count) next = block_sums[ahead];
     if (threadIdx.x == 0) {
       const unsigned here = count - at < kThreads ? static_cast<unsigned>(count - at) : kThreads;
 #pragma unroll 8
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 4) whole_kernel(const __grid_constan
 
 template <template <class> class RuleOf, Format format>
 __global__ void __launch_bounds__(kThreads) any_kernel(const __grid_constant__ Launch launch) {
-  __shared__ Stage stages[kThreads / 8];
+  INFINITY_SHARED(Stage, stages, kThreads / 8);
   update_any<RuleOf, format>(launch, stages[threadIdx.x / 8]);
 }
 
@@ -102,21 +105,33 @@ void with_type(Dtype dtype, F&& f) {
 
 cudaStream_t as_stream(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string(what) + " could not be launched: " + cudaGetErrorString(error));
-  }
+// What a call of CUDA returns is asked, and never cudaGetLastError, which another library may have left set on this thread. A call that
+// fails sets it, too, so it is cleared for those that come next. A broken context stays: every call returns that error.
+void check_cuda(cudaError_t error, const std::string& what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(what + ": " + cudaGetErrorString(error));
+}
+
+const char* const kNoUpdate = "update could not be launched";
+const char* const kNoNorm = "squared_norm could not be launched";
+
+template <class... Parameters>
+cudaError_t launched(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, std::uintptr_t stream,
+                     std::remove_const_t<Parameters>... arguments) {
+  void* addresses[] = {&arguments...};
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), addresses, 0, as_stream(stream));
 }
 
 unsigned blocks_at_once(UpdateKernel& kernel) {
   int device = 0;
-  check_cuda(cudaGetDevice(&device), "update");
+  check_cuda(cudaGetDevice(&device), kNoUpdate);
   const bool kept = device < kDevices;
   unsigned blocks = kept ? kernel.resident[device].load(std::memory_order_relaxed) : 0;
   if (blocks == 0) {
     int each = 0, multiprocessors = 0;
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel.function, kThreads, 0), "update");
-    check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "update");
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel.function, kThreads, 0), kNoUpdate);
+    check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kNoUpdate);
     blocks = static_cast<unsigned>(std::max(1, each * multiprocessors));
     if (kept) kernel.resident[device].store(blocks, std::memory_order_relaxed);
   }
@@ -132,23 +147,27 @@ unsigned grid(UpdateKernel& kernel, std::size_t groups) {
 }  // namespace
 
 std::string unavailable_reason(int device) {
-  int before = 0;
-  cudaError_t error = cudaGetDevice(&before);
-  if (error == cudaSuccess) error = cudaSetDevice(device);
+  int before = 0, now = 0;
+  cudaError_t error = cudaGetDevice(&before), way_back = cudaSuccess;
   if (error == cudaSuccess) {
+    if (device != before) error = cudaSetDevice(device);
     cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, add_in_order_kernel);
-    cudaSetDevice(before);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, add_in_order_kernel);
+    way_back = cudaGetDevice(&now);  // to set a device makes a context there, so only where it is another one
+    if (way_back == cudaSuccess && now != before) way_back = cudaSetDevice(before);
   }
-  if (error == cudaSuccess) return "";
-  cudaGetLastError();  // the answer is the return value; the next launch must not find it again
+  if (error == cudaSuccess && way_back == cudaSuccess) return "";
+  cudaGetLastError();  // the answer is the return value
+  if (way_back != cudaSuccess) {
+    return "the thread could not go back to device " + std::to_string(before) + ": " + cudaGetErrorString(way_back);
+  }
   const bool no_code = error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
   return std::string(cudaGetErrorString(error)) + (no_code ? "; build the package with CUDAARCHS=native" : "");
 }
 
 void ignore_captures() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;  // of the driver's, so torch's calls on this thread go by it, too
-  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) cudaGetLastError();  // the next launch must not find it
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) cudaGetLastError();
 }
 
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream) {
@@ -157,18 +176,26 @@ void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_
   const unsigned cuda_blocks = static_cast<unsigned>((blocks * kLanes + kNormThreads - 1) / kNormThreads);
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    block_sums_kernel<<<cuda_blocks, kNormThreads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
+    check_cuda(launched(block_sums_kernel<T>, cuda_blocks, kNormThreads, stream, static_cast<const T*>(values), n, block_sums), kNoNorm);
   });
-  check_cuda(cudaGetLastError(), "squared_norm");
-  add_in_order_kernel<<<1, kThreads, 0, as_stream(stream)>>>(block_sums, blocks, total);
-  check_cuda(cudaGetLastError(), "squared_norm");
+  check_cuda(launched(add_in_order_kernel, 1, kThreads, stream, block_sums, blocks, total), kNoNorm);
 }
 
 void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::uintptr_t stream) {
+  struct Ready {
+    void (*function)(Launch);
+    unsigned blocks;
+    Launch launch;
+  };
+  // Whatever can fail is asked first, and loads the code: the first launch changes memory.
+  std::vector<Ready> all;
   cut<Family<UpdateKernel, MakeKernels>>(rule, chunk, begin, end, hyper, [&](UpdateKernel* kernel, const Launch& launch) {
-    kernel->function<<<grid(*kernel, launch.count), kThreads, 0, as_stream(stream)>>>(launch);
-    check_cuda(cudaGetLastError(), "update");
+    all.push_back({kernel->function, grid(*kernel, launch.count), launch});
   });
+  for (const Ready& each : all) {
+    const char* const what = &each == all.data() ? kNoUpdate : "a part of update was launched, and the rest could not be";
+    check_cuda(launched(each.function, each.blocks, kThreads, stream, each.launch), what);
+  }
 }
 
 }  // namespace infinity::cuda

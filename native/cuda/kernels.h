@@ -1,14 +1,19 @@
 // The CUDA twins of native/cpu_adam. The updates are the same source (rules.h, moments.h, noise.h, update.h), compiled for one more kind of
-// register (octet.h), and nothing is contracted to a fused multiply-add, so that a number does not depend on the device that computed it.
+// register (octet.h), and nothing is contracted to a fused multiply-add that rounds otherwise, so that a number does not depend on the device that computed it.
 //
-// The six questions a caller has:
+// The questions a caller has:
 //   Which thread?        Any. The caller's current CUDA device is the one that owns the stream and the memory.
 //   Does it block?       No: every function enqueues kernels on `stream` (a cudaStream_t as an integer; 0 is the default
 //                        stream) and returns. It may wait for room in the driver's launch queue.
 //   Queue full?          See above.
 //   Completion seen?     By the caller's own event or by synchronizing the stream.
-//   What is the result?  In device memory. A launch that fails throws std::runtime_error with CUDA's reason; an error inside a kernel
-//                        shows at the caller's next synchronization.
+//   What is the result?  In device memory. A call of CUDA that fails throws std::runtime_error with its reason. Then nothing was updated,
+//                        no total has changed, and the call can be made again, unless the message begins with "a part of update": an
+//                        update is up to two launches, and more for some chunks of 2^29 elements or more, and one behind the first has
+//                        failed. All else that can fail is asked before the first. An error inside a kernel shows at the caller's next
+//                        synchronization, and at every later call.
+//   Errors of others?    What another library left as CUDA's last error on this thread is neither reported nor cleared by a call that
+//                        succeeds. One that fails leaves none set. A sticky error is returned by every call of CUDA, so by these.
 //   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here. What is kept is how many CUDA blocks of
 //                        a kernel a device runs at once, which is asked of CUDA before its first launch there.
 //
@@ -33,7 +38,8 @@ using cpu_adam::Hyper;
 using cpu_adam::Rule;
 
 // Why kernels cannot run on this device (no driver, driver older than the toolkit, no such device, no code for it); empty when they can.
-// Loads the code for it.
+// Loads the code for it. The thread keeps its device, or the reason says that it could not go back; to go back to a device without a
+// context makes one there. Leaves no error of CUDA set.
 std::string unavailable_reason(int device);
 
 // For a thread of our own, on its device: graphs that other threads capture are none of its business from now on. By default a thread may

@@ -1,5 +1,5 @@
 // The updates of the whole family as launches: how a call is cut into them, and what one thread of one does. Nothing here needs nvcc or a
-// GPU but the words that octet.h borrows from CUDA; tests/native/cuda runs it with threads of the CPU in the place of lanes.
+// GPU but the words of CUDA, which tests/native/cuda/on_cpu has for the CPU.
 #pragma once
 
 #include "../cpu_adam/chunk.h"
@@ -53,10 +53,10 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   }
 }
 
-// Room for the five parts of a group, and for a scale that nobody reads.
+// Room for the five parts of a group, and for the scale of no group: one for each lane, so that none waits for another.
 struct alignas(16) Stage {
   unsigned char parts[5][kGroup * sizeof(float)];
-  float scale[1];
+  float scales[8];
 };
 
 // Any groups, also those of which only a part is updated, at any addresses, in any formats: copied beside zeros, updated, copied back.
@@ -70,7 +70,11 @@ INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
     const std::size_t at = (k == 0 || idle ? launch.first : launch.rest + (k - 1)) * kGroup + first_of_lane();
     const std::size_t from = at > launch.begin ? at : launch.begin, to = idle ? from : at + 4 < launch.end ? at + 4 : launch.end;
     Run run = run_at(chunk, at, kGroup, launch.noise, Streamed::nothing);
-    if (idle) run.first.scales = run.second.scales = stage.scale;
+    if (idle) {
+      float* const scale = stage.scales + threadIdx.x % 8;
+      *scale = 0;
+      run.first.scales = run.second.scales = scale;
+    }
     void* const parts[5] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values};
     const std::size_t widths[5] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
                                    bytes_of(format)};

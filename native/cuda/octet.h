@@ -28,6 +28,8 @@ struct Octet {
       const Bits other = __shfl_xor_sync(0xffffffffu, x, apart);
       x = x > other ? x : other;
     }
+    // An exchange of values orders no memory: what the lanes have read of the group, its scale among it, may be written from now on.
+    __syncwarp();
     return x;
   }
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import infinity
 from infinity import build, closing, pinning
 from infinity.device import ComputeDevice, Copy, huge_pages, read_values
+from infinity.optim import kernels
 from infinity.sharding import gradient_block
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
@@ -357,6 +359,95 @@ def test_what_fails_meanwhile_leaves_nothing_pinned(
     assert not [each for each in threading.enumerate() if each.name == "infinity-pinning"]
     for parameter, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
+
+
+# Updates on the device
+
+ALL_THERE: dict[str, Any] = {
+    "parameters": "gpu",
+    "gradients": "gpu",
+    "optimizer": "gpu",
+    "gpu_memory": "8MiB",
+    "update": "speculative",
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_on_the_device_wait_their_turn(precision: str, wrap: Wrap, machine: Any) -> None:
+    """By the CUDA kernels, on a stream of their own."""
+    expected = train(wrap(precision=precision, **HOST), 2)
+    with queued.kernels() as made:
+        for seed in range(1, 4):
+            launches = made.on_cpu.launches()
+            machine.set_pace(seed, random=True, compute_us=30, copy_us=300)
+            assert differences(train(wrap(precision=precision, **ALL_THERE), 2), expected) == []
+            assert made.on_cpu.launches() > launches + 6
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ODD_FORMATS: list[dict[str, Any]] = [
+    {"precision": "fp32"},
+    {"precision": "bf16", "moment_precision": "bf16"},
+    {"precision": "bf16", "moment_precision": "int8"},
+    {"precision": "bf16", "split_master": False, "gradient_precision": "fp32"},
+    {"precision": "fp16", "split_master": False, "moment_precision": "int8"},
+]
+
+
+@pytest.mark.parametrize("formats", ODD_FORMATS)
+def test_updates_on_the_device_take_four_elements_at_once(
+    formats: dict[str, Any], machine: Any, tmp_path: Path
+) -> None:
+    """Parameters of odd sizes, their states and gradients begin where a lane can load four
+    elements at once; else the kernels copy them one by one."""
+
+    def trained(**config: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(7, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 5)]
+        model = queued.move(torch.nn.Sequential(*layers))
+        config = LEAST | {"nvme": tmp_path / str(len(config)), **config, **formats}
+        Path(config["nvme"]).mkdir()
+        with infinity.engine(infinity.wrap(model, config_of(**config))) as engine:
+            optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
+            for step in range(3):
+                values = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+                values = values.to(queued.NAME, DTYPES[formats["precision"]])
+                engine.model(values).float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return engine.state_dict()
+
+    expected = trained(**HOST | {"gpu_memory": "8MiB"})
+    with queued.kernels() as made:
+        assert differences(trained(**ALL_THERE), expected) == []
+    assert made.slow_updates == 0 < made.updates
+
+
+@contextmanager
+def leave_no_end(
+    device: ComputeDevice, *values: Any, real: Any = ComputeDevice.updating
+) -> Iterator[Copy]:
+    """What comes after an update does not wait for it."""
+    with real(device, *values):
+        yield Copy()
+
+
+@pytest.mark.parametrize("lost", ["the end of an update", "the stream of the kernels"])
+def test_an_order_of_updates_that_is_lost_shows(
+    lost: str, wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with queued.kernels():
+        expected = train(wrap(**ALL_THERE))
+        if lost == "the end of an update":
+            monkeypatch.setattr(ComputeDevice, "updating", leave_no_end)
+        else:
+            other = machine.Stream(queued.NAME).stream_id  # it waits for no gradient
+            monkeypatch.setattr(kernels, "stream_of", lambda tensor: other)
+        for slower in (1, 4, 16):
+            machine.set_pace(compute_us=1000 * slower)
+            if differences(train(wrap(**ALL_THERE)), expected):
+                return
+    pytest.fail("the order was lost, and no number was wrong")
 
 
 # What it must not do

@@ -1,8 +1,8 @@
-"""The CUDA kernels agree bit for bit with the CPU kernels (invariant I8).
+"""The CUDA kernels agree bit for bit with the CPU kernels (invariant I8): on a device, where there
+is one, and run on the CPU (`support.cuda_on_cpu`).
 
-Without a device, what is left is what a caller meets there: the module loads, says why it cannot
-run, and refuses what is wrong. The same source, run by threads of the CPU, is compared in
-tests/native/cuda.
+Without a device, what is left of the built module is what a caller meets there: it loads, says why
+it cannot run, and refuses what is wrong. tests/native/cuda/on_cpu compares more on the CPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from infinity import native
+from support import cuda_on_cpu
 from support.adam_chunks import (
     HYPERS,
     MASTERS,
@@ -34,19 +34,60 @@ from support.adam_chunks import (
 
 cuda = native.cuda()
 cpu = native.cpu_adam()
-pytestmark = pytest.mark.skipif(cuda is None, reason="the package was built without nvcc")
+built = pytest.mark.skipif(cuda is None, reason="the package was built without nvcc")
 cannot_run = "the package was built without nvcc" if cuda is None else cuda.unavailable_reason()
 needs_device = pytest.mark.skipif(
     bool(cannot_run) or not torch.cuda.is_available(), reason="needs a CUDA device"
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INF, NAN = float("inf"), float("nan")
 BLOCK = cpu.NORM_BLOCK
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(needs_device(test))
+@dataclass(frozen=True)
+class Gpu:
+    """The kernels, and where the memory is that they work on."""
+
+    cuda: Any
+    device: str
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+
+    def update(self, chunk: Chunk, begin: int = 0, end: int | None = None) -> None:
+        chunk.update_by(self.cuda, self.stream(), begin, end)
+
+    def norm(self, tensor: torch.Tensor, dtype: str, carry: float) -> float:
+        n = tensor.numel()
+        there = tensor.to(self.device)
+        total = torch.tensor([carry], dtype=torch.float64, device=self.device)
+        sums = torch.empty(self.cuda.norm_blocks(n), dtype=torch.float64, device=self.device)
+        self.cuda.squared_norm(
+            there.data_ptr(),
+            dtype,
+            n,
+            block_sums=sums.data_ptr(),
+            total=total.data_ptr(),
+            stream=self.stream(),
+        )
+        return total.item()
+
+
+DEVICE = pytest.param("cuda", marks=[pytest.mark.gpu, needs_device], id="device")
+
+
+@pytest.fixture(params=[DEVICE, pytest.param("cpu", id="emulated")])
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    return Gpu(cuda if request.param == "cuda" else cuda_on_cpu.load().cuda, request.param)
+
+
+@pytest.fixture(params=[pytest.param("built", marks=built), "emulated"])
+def module(request: pytest.FixtureRequest) -> Any:
+    """The module, to which no device is needed."""
+    return cuda if request.param == "built" else cuda_on_cpu.load().cuda
 
 
 def values(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,10 +96,6 @@ def values(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     most = 4 if dtype == torch.float16 else 10
     exponent = torch.randint(-most, most, (n,), generator=generator)
     return (torch.randn(n, generator=generator) * 10.0**exponent).to(dtype)
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 # Without a device
@@ -80,33 +117,38 @@ def parts_of(binary: bytes) -> set[tuple[str, int]]:
     return found
 
 
+@built
 @pytest.mark.skipif("CUDAARCHS" in os.environ, reason="CUDAARCHS chose other architectures")
 def test_the_module_has_code_for_every_supported_architecture() -> None:
     assert {("sass", 80), ("sass", 90), ("ptx", 90)} <= parts_of(Path(cuda.__file__).read_bytes())
 
 
+@built
 def test_the_module_says_whether_it_can_run() -> None:
     assert cannot_run == "" or not torch.cuda.is_available()
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
         assert "driver" in cannot_run or "device" in cannot_run
 
 
+@built
 @pytest.mark.skipif(not cannot_run, reason="there is a device")
 def test_without_a_device_an_update_says_why_and_changes_nothing() -> None:
     chunk = random_chunk(Case(), 64)
     before = chunk.bits()
     with pytest.raises(RuntimeError, match=f"update could not be launched: {cannot_run}"):
-        update(chunk, stream=0)
+        chunk.update_by(cuda, 0)
     assert chunk.bits() == before
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_an_unknown_dtype_is_refused(module: Any) -> None:
     with pytest.raises(ValueError, match="unknown dtype 'fp8'; expected fp32, bf16 or fp16"):
-        cuda.squared_norm(0, "fp8", 0, block_sums=0, total=0, stream=0)
+        module.squared_norm(0, "fp8", 0, block_sums=0, total=0, stream=0)
 
 
 @pytest.mark.parametrize(("wrong", "message"), [case for case in WRONG if "isa" not in case[0]])
-def test_wrong_arguments_are_refused_as_on_the_cpu(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_as_on_the_cpu(
+    wrong: dict[str, Any], message: str, module: Any
+) -> None:
     chunk = random_chunk(Case(param="bf16", master="fp32"), 32)
     good = {name: chunk.address(name) for name in ("grad", "param", "master", "first", "second")}
     good |= {
@@ -118,15 +160,15 @@ def test_wrong_arguments_are_refused_as_on_the_cpu(wrong: dict[str, Any], messag
     }
     good |= {"begin": 0, "end": 32, "position": 0, "key": 0, **asdict(Hyper())}
     errors = []
-    for module, where in ((cpu, {"isa": "scalar", "pool": POOLS[1]}), (cuda, {"stream": 0})):
+    for kernels, where in ((cpu, {"isa": "scalar", "pool": POOLS[1]}), (module, {"stream": 0})):
         with pytest.raises(ValueError, match=message) as refusal:
-            module.update(**(good | wrong | where))
+            kernels.update(**(good | wrong | where))
         errors.append(str(refusal.value))
     assert errors[0] == errors[1]
 
 
-def test_nothing_to_do_needs_no_device() -> None:
-    cuda.update(
+def test_nothing_to_do_needs_no_device(module: Any) -> None:
+    module.update(
         "adam",
         0,
         "fp32",
@@ -144,48 +186,31 @@ def test_nothing_to_do_needs_no_device() -> None:
         lr=0.1,
         stream=0,
     )
-    cuda.squared_norm(0, "bf16", 0, block_sums=0, total=0, stream=0)
+    module.squared_norm(0, "bf16", 0, block_sums=0, total=0, stream=0)
 
 
 # Updates
 
 
-def update(chunk: Chunk, begin: int = 0, end: int | None = None, **where: Any) -> None:
-    """`Chunk.update`, by the CUDA kernels."""
-    case = chunk.case
-    cuda.update(
-        case.rule,
-        chunk.address("grad"),
-        case.grad,
-        chunk.address("param"),
-        case.param,
-        chunk.address("master"),
-        case.master,
-        chunk.address("first"),
-        chunk.address("second"),
-        case.moments,
-        begin,
-        chunk.n if end is None else end,
-        position=chunk.position,
-        key=chunk.key,
-        **asdict(case.hyper),
-        **(where or {"stream": stream()}),
-    )
-
-
 def moved(chunk: Chunk, device: str) -> Chunk:
-    return replace(chunk, blocks={name: block.to(device) for name, block in chunk.blocks.items()})
+    blocks = {name: block.to(device, copy=True) for name, block in chunk.blocks.items()}
+    return replace(chunk, blocks=blocks)
 
 
 def check_parity(
-    chunk: Chunk, begin: int = 0, end: int | None = None, isa: str = "scalar", steps: int = 1
+    gpu: Gpu,
+    chunk: Chunk,
+    begin: int = 0,
+    end: int | None = None,
+    isa: str = "scalar",
+    steps: int = 1,
 ) -> None:
     """Every byte of every block, the guards around them included, is what the CPU makes of it."""
-    there = moved(chunk, "cuda")
+    there = moved(chunk, gpu.device)
     for step in range(steps):
         chunk.key = there.key = chunk.key + step
         chunk.update(isa, 4, begin, end)
-        update(there, begin, end)
+        gpu.update(there, begin, end)
     for name, block in moved(there, "cpu").blocks.items():
         assert torch.equal(block, chunk.blocks[name]), (
             name,
@@ -198,38 +223,36 @@ def check_parity(
         )
 
 
-@on_gpu
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize(("param", "master"), MASTERS)
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_equal_the_cpu_kernels(
-    rule: str, param: str, master: str, grad: str, moments: str
+    rule: str, param: str, master: str, grad: str, moments: str, gpu: Gpu
 ) -> None:
     """Values of every class, NaN, infinities and subnormals included; parts of groups; odd
     addresses; numbers that pass 2^32."""
     for seed, hyper in enumerate(HYPERS):
         case = Case(rule, grad, param, master, moments, hyper)
         begin = 37 if moments == "fp32" else 32
-        check_parity(random_chunk(case, 3001, seed))
-        check_parity(random_chunk(case, 3001, seed), begin, 2990)
-        check_parity(random_chunk(case, 3001, seed), begin, begin + 3)
-        check_parity(random_chunk(case, 999, seed).moved(1), begin, 998)
-        check_parity(replace(random_chunk(case, 4096, seed), position=2**32 - 1024))
+        chunk = random_chunk(case, 3001, seed)
+        check_parity(gpu, chunk.clone())
+        check_parity(gpu, chunk.clone(), begin, 2990)
+        check_parity(gpu, replace(chunk.clone(), position=2**32 - 1024))
+        check_parity(gpu, chunk, begin, begin + 3)
+        check_parity(gpu, random_chunk(case, 999, seed).moved(1), begin, 998)
 
 
-@on_gpu
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_missing_gradient_is_zeros(rule: str, moments: str) -> None:
+def test_a_missing_gradient_is_zeros(rule: str, moments: str, gpu: Gpu) -> None:
     chunk = random_chunk(Case(rule, param="bf16", master="split", moments=moments), 1000)
     del chunk.blocks["grad"]
-    check_parity(chunk)
+    check_parity(gpu, chunk)
 
 
-@on_gpu
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_many_steps_of_ordinary_training(moments: str) -> None:
+def test_many_steps_of_ordinary_training(moments: str, gpu: Gpu) -> None:
     """Codes and scales of int8 that grew from zeros, rounded with the noise of each step."""
     n = 2 * SUPERBLOCK + 77
     chunk = random_chunk(Case(grad="bf16", param="bf16", master="split", moments=moments), n)
@@ -239,84 +262,62 @@ def test_many_steps_of_ordinary_training(moments: str) -> None:
     chunk.view("grad", torch.bfloat16).copy_(
         torch.randn(n, generator=torch.Generator().manual_seed(0))
     )
-    check_parity(chunk, steps=20)
+    check_parity(gpu, chunk, steps=20)
     assert chunk.masters().abs().max() > 0
 
 
-@on_gpu
-def test_more_than_one_grid() -> None:
+def test_more_than_one_grid(gpu: Gpu) -> None:
     """More groups than there are octets in a grid, over many superblocks."""
-    n = 9_000_000
+    n = 9_000_000 if gpu.device == "cuda" else 150_000
     generator = torch.Generator().manual_seed(0)
     case = Case(grad="bf16", param="bf16", master="split", moments="int8")
     chunk = random_chunk(case, n)
     chunk.view("grad", torch.bfloat16).copy_(torch.randn(n, generator=generator))
-    check_parity(chunk, isa=cpu.best_isa())
+    check_parity(gpu, chunk, isa=cpu.best_isa())
     chunk = random_chunk(Case(), n)
-    check_parity(chunk, 5, n - 3, isa=cpu.best_isa())
+    check_parity(gpu, chunk, 5, n - 3, isa=cpu.best_isa())
 
 
-@on_gpu
-def test_cuts_do_not_change_bits() -> None:
+def test_cuts_do_not_change_bits(gpu: Gpu) -> None:
     for moments in ("fp32", "bf16", "int8"):
         chunk = random_chunk(Case(moments=moments), 5000)
-        whole, parts = moved(chunk, "cuda"), moved(chunk, "cuda")
-        update(whole)
+        whole, parts = moved(chunk, gpu.device), moved(chunk, gpu.device)
+        gpu.update(whole)
         for begin, end in itertools.pairwise((0, 64, 96, 3200, 5000)):
-            update(parts, begin, end)
+            gpu.update(parts, begin, end)
         assert moved(whole, "cpu").bits() == moved(parts, "cpu").bits()
 
 
 # Norms
 
 
-def norm_on_gpu(tensor: torch.Tensor, dtype: str, carry: float) -> float:
-    n = tensor.numel()
-    there = tensor.to("cuda")
-    total = torch.tensor([carry], dtype=torch.float64, device="cuda")
-    sums = torch.empty(cuda.norm_blocks(n), dtype=torch.float64, device="cuda")
-    cuda.squared_norm(
-        there.data_ptr(),
-        dtype,
-        n,
-        block_sums=sums.data_ptr(),
-        total=total.data_ptr(),
-        stream=stream(),
-    )
-    return total.item()
-
-
-@on_gpu
 @pytest.mark.parametrize(
     "n", [0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK + 5, 9 * BLOCK + 253, 300 * BLOCK]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_norm_equals_the_cpu_kernel(dtype: str, n: int) -> None:
+def test_squared_norm_equals_the_cpu_kernel(dtype: str, n: int, gpu: Gpu) -> None:
     tensor = values(n, n, DTYPES[dtype])
     expected = cpu.squared_norm(tensor.data_ptr(), dtype, n, 0.1, "scalar", POOLS[1])
-    assert norm_on_gpu(tensor, dtype, 0.1).hex() == expected.hex()
+    assert gpu.norm(tensor, dtype, 0.1).hex() == expected.hex()
 
 
-@on_gpu
-def test_squared_norm_does_not_depend_on_how_a_buffer_is_cut() -> None:
+def test_squared_norm_does_not_depend_on_how_a_buffer_is_cut(gpu: Gpu) -> None:
     tensor = values(5 * BLOCK + 3, 1)
-    in_parts = norm_on_gpu(
-        tensor[2 * BLOCK :], "fp32", norm_on_gpu(tensor[: 2 * BLOCK], "fp32", 0.0)
-    )
-    assert in_parts == norm_on_gpu(tensor, "fp32", 0.0)
+    in_parts = gpu.norm(tensor[2 * BLOCK :], "fp32", gpu.norm(tensor[: 2 * BLOCK], "fp32", 0.0))
+    assert in_parts == gpu.norm(tensor, "fp32", 0.0)
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_squared_norm_shows_what_is_not_finite(bad: float, dtype: str) -> None:
+def test_squared_norm_shows_what_is_not_finite(bad: float, dtype: str, gpu: Gpu) -> None:
     for at in (0, BLOCK + 3, 3 * BLOCK + 1):
         tensor = values(3 * BLOCK + 2, 1, DTYPES[dtype])
         tensor[at] = bad
-        assert str(norm_on_gpu(tensor, dtype, 0.0)) == str(abs(bad))
+        assert str(gpu.norm(tensor, dtype, 0.0)) == str(abs(bad))
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_device
 def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
     n = 1 << 24
     side = torch.cuda.Stream()

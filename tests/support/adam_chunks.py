@@ -146,6 +146,29 @@ class Chunk:
         )
         return self
 
+    def update_by(self, cuda: Any, stream: int, begin: int = 0, end: int | None = None) -> Chunk:
+        """The same by the CUDA kernels."""
+        case = self.case
+        cuda.update(
+            case.rule,
+            self.address("grad"),
+            case.grad,
+            self.address("param"),
+            case.param,
+            self.address("master"),
+            case.master,
+            self.address("first"),
+            self.address("second"),
+            case.moments,
+            begin,
+            self.n if end is None else end,
+            position=self.position,
+            key=self.key,
+            **asdict(case.hyper),
+            stream=stream,
+        )
+        return self
+
     def moved(self, shift: int) -> Chunk:
         """The same contents at other addresses."""
         other = replace(self, shift=shift, blocks={})

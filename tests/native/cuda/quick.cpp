@@ -1,9 +1,10 @@
 // Are the quick roots and quotients of octet.h rounded correctly: all roots, and the quotients that lie nearest to where rounding changes?
-#include "lanes.h"
+#include "cuda_runtime.h"
 
 #include <cstdio>
 #include <random>
 
+#include "../../../native/cuda/device.h"
 #include "../../../native/cuda/octet.h"
 
 using namespace infinity::cpu_adam;

@@ -11,13 +11,6 @@ version of torch and of the sources.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.util
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,15 +18,20 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity import build, native
 from infinity.device import ComputeDevice
+from infinity.optim import kernels as optim_kernels
 from infinity.sharding import collectives
+from support import compiled, cuda_on_cpu
 
 NAME = "queued"
 _HERE = Path(__file__).parent
+_SOURCES = (_HERE / "machine.h", _HERE / "backend.cpp")
 _TORCH = Path(torch.__file__).parent
 
 
@@ -163,6 +161,55 @@ class QueuedDevice(ComputeDevice):
         return torch.device(NAME, 0)
 
 
+class QueuedKernels:
+    """`infinity._cuda` for the device: the CUDA kernels run on the CPU, by the threads of its
+    streams, when their turn comes."""
+
+    def __init__(self) -> None:
+        self.native, self.on_cpu = load().native, cuda_on_cpu.load()
+        self.norm_blocks = self.on_cpu.cuda.norm_blocks
+        self.updates, self.slow_updates = 0, 0
+        """Those for which the kernels copy elements one by one: without a gradient, or at addresses
+        that are no multiples of four elements."""
+
+    def update(self, rule: str, *values: Any, **named: Any) -> None:
+        parts = [*values]
+        bytes_of = {"fp32": 4, "bf16": 2, "fp16": 2, "split": 2, "int8": 1, "none": 1}
+        formats = {0: 1, 2: 3, 4: 5, 6: 8, 7: 8}  # of grad, param, master, first, second
+        odd = [parts[at] % (4 * bytes_of[parts[dtype]]) for at, dtype in formats.items()]
+        self.updates += 1
+        self.slow_updates += any(odd) or parts[0] == 0
+        for place in formats:
+            parts[place] = self.native.shadow(parts[place])
+        self.on_cpu.cuda.update(rule, *parts, **named)
+
+    def squared_norm(self, address: int, dtype: str, n: int, **named: int) -> None:
+        places = {name: self.native.shadow(named[name]) for name in ("block_sums", "total")}
+        self.on_cpu.cuda.squared_norm(self.native.shadow(address), dtype, n, **named | places)
+
+
+class DeviceWithKernels(QueuedDevice):
+    """One that updates what is in its memory."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(kind)
+        self.has_kernels = True
+
+
+@contextmanager
+def kernels() -> Iterator[QueuedKernels]:
+    """Inside, engines are made with kernels on the device."""
+    made = QueuedKernels()
+    made.on_cpu.push_to(made.native.address_of_push())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ComputeDevice", DeviceWithKernels)
+        patch.setattr(native, "cuda", lambda: made)
+        patch.setattr(optim_kernels, "device_of", lambda tensor: nullcontext())
+        patch.setattr(optim_kernels, "stream_of", lambda tensor: load().current_stream().stream_id)
+        yield made
+    made.on_cpu.push_to(0)
+
+
 def let_gloo_reach_it() -> SimpleNamespace:
     """Let groups of this process gather and reduce tensors of the device, as NCCL does those of a
     GPU: the host learns that all ranks have come, and what they bring then comes by itself.
@@ -210,46 +257,16 @@ def load() -> _Runtime:
     found = getattr(torch, NAME, None)
     if found is None:
         torch.utils.rename_privateuse1_backend(NAME)
-        found = _Runtime(_import(_build()))
+        found = _Runtime(compiled.module("_queued", _SOURCES, _command)[0])
         torch._register_device_module(NAME, found)
     return found
 
 
-def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("_queued", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _build() -> Path:
-    """The native module; one process builds it, and the others wait."""
-    sources = [_HERE / "machine.h", _HERE / "backend.cpp"]
-    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    folder = Path(tempfile.gettempdir(), f"infinity-queued-{digest.hexdigest()[:16]}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    built = folder / f"_queued{sysconfig.get_config_var('EXT_SUFFIX')}"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            draft = built.with_suffix(".draft")
-            done = subprocess.run(_command(sources[-1], draft), capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"the simulated device does not compile:\n{done.stderr}")
-            draft.rename(built)
-    return built
-
-
-def _command(source: Path, target: Path) -> list[str]:
-    include = _TORCH / "include"
-    folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_path("include")))
+def _command(target: Path) -> list[str]:
     return [
         *("c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(part for folder in folders for part in ("-isystem", str(folder))),
-        *(str(source), "-o", str(target), f"-L{_TORCH / 'lib'}"),
+        *compiled.INCLUDES,
+        *(str(_HERE / "backend.cpp"), "-o", str(target), f"-L{_TORCH / 'lib'}"),
         *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
     ]

@@ -57,6 +57,11 @@ Stream& here() { return streams().at(current); }
 
 c10::Stream as_torch(std::int64_t number) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kQueued, 0), number); }
 
+// For what runs kernels of its own: a task that is run when its turn comes.
+void push(std::uintptr_t stream, void (*run)(void*), void* work) {
+  streams().at(static_cast<std::int64_t>(stream)).push(Kind::compute, 0, [run, work] { run(work); });
+}
+
 // Memory that comes and goes in the order of the stream that it was allocated for
 
 struct Allocation {
@@ -483,6 +488,10 @@ PYBIND11_MODULE(_queued, m) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   m.def("current_stream", [] { return current; });
   m.def("set_stream", [](std::int64_t number) { current = number; });
+  m.def("address_of_push", [] { return reinterpret_cast<std::uintptr_t>(&push); });
+  m.def("shadow", [](std::uintptr_t address) {  // where streams find what lies at an address; 0 stays 0
+    return address == 0 ? 0 : reinterpret_cast<std::uintptr_t>(machine().memory.shadow(reinterpret_cast<const void*>(address)));
+  });
   m.def("ignore_captures", [] { ignores_captures = true; });
   m.def("pin", [](std::uintptr_t address, std::size_t nbytes) {
     machine().note_call();
