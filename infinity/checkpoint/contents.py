@@ -21,6 +21,8 @@ from infinity.errors import CheckpointError
 
 MOST_EXTRA_BYTES = 64 << 20
 """The largest `extra` of a rank that `Contents.extra_keys` reads."""
+_MOST_DIGITS = 9
+"""Of the number of a rank."""
 
 
 class StoredTensor(NamedTuple):
@@ -134,7 +136,8 @@ class Contents:
         found: dict[int, list[str] | None] = {}
         for index, place in self.manifest.places.items():
             kind, _, rank = index.fqn.partition(".")
-            if kind != "extra" or place.sizes is not None or not rank.isdecimal():
+            is_rank = rank.isdecimal() and len(rank) <= _MOST_DIGITS
+            if kind != "extra" or place.sizes is not None or not is_rank:
                 continue
             small = place.length <= MOST_EXTRA_BYTES
             value = self._reader.read(index) if small else None

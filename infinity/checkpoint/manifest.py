@@ -39,6 +39,7 @@ from infinity.errors import CheckpointError
 VERSION = 3
 _FRAME = re.compile(rb'\{"content":(.*),"sha256":"([0-9a-f]{64})"\}\n', re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{32}")
+_KEY = re.compile(r".*", re.DOTALL)
 _DIGESTS = {2: ("sha256", re.compile(r"[0-9a-f]{64}"))}
 _DIGEST = digest.ALGORITHM, re.compile(r"[0-9a-f]{8}")
 
@@ -158,7 +159,7 @@ def decode(data: bytes) -> Manifest:
         files,
         tensors,
         places,
-        frozenset(content["absent"]),
+        frozenset(_text(key, _KEY) for key in content["absent"]),
     )
 
 
@@ -175,7 +176,7 @@ def _decode_item(
     digest_form: re.Pattern[str],
 ) -> tuple[MetadataIndex, ItemPlace]:
     """An item and its place; a tensor's chunk is added to `tensors`."""
-    key, offsets, sizes = item["key"], None, None
+    key, offsets, sizes = _text(item["key"], _KEY), None, None
     if "sizes" in item:
         offsets, sizes = _numbers(item["offsets"]), _numbers(item["sizes"])
         whole = tensors[key].size

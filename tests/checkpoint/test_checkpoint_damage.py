@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import infinity
 from infinity.checkpoint import earlier, loading, manifest, pickles
+from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.digest import as_text, crc32c
+from infinity.errors import CheckpointError
 from support.configs import config_of
 from support.earlier_checkpoints import write_earlier
 from support.models import text_batch, transformer
@@ -399,6 +401,25 @@ def test_an_odd_manifest_is_refused_before_anything_is_changed(saved: Saved) -> 
         rewrite(saved.anew(), change)
         assert saved.load() != "", kind
         assert saved.training is training
+
+
+def another_item(key: Any) -> Callable[[dict[str, Any]], None]:
+    """One more item, which is also "extra.0"."""
+    return lambda content: content["items"].append(item_of(content, "extra.0") | {"key": key})
+
+
+@pytest.mark.parametrize("change", [another_item(7), lambda content: content.update(absent=[None])])
+def test_keys_that_are_no_text_are_refused(change: Callable[..., Any], saved: Saved) -> None:
+    directory = saved.anew()
+    rewrite(directory, change)
+    with pytest.raises(CheckpointError, match=r"(7|None) is no name"):
+        Contents(directory)
+
+
+def test_extra_of_a_rank_that_cannot_be_is_not_read(saved: Saved) -> None:
+    directory = saved.anew()
+    rewrite(directory, another_item("extra." + "9" * 5000))
+    assert list(Contents(directory).extra_keys()) == [0]
 
 
 def test_a_deep_manifest_is_refused(saved: Saved) -> None:
