@@ -136,6 +136,14 @@ def _budgets(gpu: Memory | None) -> dict[str, dict[str, Any]] | str:
     return {"gpu_memory": choice.gpu._asdict(), "cpu_memory": choice.cpu._asdict()}
 
 
+def _expandable_segments() -> bool:
+    """Whether torch's allocator of GPU memory joins what it frees; the older variable counts where
+    the newer one is not set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    said = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    return "expandable_segments:true" in said.replace(" ", "").lower()
+
+
 def examine(nvme: list[Path]) -> dict[str, Any]:
     """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no
     problem"."""
@@ -159,6 +167,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "io_uring_problem": io_engine_problem(),
         "gpu_direct_problem": gpu_direct_problem(device, nvme),
         "repeatable_problem": computing.repeatable_problem(),
+        "expandable_segments": _expandable_segments(),
         "budgets": _budgets(computing.memory()),
         "memlock": memlock_limit(),
         "huge_pages": huge_pages(),
@@ -210,6 +219,11 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
         problem, field = facts["repeatable_problem"], "Config(deterministic=True)"
         text = f"{field} is refused: {problem}" if problem else f"with {field}"
         rows.append((not problem, "same bits at every run", text))
+        has_segments, variable = facts["expandable_segments"], "PYTORCH_ALLOC_CONF"
+        text = (
+            "on" if has_segments else f"off; {variable}=expandable_segments:True wastes less memory"
+        )
+        rows.append((has_segments, "expandable segments", text))
     rows += _budget_rows(facts["budgets"])
     memlock = facts["memlock"]
     rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))

@@ -944,6 +944,30 @@ def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
     assert "With --nvme DIR" in run("doctor").stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_on"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", False),
+        ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", False),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_ALLOC_CONF", "a:1, expandable_segments: True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+    ],
+)
+def test_doctor_says_what_runs_on_a_gpu_need(
+    name: str, value: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    facts = doctor.examine([]) | {"device": "cuda:0", "repeatable_problem": "it has begun"}
+    rows = {name: (fine, text) for fine, name, text in doctor._rows(facts)}
+    refused = "Config(deterministic=True) is refused: it has begun"
+    assert rows["same bits at every run"] == (False, refused)
+    off = "off; PYTORCH_ALLOC_CONF=expandable_segments:True wastes less memory"
+    assert rows["expandable segments"] == (is_on, "on" if is_on else off)
+
+
 def test_doctor_reports_why_direct_io_does_not_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
