@@ -376,8 +376,8 @@ class ComputeDevice:
         if self.torch.type == "cuda" and not os.environ.get(CUBLAS_WORKSPACE):
             os.environ[CUBLAS_WORKSPACE] = REPEATABLE_WORKSPACES[0]
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False  # it would choose by time
+        if torch.backends.cudnn.benchmark:
+            torch.backends.cudnn.benchmark = False  # it chooses by time
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at

@@ -19,11 +19,8 @@ CONFIG = infinity.Config(deterministic=True, parameters="cpu", optimizer="cpu")
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(CUBLAS_WORKSPACE, raising=False)
-    cudnn = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark
     yield
     torch.use_deterministic_algorithms(False)
-    cudnn.deterministic, cudnn.benchmark = before
 
 
 class OfAGpu(ComputeDevice):
