@@ -568,10 +568,10 @@ def test_two_drives_share_by_speed_and_by_room(
     """A fast drive of 64 MiB and a slow one of 192 MiB: first what the fast one's share has room
     for, then what has not."""
     monkeypatch.setattr(drives, "STRIPE_BYTES", MIB)
-    monkeypatch.setattr(speed, "PROBE_BYTES", 8 * MIB)
+    monkeypatch.setattr(speed, "PROBE_BYTES", 4 * MIB)
     fast, slow = disks(64 * MIB), disks(192 * MIB)
     assert fast.stat().st_dev != slow.stat().st_dev
-    faulty(1, bytes_per_second=16.0 * MIB)
+    faulty(1, bytes_per_second=4.0 * MIB)
     with opened([fast, slow], 40 * MIB, kind) as made:
         assert sum(sizes([fast, slow])) == 40 * MIB
         assert 0 < sizes([fast, slow])[1] < 20 * MIB
