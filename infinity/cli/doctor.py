@@ -177,7 +177,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
     return facts | {"verdict": _verdict(facts)}
 
 
-def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
+def rows_of(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
     """(fine?, what, value) per line of the table."""
     rows = [
         (True, "Python", f"{facts['python']}, Linux {facts['kernel']}, {facts['machine']}"),
@@ -276,7 +276,7 @@ def doctor(
         table.add_column(no_wrap=True)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for fine, name, value in _rows(facts):
+        for fine, name, value in rows_of(facts):
             table.add_row("ok" if fine else "!", name, value)
         console = Console(file=sys.stdout)
         console.print(table, markup=False)

@@ -961,7 +961,7 @@ def test_doctor_says_what_runs_on_a_gpu_need(
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     facts = doctor.examine([]) | {"device": "cuda:0", "repeatable_problem": "it has begun"}
-    rows = {name: (fine, text) for fine, name, text in doctor._rows(facts)}
+    rows = {name: (fine, text) for fine, name, text in doctor.rows_of(facts)}
     refused = "Config(deterministic=True) is refused: it has begun"
     assert rows["same bits at every run"] == (False, refused)
     off = "off; PYTORCH_ALLOC_CONF=expandable_segments:True wastes less memory"
