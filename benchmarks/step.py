@@ -17,11 +17,6 @@ parameters, fp32 masters, AdamW, clipping at 1.0, the same number of torch threa
                    could be); needs a GPU
   fsdp2-cpu        fully_shard on one rank with CPUOffloadPolicy: fp32 parameters, gradients and
                    moments in host memory, bf16 compute; needs a GPU
-
-`--models` also takes a config.json. Such a model is drawn on the device by each way itself, its
-blocks are checkpointed, and benchmarks/gpu/sizes.py says where states lie. Bytes of DeepSpeed and
-infinity are then those of the same placement: parameters on the device where they fit.
-
 The last two run where their packages are; a way that cannot run here is left out with a sentence,
 and with --keep-going one that fails, too. With --device cuda models run on the GPU, and a step ends
 when the GPU has. Every run is a process of its own; in each round every way has its turn, in
@@ -30,6 +25,10 @@ beside the next step are paid there. Bytes are the kernel's count for the proces
 memory is VmHWM of the whole run, loading included; `during steps` is its peak after loading. The
 drive alone is measured in every round too: large writes and reads in memory on huge pages, with the
 same I/O engine.
+
+`--models` also takes a config.json. Such a model is drawn on the device by each way itself, and its
+blocks are checkpointed. benchmarks/gpu/sizes.py says where infinity keeps states. DeepSpeed's
+parameters stay on the device.
 
   python benchmarks/step.py --deepspeed-python /path/to/its/python --json
   benchmarks/results/step.json
@@ -143,32 +142,13 @@ def batches(step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"input_ids": each, "labels": each, "use_cache": False} for each in ids]
 
 
-def described(options: argparse.Namespace) -> Any:
-    """A model of a config.json in bf16, drawn on the device, with checkpointed blocks."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    with torch.device(options.device):
-        model = LlamaForCausalLM(config_of(options.model))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    model.gradient_checkpointing_enable()
-    return model.train()
-
-
 def config_for(options: argparse.Namespace, way: str, **tuning: Any) -> Any:
     """The `Config` with which a model of a config.json fits on this machine."""
-    import torch
-
     sys.path.insert(0, str(Path(__file__).parent / "gpu"))
     import sizes
 
-    shape = json.loads(Path(options.model).read_text())
-    given = sizes.REHEARSED
-    if options.device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        working = sizes.working(shape, options.batch * options.sequence)
-        given = sizes.machine(options.nvme, total, working, options.host)
+    shape, tokens = json.loads(Path(options.model).read_text()), options.batch * options.sequence
+    given = sizes.machine(shape, tokens, options.nvme, options.device, options.host)
     over = {"infinity-cpu": sizes.in_host_memory, "infinity-nvme": sizes.states_on_drive}[way]
     return over(shape, given).config(options.nvme, **tuning)
 
@@ -189,13 +169,16 @@ def in_bf16(options: argparse.Namespace) -> Any:
     import torch
     from transformers import LlamaForCausalLM
 
-    if is_described(options.model):
-        return described(options)
-    model = LlamaForCausalLM(config_of(options.model))
+    drawn_there = is_described(options.model)
+    with torch.device(options.device if drawn_there else "cpu"):
+        model = LlamaForCausalLM(config_of(options.model))
     # Not the buffers, as .to() would: rotary frequencies stay in fp32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    fill(model.named_parameters(), options.weights)
+    if drawn_there:
+        model.gradient_checkpointing_enable()
+    else:
+        fill(model.named_parameters(), options.weights)
     return model.to(options.device)
 
 

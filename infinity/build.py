@@ -256,7 +256,7 @@ class Build:
         for unit in self.units:
             unit.renew()
         if self._config.deterministic:
-            self.device.compute_repeatably()
+            self.device.compute_deterministically()
         self.undo.pop_all()
         if self.durability is not None:
             self.durability.begin()
@@ -268,7 +268,7 @@ class Build:
         announce(self.ranks)
         self.device = ComputeDevice(self._config.tuning.device)
         self.undo.callback(self.device.close)
-        if self._config.deterministic and (problem := self.device.repeatable_problem()):
+        if self._config.deterministic and (problem := self.device.nondeterminism()):
             raise ConfigError(f"deterministic=True: {problem}")
         check_reach(self.ranks, self.device.torch.type)
         for name, module in self._model.named_modules():

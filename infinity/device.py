@@ -48,7 +48,7 @@ LEAST_FREE_BYTES = 256 << 20
 """What touching leaves to other processes."""
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Of this variable, with which cuBLAS gives the same bits at every run, by its documentation
 ("Results reproducibility")."""
 _MPOL_INTERLEAVE = 3
@@ -211,24 +211,25 @@ def touch(memory: torch.Tensor) -> None:
     Raises `BudgetError` where it has not, and its total does not grow, before the kernel ends a
     process.
     """
-    before = read_host()
-    for begin in range(0, memory.nbytes, TOUCHED_BYTES):
-        part = memory[begin:][:TOUCHED_BYTES]
-        host = read_host() if memory.nbytes > TOUCHED_BYTES else None
-        if (
-            host is not None
-            and before is not None
-            and host.free < part.nbytes + LEAST_FREE_BYTES
-            and host.growth is not Growth.LIKELY
-            and host.total <= before.total
-        ):
+    slices = memory.split(TOUCHED_BYTES)
+    before = read_host() if len(slices) > 1 else None
+    for number, part in enumerate(slices):
+        host = None if before is None else read_host()
+        if before is not None and host is not None and not _has_room(host, before, part.nbytes):
             raise BudgetError(
-                f"{host.owner} has no more host memory after {format_bytes(begin)} of "
-                f"{format_bytes(memory.nbytes)}: {format_bytes(host.free)} of "
-                f"{format_bytes(host.total)} are free; lower cpu_memory, or leave it out for a "
-                "part of what is free"
+                f"{host.owner} has no more host memory after "
+                f"{format_bytes(number * TOUCHED_BYTES)} of {format_bytes(memory.nbytes)}: "
+                f"{format_bytes(host.free)} of {format_bytes(host.total)} are free; lower "
+                "cpu_memory, or leave it out for a part of what is free"
             )
         part.zero_()
+
+
+def _has_room(host: Memory, before: Memory, nbytes: int) -> bool:
+    """Whether `nbytes` more may be touched: they are free, or the total grows, as it has since it
+    was what `before` says, or as it is likely to."""
+    grows = host.growth is Growth.LIKELY or host.total > before.total
+    return grows or host.free >= nbytes + LEAST_FREE_BYTES
 
 
 class HostMemory:
@@ -358,23 +359,23 @@ class ComputeDevice:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def repeatable_problem(self) -> str:
+    def nondeterminism(self) -> str:
         """Why matrix multiplications of this process may have other bits at every run; "" where
-        they have the same, or will have by `compute_repeatably`."""
+        they have the same, or will have by `compute_deterministically`."""
         workspace = os.environ.get(CUBLAS_WORKSPACE, "")
         may_set = not self._had_begun and workspace == ""
-        if self.torch.type != "cuda" or workspace in REPEATABLE_WORKSPACES or may_set:
+        if self.torch.type != "cuda" or workspace in DETERMINISTIC_WORKSPACES or may_set:
             return ""
         return (
             f"{CUBLAS_WORKSPACE} is {workspace or 'not set'}; set it to "
-            f"{REPEATABLE_WORKSPACES[0]} before the program uses CUDA"
+            f"{DETERMINISTIC_WORKSPACES[0]} before the program uses CUDA"
         )
 
-    def compute_repeatably(self) -> None:
+    def compute_deterministically(self) -> None:
         """Have torch use deterministic algorithms from now on, in all of this process. Its
         operators that have none raise `RuntimeError`."""
         if self.torch.type == "cuda" and not os.environ.get(CUBLAS_WORKSPACE):
-            os.environ[CUBLAS_WORKSPACE] = REPEATABLE_WORKSPACES[0]
+            os.environ[CUBLAS_WORKSPACE] = DETERMINISTIC_WORKSPACES[0]
         torch.use_deterministic_algorithms(True)
         if torch.backends.cudnn.benchmark:
             torch.backends.cudnn.benchmark = False  # it chooses by time

@@ -69,10 +69,7 @@ def forecast(case: Case, gpu: Gpu, drive: float) -> tuple[sizes.Plan, Forecast]:
     path = HERE / "configs" / f"{case.model}.json"
     shape = json.loads(path.read_text())
     working = sizes.working(shape, case.batch * case.length)
-    given = sizes.Machine(
-        gpu.total - working - 3 * GIB, HOST["host_memory"] - 15 * GIB, DRIVE_BYTES - 3 * GIB
-    )
-    placed = case.placed(shape, given)
+    placed = case.placed(shape, sizes.left(gpu.total, HOST["host_memory"], DRIVE_BYTES, working))
     hardware = Hardware(
         "expected",
         flops=gpu.flops,

@@ -81,19 +81,30 @@ def working(model: dict[str, Any], tokens: int) -> int:
     return tokens * (16 * model["vocab_size"] + hidden + 4 * block)
 
 
-def machine(nvme: Path, gpu_bytes: int, working: int, host_bytes: int | None = None) -> Machine:
-    """What this machine may give to states: of a GPU all but the `working` bytes and 3 GiB for CUDA
+def left(gpu: int, host: int, drive: int, working: int) -> Machine:
+    """What so many bytes leave to states: of a GPU all but the `working` bytes and 3 GiB for CUDA
     and what lies between; of host memory all but 15 GiB, for Python, CUDA, staging, and one unit
-    while it is filled; of the drive all but 3 GiB. `host_bytes` is what the user says that is free,
-    where the machine shows less than it has."""
+    while it is filled; of the drive all but 3 GiB."""
+    return Machine(
+        max(gpu - working - 3 * GIB, 0), max(host - 15 * GIB, 0), max(drive - 3 * GIB, 0)
+    )
+
+
+def machine(
+    model: dict[str, Any], tokens: int, nvme: Path, device: str, host_bytes: int | None
+) -> Machine:
+    """What this machine may give to states, beside `tokens` tokens at once. `host_bytes` is what
+    the user says that is free, where the machine shows less than it has. On the CPU what a
+    rehearsal needs."""
+    if device == "cpu":
+        return REHEARSED
+    import torch
+
     if host_bytes is None:
         host = read_host()
         host_bytes = 0 if host is None else host.free
-    return Machine(
-        max(gpu_bytes - working - 3 * GIB, 0),
-        max(host_bytes - 15 * GIB, 0),
-        max(shutil.disk_usage(nvme).free - 3 * GIB, 0),
-    )
+    total = torch.cuda.get_device_properties(0).total_memory
+    return left(total, host_bytes, shutil.disk_usage(nvme).free, working(model, tokens))
 
 
 def block_of(model: dict[str, Any]) -> int:

@@ -166,7 +166,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "native": _native(),
         "io_uring_problem": io_engine_problem(),
         "gpu_direct_problem": gpu_direct_problem(device, nvme),
-        "repeatable_problem": computing.repeatable_problem(),
+        "nondeterminism": computing.nondeterminism(),
         "expandable_segments": _expandable_segments(),
         "budgets": _budgets(computing.memory()),
         "memlock": memlock_limit(),
@@ -216,7 +216,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
         )
     )
     if facts["device"] != "cpu":
-        problem, field = facts["repeatable_problem"], "Config(deterministic=True)"
+        problem, field = facts["nondeterminism"], "Config(deterministic=True)"
         text = f"{field} is refused: {problem}" if problem else f"with {field}"
         rows.append((not problem, "same bits at every run", text))
         has_segments, variable = facts["expandable_segments"], "PYTORCH_ALLOC_CONF"

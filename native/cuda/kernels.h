@@ -1,5 +1,6 @@
 // The CUDA twins of native/cpu_adam. The updates are the same source (rules.h, moments.h, noise.h, update.h), compiled for one more kind of
-// register (octet.h), and nothing is contracted to a fused multiply-add that rounds otherwise, so that a number does not depend on the device that computed it.
+// register (octet.h), and nothing is contracted to a fused multiply-add that rounds otherwise: a number does not depend on the device that
+// computed it.
 //
 // The questions a caller has:
 //   Which thread?        Any. The caller's current CUDA device is the one that owns the stream and the memory.

@@ -960,7 +960,7 @@ def test_doctor_says_what_runs_on_a_gpu_need(
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
-    facts = doctor.examine([]) | {"device": "cuda:0", "repeatable_problem": "it has begun"}
+    facts = doctor.examine([]) | {"device": "cuda:0", "nondeterminism": "it has begun"}
     rows = {name: (fine, text) for fine, name, text in doctor.rows_of(facts)}
     refused = "Config(deterministic=True) is refused: it has begun"
     assert rows["same bits at every run"] == (False, refused)

@@ -58,9 +58,9 @@ def test_cublas_needs_its_variable_before_cuda_begins(
     monkeypatch.setattr(OfAGpu, "had_begun", had_begun)
     works = value in (":4096:8", ":16:8") or (value == "" and not had_begun)
     device = OfAGpu()
-    assert (device.repeatable_problem() == "") is works
+    assert (device.nondeterminism() == "") is works
     if works:
-        device.compute_repeatably()
+        device.compute_deterministically()
         assert os.environ[CUBLAS_WORKSPACE] == (value or ":4096:8")
         return
     monkeypatch.setattr("infinity.build.ComputeDevice", OfAGpu)

@@ -122,34 +122,20 @@ class Chunk:
         end: int | None = None,
         to: Chunk | None = None,
     ) -> Chunk:
-        case = self.case
         targets = {f"to_{name}": to.address(name) for name in to.blocks} if to is not None else {}
         kernels.update(
-            case.rule,
-            self.address("grad"),
-            case.grad,
-            self.address("param"),
-            case.param,
-            self.address("master"),
-            case.master,
-            self.address("first"),
-            self.address("second"),
-            case.moments,
-            begin,
-            self.n if end is None else end,
-            position=self.position,
-            key=self.key,
-            **asdict(case.hyper),
+            *self._blocks(begin, end),
+            **self._numbers(),
             isa=isa,
             pool=POOLS[threads],
             **targets,
         )
         return self
 
-    def update_by(self, cuda: Any, stream: int, begin: int = 0, end: int | None = None) -> Chunk:
-        """The same by the CUDA kernels."""
+    def _blocks(self, begin: int, end: int | None) -> tuple[Any, ...]:
+        """What both kinds of kernels take by place."""
         case = self.case
-        cuda.update(
+        return (
             case.rule,
             self.address("grad"),
             case.grad,
@@ -162,9 +148,17 @@ class Chunk:
             case.moments,
             begin,
             self.n if end is None else end,
-            position=self.position,
-            key=self.key,
-            **asdict(case.hyper),
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        """What both take by name."""
+        return {"position": self.position, "key": self.key, **asdict(self.case.hyper)}
+
+    def update_by(self, cuda: Any, stream: int, begin: int = 0, end: int | None = None) -> Chunk:
+        """The same by the CUDA kernels."""
+        cuda.update(
+            *self._blocks(begin, end),
+            **self._numbers(),
             stream=stream,
         )
         return self

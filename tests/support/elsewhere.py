@@ -17,7 +17,7 @@ import torch
 
 import infinity
 from infinity.config import Config, Tuning
-from infinity.device import CUBLAS_WORKSPACE, REPEATABLE_WORKSPACES
+from infinity.device import CUBLAS_WORKSPACE, DETERMINISTIC_WORKSPACES
 
 KIND = os.environ.get("INFINITY_TEST_DEVICE", "")
 FILES = (
@@ -86,7 +86,7 @@ def move() -> None:
             queued.move(model), *rest, **named
         )
     elif KIND == "cuda":
-        os.environ.setdefault(CUBLAS_WORKSPACE, REPEATABLE_WORKSPACES[0])
+        os.environ.setdefault(CUBLAS_WORKSPACE, DETERMINISTIC_WORKSPACES[0])
         _configure(device="cuda")
         _bring_inputs()
 

@@ -2,8 +2,8 @@
 // CUDA leaves undefined ends the process with a message.
 //
 // Compiled without sanitizers, which know one stack for each thread; the thread sanitizer is told which fiber runs, and what orders memory:
-// barriers (__syncwarp is one, a shuffle is none) and the beginning and end of a grid, and not the switches between fibers. So it reports races between threads of a
-// block, and between those of neighbouring blocks, although nothing runs at the same time.
+// barriers (__syncwarp is one, a shuffle is none) and the beginning and end of a grid, and not the switches between fibers. So it reports
+// races between threads of a block, and between those of neighbouring blocks, although nothing runs at the same time.
 #include "threads.h"
 
 #include <sys/mman.h>
