@@ -52,6 +52,9 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Of this variable, with which cuBLAS gives the same bits at every run, by its documentation
 ("Results reproducibility")."""
 _MPOL_INTERLEAVE = 3
+# Of mmap(2), on x86_64 and aarch64: else the kernel would refuse more than the machine shows before
+# it is touched; see [Note: memory that grows] in infinity/free_memory.py.
+_MAP_NORESERVE = 0x4000
 # Up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them.
 ALONE_ELEMENTS = 32768
 
@@ -66,11 +69,17 @@ def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.T
     them, not touched yet.
 
     Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with
-    the last view of it. A forked child has them only if they are `inherited`.
+    the last view of it. A forked child has them only if they are `inherited`. Raises `BudgetError`
+    where the kernel gives the process no so many addresses.
     """
-    memory = mmap.mmap(
-        -1, nbytes + residue + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, nbytes + residue + HUGE_PAGE, flags=flags)
+    except OSError as error:
+        raise BudgetError(
+            f"the kernel refuses {format_bytes(nbytes)} of host memory: {error.strerror}; lower "
+            "cpu_memory, or raise the limit (ulimit -v, vm.overcommit_memory)"
+        ) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE
     # Not the rest, which a huge page would round up to 2 MiB.

@@ -19,7 +19,7 @@ import torch
 from infinity import device, pinning
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
 from infinity.errors import BudgetError, ConfigError, EngineClosedError
-from infinity.free_memory import Growth, Memory
+from infinity.free_memory import Growth, Memory, read_host
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes"
@@ -223,6 +223,23 @@ def test_memory_that_is_not_there_is_refused_before_the_kernel_ends_a_process(
         HostMemory(4 * MIB)
     host_says(monkeypatch, 4 * MIB, 4 * MIB, 3 * MIB, 2 * MIB)
     assert not HostMemory(3 * MIB).tensor.any()
+
+
+def test_more_than_the_machine_shows_has_addresses() -> None:
+    """Or it could not grow: by default the kernel refuses what is obviously too much."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this kernel promises no more than it has")
+    host = read_host()
+    assert host is not None
+    assert huge_pages(2 * host.total).nbytes == 2 * host.total  # none is touched
+
+
+def test_addresses_that_the_kernel_refuses_are_an_error_of_ours() -> None:
+    with pytest.raises(
+        BudgetError,
+        match=r"^the kernel refuses 1048576 TiB of host memory: .*; lower cpu_memory, or ",
+    ):
+        huge_pages(1 << 60)
 
 
 def test_memory_that_grows_is_touched_beyond_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
