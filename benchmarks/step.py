@@ -83,6 +83,9 @@ WAYS = (
     "torchao-cpu",
     "fsdp2-cpu",
 )
+BUILDS = {"build-cpu": ("CPUAdamBuilder",), "build-nvme": ("AsyncIOBuilder", "CPUAdamBuilder")}
+"""What a way of DeepSpeed has compiled before it, so that one that cannot be compiled leaves the
+others."""
 VOCABULARY, BATCH, SEQUENCE, CLIP = 8192, 2, 256, 1.0
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
 BANDWIDTH_BYTES = 512 << 20
@@ -557,11 +560,11 @@ def write_weights(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(options: argparse.Namespace) -> dict[str, Any]:
-    """Have DeepSpeed compile its operators, which takes minutes the first time."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    """Have DeepSpeed compile what a way of `BUILDS` needs, which takes minutes the first time."""
+    from deepspeed.ops import op_builder
 
-    for builder in (AsyncIOBuilder, CPUAdamBuilder):
-        builder().load(verbose=False)
+    for name in BUILDS[options.child]:
+        getattr(op_builder, name)().load(verbose=False)
     return {}
 
 
@@ -596,9 +599,7 @@ def child(
 ) -> dict[str, Any]:
     """Run one child and return what it says."""
     python = (
-        str(options.deepspeed_python)
-        if way == "build" or way.startswith("deepspeed")
-        else sys.executable
+        str(options.deepspeed_python) if way.startswith(("build", "deepspeed")) else sys.executable
     )
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
@@ -641,7 +642,7 @@ def child(
             str(options.sequence),
             *(["--host", str(options.host)] if options.host else []),
         ]
-        if way != "build":
+        if way not in BUILDS:
             turn.take()
         left = None if options.end is None else max(options.end - time.monotonic(), 0.1)
         try:
@@ -657,7 +658,7 @@ def child(
             return {"skipped": f"it was ended after the {left:.0f} s that were left"}
         finally:
             turn.end()
-    if done.returncode != 0 and options.keep_going and way in WAYS:
+    if done.returncode != 0 and options.keep_going and (way in WAYS or way in BUILDS):
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         return {"skipped": f"it failed: {last[-300:]}"}
     if done.returncode != 0:
@@ -784,8 +785,6 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
     turn = Turn(options.lock)
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-weights-") as folder:
         weights = Path(folder) / "model.safetensors"
-        if any(way.startswith("deepspeed") for way in options.ways):
-            child(options, turn, "build", model, weights)
         count = 0
         if not is_described(model):
             count = child(options, turn, "weights", model, weights)["parameters"]
@@ -800,7 +799,11 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
             for way in ways:
                 if way in skipped:
                     continue
-                last = child(options, turn, way, model, weights)
+                last: dict[str, Any] = {}
+                if number == 0 and (build := way.replace("deepspeed", "build")) in BUILDS:
+                    last = child(options, turn, build, model, weights)
+                if "skipped" not in last:
+                    last = child(options, turn, way, model, weights)
                 if "skipped" in last:
                     skipped[way] = last["skipped"]
                     print(f"{model} {way} is left out: {skipped[way]}", file=sys.stderr)
@@ -881,10 +884,8 @@ def main() -> None:
     options = parser.parse_args()
     options.end = options.most_seconds and time.monotonic() + options.most_seconds
     if options.child:
-        work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(
-            options.child, train
-        )
-        result = work(options)
+        others = {"weights": write_weights, "bandwidth": bandwidth} | dict.fromkeys(BUILDS, build)
+        result = others.get(options.child, train)(options)
         print(json.dumps(result), flush=True)
         return
     options.skipped = {}

@@ -2,7 +2,7 @@
 """What a machine with a GPU and without a package index needs, beside torch and compilers.
 
 Here, where there is an index: collect wheels for its Python, and the libraries of the drive's I/O
-(liburing, and libaio for DeepSpeed) if this machine has them:
+(liburing, and libaio for DeepSpeed; Debian's liburing-dev and libaio-dev):
   benchmarks/gpu/wheels.py DIR [--python 3.12]
 There: build the package into a folder that is kept, and measure:
   benchmarks/gpu/run_all --wheels DIR ...
@@ -68,11 +68,18 @@ def collect(folder: Path, python: str) -> None:
         _collect_library(folder, name, library)
 
 
+def missing() -> list[str]:
+    """The libraries that this machine lacks."""
+    return [
+        name
+        for name, library in LIBRARIES.items()
+        if not Path(f"/usr/include/{name}.h").exists()
+        or not any(Path("/usr/lib").glob(f"**/{library}"))
+    ]
+
+
 def _collect_library(folder: Path, name: str, library: str) -> None:
     headers, found = Path("/usr/include"), [*Path("/usr/lib").glob(f"**/{library}")]
-    if not (headers / f"{name}.h").exists() or not found:
-        print(f"{name} is not on this machine, so what needs it is not built there")
-        return
     target = folder / name
     target.mkdir(exist_ok=True)
     if (headers / name).is_dir():
@@ -98,6 +105,8 @@ def install(wheels: Path, kept: Path, run: Run, architecture: str | None = None)
         environment |= {"CFLAGS": f"-I{aio}", "LDFLAGS": f"-L{aio}", "LD_LIBRARY_PATH": str(aio)}
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps")
     pip += ("--upgrade", "--target", str(site))
+    if architecture is not None:
+        environment["CUDAARCHS"] = architecture
     os.environ |= environment
     if not site.is_dir():
         run(*pip, *sorted(wheels.glob("*.whl")))
@@ -106,8 +115,6 @@ def install(wheels: Path, kept: Path, run: Run, architecture: str | None = None)
     if uring.is_dir():
         defines += [f"-Ccmake.define.INFINITY_LIBURING_INCLUDE={uring}"]
         defines += [f"-Ccmake.define.INFINITY_LIBURING_LIBRARY={uring / 'liburing.a'}"]
-    if architecture is not None:
-        defines += [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}"]
     run(*pip, "--no-build-isolation", f"-Cbuild-dir={kept / 'build'}", *defines, ROOT)
     return environment
 
@@ -119,6 +126,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--python", default="3.12", help="version of Python on that machine")
     options = parser.parse_args()
+    if lacking := missing():
+        packages = " ".join(f"{name}-dev" for name in lacking)
+        sys.exit(f"{' and '.join(lacking)} must be here, to be carried: apt-get install {packages}")
     collect(options.folder, options.python)
     files = [path for path in options.folder.rglob("*") if path.is_file()]
     for path in sorted(files):

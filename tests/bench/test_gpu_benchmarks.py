@@ -3,6 +3,7 @@ arithmetic of sizes holds."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -113,10 +114,51 @@ def test_a_machine_without_an_index_builds_with_the_wheels_that_were_carried(
     for command in (carried, built):
         assert command[:3] == [sys.executable, "-m", "pip"]
         assert {"--no-index", "--no-deps", "--target", str(kept / "site")} <= set(command)
-    assert "--no-build-isolation" in built and "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=90" in built
+    assert "--no-build-isolation" in built and environment["CUDAARCHS"] == "90"
     assert any("INFINITY_LIBURING_LIBRARY" in part for part in built) is carries_libraries
     load("wheels").install(wheels, kept, run)
     assert commands[2][-1] == built[-1] and len(commands) == 3
+
+
+def test_libraries_that_are_to_be_carried_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is downloaded: a machine without them would measure no DeepSpeed on NVMe."""
+    wheels = load("wheels")
+    monkeypatch.setattr(wheels, "LIBRARIES", {"absent": "absent.a", "missing": "missing.so"})
+    monkeypatch.setattr(sys, "argv", ["wheels.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="absent and missing must .* install absent-dev missing-d"):
+        wheels.main()
+
+
+@pytest.mark.parametrize("way", ["build-nvme", "build-cpu"])
+def test_a_peer_that_cannot_be_compiled_leaves_the_other_ways(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = load("../step")
+    ran: list[str] = []
+
+    def child(options: object, turn: object, name: str, *_: object) -> dict[str, Any]:
+        ran.append(name)
+        if name == way:
+            return {"skipped": "it failed: no compiler"}
+        return {"parameters": 1, "step_s": [1.0], "peak_MiB": 1.0}
+
+    monkeypatch.setattr(step, "child", child)
+    monkeypatch.setattr(step, "rows_of", lambda model, runs, drive: sorted(runs))
+    monkeypatch.setattr(step, "surroundings", lambda *_: {})
+    options = argparse.Namespace(
+        ways=["infinity-cpu", "deepspeed-cpu", "deepspeed-nvme"],
+        **{"lock": None, "nvme": tmp_path, "skipped": {}, "rounds": 2, "end": None},
+    )
+    rows, settings = step.measure(options, "98M")
+    peer = way.replace("build", "deepspeed")
+    assert rows == sorted({*options.ways} - {peer}) and peer not in ran
+    assert settings == {
+        f"98M, {peer} is left out": "it failed: no compiler",
+        "98M_parameters": 1,
+    }
+    assert ran.count("infinity-cpu") == 2 and ran.count(way) == 1
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
