@@ -36,6 +36,7 @@ from infinity.free_memory import Available, choose, most_of_device, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
+from infinity.modules.first_batch import FirstBatch
 from infinity.modules.frozen import StoredParameters, all_frozen, find_stored
 from infinity.modules.gauge import Gauge
 from infinity.modules.given import GivenTensors
@@ -241,7 +242,8 @@ class Build:
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
         self.durability: Durability | None = None
-        self._blocks: dict[nn.Module, str] = {}  # that are recomputed
+        self._repeated: dict[nn.Module, str] = {}  # its blocks, by name
+        self._blocks: dict[nn.Module, str] = {}  # those that are recomputed
         self._resume = resume
         self._model = model
         self._config = config
@@ -390,6 +392,7 @@ class Build:
             log.info("%s", line)
         self._demand = self._asked(division)
         self._make_units(division)
+        self._repeated = division.blocks
         if config.recompute != "off":
             self._blocks = division.blocks
             for block in self._blocks:  # hooked, also where its modules have the units
@@ -660,6 +663,7 @@ class Build:
             self._recorder,
             offloader,
             recomputation,
+            FirstBatch(self._model, self._repeated, config, self._away, self.device),
             config.inference,
         )
         self.undo.callback(hooks.close)
@@ -701,17 +705,22 @@ class Build:
         Engine(self._model, config, parts).attach(self._model)
 
     @property
+    def _away(self) -> float:
+        """Bytes of saved activations that may leave the compute device."""
+        if self.store.activations is None:
+            return 0.0
+        return math.inf if self._config.activations == "nvme" else float(self._layout.rooms.saved)
+
+    @property
     def _activation_room(self) -> ActivationRoom:
         """Where what blocks save may be: what `gpu_memory` leaves, and what "auto" leaves beside
         it; and the tier of activations, as fast as the slowest of what its bytes pass."""
         device = self._layout.left_bytes + self._choice.for_activations
         if self._rates is None or self.store.activations is None:
             return ActivationRoom(device)
-        drives = self._config.activations == "nvme"
-        slowest = self._rates.nvme if drives else math.inf
+        slowest = self._rates.nvme if self._config.activations == "nvme" else math.inf
         up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
-        away = math.inf if drives else float(self._layout.rooms.saved)
-        return ActivationRoom(device, away, down, up)
+        return ActivationRoom(device, self._away, down, up)
 
     def _partitions(self, executions: Executions) -> Partitions | None:
         """What divides saved tensors among tensor parallel ranks, where that is wanted."""

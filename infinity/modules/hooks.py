@@ -64,6 +64,7 @@ from infinity.modules.execution import (
     caller,
     is_compiling,
 )
+from infinity.modules.first_batch import FirstBatch
 from infinity.modules.packing import PackedView, Packer
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
@@ -103,6 +104,7 @@ class Hooks(Border):
         recorder: Recorder,
         offloader: SavedTensorOffloader,
         recomputation: Recomputation,
+        first_batch: FirstBatch,
         only_runs: bool = False,
     ) -> None:
         """Where the model `only_runs`, no forward trains, and a backward is refused."""
@@ -115,6 +117,7 @@ class Hooks(Border):
         self._recorder = recorder
         self._only_runs = only_runs
         self._recomputation, self._partitions = recomputation, offloader.partitions
+        self._first_batch = first_batch
         treatments = recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._shortage: BudgetError | None = None
@@ -251,7 +254,10 @@ class Hooks(Border):
         """Where a call of `module` is recomputed, enter the hooks of a checkpoint on top of ours,
         which are for its inputs, and ours once more. Where it keeps what it saves, or is counted,
         enter what does that."""
-        if self._packer.feeds_a_checkpoint():
+        checkpointed = self._packer.feeds_a_checkpoint()
+        if self._first_batch.is_due:
+            self._first_batch.look(module, (args, kwargs), checkpointed)
+        if checkpointed:
             entered.enter_context(self._recomputation.leave(module) or nullcontext())
             return
         found = self._packer.locate, self._begin_turn

@@ -7,11 +7,12 @@ estimated here: activations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from infinity.config import Config
 from infinity.free_memory import Choice, choose, most_of_device
 from infinity.modules.division import first_fitting
+from infinity.placement.activations import ActivationBytes, DecoderShape, activation_bytes
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Layout, Machine
 from infinity.placement.demand import Demand, demand_of
@@ -21,11 +22,6 @@ from infinity.quantities import format_bytes, round_up
 
 STRIPE_BYTES = 4 << 20
 """The states file is a multiple of it."""
-BLOCK_BYTES = 17
-"""Elements that a block saves per token and hidden unit: 34 bytes of two-byte elements (2205.05198,
-section 4, without attention scores, which fused attention does not keep)."""
-LOGIT_COPIES = 8
-"""Bytes of the fp32 copies of a logit: its own, and its gradient's."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,6 @@ class Training:
     def tokens(self) -> int:
         """Tokens of a rank in one step."""
         return self.windows * self.accumulate
-
-
-@dataclass(frozen=True)
-class ActivationBytes:
-    """What one micro-batch saves, in bytes: inputs of blocks (or all that blocks save), the inside
-    of the block that is recomputed, and the logits."""
-
-    saved: int
-    working: int
-    logits: int
 
 
 @dataclass(frozen=True)
@@ -120,18 +106,6 @@ class MemoryPlan:
         return parts.saved - self.offloaded[0] + parts.working + parts.logits
 
 
-def activation_bytes(model: PlannedModel, training: Training) -> ActivationBytes:
-    """An estimate for one micro-batch of a decoder with fused attention."""
-    width = max((unit.format.nbytes for unit in model.units), default=2)
-    inputs = training.windows * model.hidden * width
-    inside = inputs * BLOCK_BYTES
-    layers = model.shape.layers
-    logits = training.windows * model.vocabulary * (width + LOGIT_COPIES)
-    if training.recomputes:
-        return ActivationBytes(layers * inputs, inside, logits)
-    return ActivationBytes(layers * inside, 0, logits)
-
-
 def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
     """What `model` asks of one rank, with no budgets yet."""
     shards = hardware.ranks if config.stage > 0 else 1
@@ -162,8 +136,11 @@ def memory_plan(
     demand = demand.within(choice.budgets)
     placement = demand.resident(rates if demand.needs_rates() else None)
     layout, buffers = demand.layout(placement)
+    width = max((unit.format.nbytes for unit in model.units), default=2)
+    decoder = DecoderShape(model.shape.layers, model.hidden, model.vocabulary, width)
     saved = [
-        activation_bytes(model, each) for each in (training, replace(training, recomputes=False))
+        activation_bytes(decoder, training.windows, recomputes)
+        for recomputes in (training.recomputes, False)
     ]
     return MemoryPlan(layout, choice, buffers, *saved)
 

@@ -24,6 +24,7 @@ from infinity.bench.step.measure import bounds, clipped, drift_problems, parts_u
 from infinity.cli.main import app
 from infinity.config import Config, Tuning
 from infinity.free_memory import Memory
+from infinity.plan.prediction import prediction
 from infinity.rates import formats_of, updates
 from infinity.report import Report
 from support.configs import config_of
@@ -290,6 +291,56 @@ def test_the_report_says_where_states_are_updated(
     assert ("Adam on the GPU" in result.stdout) is bool(on_gpu)
 
 
+def found_by(**changes: Any) -> dict[str, Any]:
+    """A summary by which a block takes 2 s, the rest of the model 3 s, and all else hardly any."""
+
+    def median(value: float) -> dict[str, float]:
+        return {"median": value, "lowest": value, "highest": 2 * value}
+
+    ways = ("host_to_device", "device_to_host", "nvme_read", "nvme_write", "nvme_both")
+    return {
+        "link_gb_per_second": {way: median(1e3) for way in ways},
+        "adam": {"gb_per_second": median(1e3)},
+        "adam_on_gpu": None,
+        "matmul_tflop_per_second": median(1.0),
+        "compute": {"one_block_seconds": median(5.0), "two_blocks_seconds": median(7.0)},
+        "step_seconds": median(27.0),
+    } | changes
+
+
+def work_of(model: Path, config: Config, vertical: bool = False) -> train.Workload:
+    source = train.find_source(str(model), "bf16")
+    return train.Workload(source, config, 16, 2, 2, vertical, True, 3, 1, 1e9, 1e-4, 0)
+
+
+def test_the_plan_of_a_measured_step_has_the_rates_of_that_run(model: Path, tmp_path: Path) -> None:
+    """Two forward passes of three blocks and the rest: 2 x (3 x 2 + 3) s."""
+    config = config_of(nvme=tmp_path, precision="bf16")
+    found = prediction(work_of(model, config), found_by())
+    assert found is not None
+    assert found["seconds"] == pytest.approx(18.0, rel=0.01)
+    assert found["busy_seconds"]["compute"] == pytest.approx(18.0, rel=1e-6)
+    assert found["tokens_per_second"] == pytest.approx(64 / found["seconds"])
+    ratio = found["step_over_plan_ratio"]
+    assert ratio["median"] == pytest.approx(27 / found["seconds"])
+    assert ratio["highest"] == 2 * ratio["median"]
+
+
+def test_a_slow_drive_is_in_the_plan(model: Path, tmp_path: Path) -> None:
+    config = config_of(nvme=tmp_path, precision="bf16", cache=0)
+    links = found_by()["link_gb_per_second"]
+    slow = {name: links["host_to_device"] | {"median": 1e-6} for name in links if "nvme" in name}
+    found = prediction(work_of(model, config), found_by(link_gb_per_second=links | slow))
+    assert found is not None
+    moved = found["busy_seconds"]["nvme read"]
+    assert found["seconds"] >= moved > PARAMETERS * (2 + 8) / 1e3  # masters and moments at least
+
+
+def test_what_the_plan_does_not_simulate_has_none(model: Path, tmp_path: Path) -> None:
+    config = config_of(nvme=tmp_path, precision="bf16")
+    assert prediction(work_of(model, config, vertical=True), found_by()) is None
+
+
 def test_depth_is_extrapolated_from_rounds_of_one_and_two_blocks() -> None:
     assert extrapolated([5.0, 6.0, 50.0], [7.0, 8.0, 51.0], 11) == 6.0 + 10 * 2.0
     assert extrapolated([5.0], [4.0], 11) == 5.0  # a second block cannot give time back
@@ -369,6 +420,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     ratio = facts["step_seconds"]["median"] / roofline["bound_seconds"]
     assert roofline["step_over_bound_ratio"]["median"] == pytest.approx(ratio)
     assert roofline["seconds"]["compute"] == facts["compute"]["seconds"]
+    plan, ratio = facts["plan"], facts["plan"]["step_over_plan_ratio"]["median"]
+    assert plan["seconds"] * ratio == pytest.approx(facts["step_seconds"]["median"])
+    assert f"a step takes {plan['seconds']:.3g} s" in " ".join(result.stdout.split())
     assert set(facts["stall_seconds"]) == {"wait nvme", "wait adam", "wait collective"}
     for tier in ("gpu", "cpu"):
         assert 0 < facts["tiers"][tier]["peak_bytes"] <= facts["tiers"][tier]["budget_bytes"]

@@ -99,8 +99,9 @@ def step(
     its devices give alone.
 
     Compute (models of one and two blocks, extrapolated in depth), NVMe, the link to the device and
-    the update are measured in the same run; the longest of them is the bound. One process, one
-    device.
+    the update are measured in the same run; the longest of them is the bound. The step is compared
+    with the plan for such a machine, too. One process, one device. The output is made to be pasted
+    into an issue.
     """
     with plain_failures(debug):
         require_extras(
@@ -111,6 +112,7 @@ def step(
         from infinity.cli.bench.step.show import print_table, render
         from infinity.cli.history import History
         from infinity.cli.perfetto import write_trace
+        from infinity.plan.prediction import prediction
 
         def write(spans: Sequence[Span]) -> None:
             if timeline is not None:
@@ -137,6 +139,7 @@ def step(
         )
         with interrupted_by_signals():
             summary = measure(work, probe_bytes, say, write)
+            summary["plan"] = prediction(work, summary)
         delivery.deliver(
             summary, lambda: render(summary), lambda console: print_table(summary, console)
         )

@@ -122,6 +122,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
             "then only the next forward hides the update. --clip unit and --clip previous do not "
             "wait."
         )
+    if result["plan"] is not None:
+        words.append(_planned(result["plan"]))
     both = roofline["compute_and_adam_on_the_same_cpus_seconds"]
     if both is not None:
         words.append(f"Compute and Adam run on the same CPUs: {both:.3g} s together.")
@@ -140,6 +142,18 @@ def sentences(result: dict[str, Any]) -> list[str]:
     words.append(f"Operations: {result['flops']['formula']}.")
     words.append(f"Compute: {result['compute']['method']}.")
     return words
+
+
+def _planned(plan: dict[str, Any]) -> str:
+    """What `infinity plan` would say of such a machine."""
+    busiest = sorted(plan["busy_seconds"].items(), key=lambda lane: -lane[1])[:3]
+    lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in busiest)
+    median, between = _three(plan["step_over_plan_ratio"], ".2f")
+    return (
+        f"By the plan for such a machine a step takes {plan['seconds']:.3g} s "
+        f"({plan['tokens_per_second']:,.0f} tokens per second; {lanes}): this one takes {median} "
+        f"({between}) times that."
+    )
 
 
 STEP_HEADINGS = ("step", "median", "steps")
