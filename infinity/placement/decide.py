@@ -419,7 +419,13 @@ class Placement:
         elements = sum(spec.elements for spec in self.specs if spec.kind is Kind.PARAM)
         all_of_it = sum(spec.nbytes for spec in on_nvme)
         staged = Staged(
-            len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it
+            len(kinds) + spare,
+            len(others) + spare,
+            self._granule,
+            longest,
+            elements,
+            all_of_it,
+            drives=max(len(self.config.nvme), 1),
         )
         return staged, self.config.tuning.activation_memory if self.moves_activations() else 0
 

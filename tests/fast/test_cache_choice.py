@@ -192,7 +192,7 @@ def test_how_memory_is_divided() -> None:
 
 
 def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
-    def chunk(elements: int, available: int) -> int:
+    def chunk(elements: int, available: int, drives: int = 1) -> int:
         staged = Staged(
             kinds=4,
             others=0,
@@ -200,6 +200,7 @@ def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
             longest=elements,
             elements=elements,
             on_nvme=12 * elements,
+            drives=drives,
         )
         return divide(available, staged, cache=0).chunk_elements
 
@@ -219,6 +220,10 @@ def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
         3 * full // 2,
         most,
     ]
+    # So that four drives are not kept waiting by what each chunk costs in Python.
+    assert [chunk(1 << 30, n << 30, drives=4) for n in (1, 8)] == [4 * most, 4 * most]
+    assert chunk(1 << 30, 192 * MIB, drives=4) == most  # where there is room
+    assert chunk(32 << 20, 8 << 30, drives=4) == full  # and enough chunks
 
 
 @given(
@@ -229,6 +234,7 @@ def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
     st.integers(0, 1 << 22),
     st.integers(0, 1 << 30),
     st.none() | st.integers(0, 1 << 30),
+    st.sampled_from([1, 2, 8]),
 )
 def test_what_is_divided_is_all_there_is(
     extra: int,
@@ -238,6 +244,7 @@ def test_what_is_divided_is_all_there_is(
     longest: int,
     on_nvme: int,
     cache: int | None,
+    drives: int,
 ) -> None:
     staged = Staged(
         kinds + others,
@@ -246,13 +253,13 @@ def test_what_is_divided_is_all_there_is(
         longest,
         2 * longest,
         on_nvme if kinds else 0,
+        drives,
     )
     available = staged.least + extra
     plan = divide(available, staged, cache)
     assert plan.slots * plan.chunk_elements * 4 + plan.cache <= available
-    assert (
-        plan.chunk_elements % staged.granule == 0 and 0 < plan.chunk_elements <= MOST_CHUNK_ELEMENTS
-    )
+    assert plan.chunk_elements % staged.granule == 0
+    assert 0 < plan.chunk_elements <= MOST_CHUNK_ELEMENTS * drives
     assert cache is None or plan.cache <= cache
     assert plan.staged_sets > 0 or plan.cache == staged.on_nvme
 
