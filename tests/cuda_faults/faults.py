@@ -321,10 +321,4 @@ FAULTS = [
         "run.first.scales = run.second.scales = scale;",
         "",
     ),
-    Fault(
-        "launch: an idle octet reads what was never written",
-        "launch.h",
-        "      *scale = 0;\n",
-        "",
-    ),
 ]
