@@ -1,5 +1,12 @@
 """Backward passes under way on this thread. Autograd calls one a graph task; they nest, and may be
-cut off by an exception."""
+cut off by an exception.
+
+[Note: outputs that may be changed in place]
+A custom function that watches gradients gives the tensor that it is given. It may not give a view:
+autograd refuses to change in place what is a view of a custom function. What `detach` gives is no
+view, although it has the same memory and the same version counter. So a change in place is noticed
+by the nodes that saved the memory, as in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,16 @@ def current_pass() -> int | None:
     passes share a number."""
     number = int(torch._C._current_graph_task_id())
     return None if number == -1 else number
+
+
+def handed_on(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory and version counter, for the forward of a custom function
+    to return. See [Note: outputs that may be changed in place]."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    # The same, whose shape may be changed in place, too.
+    made: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)
+    return made
 
 
 class _Ending:

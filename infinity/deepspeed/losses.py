@@ -14,14 +14,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.backward import handed_on
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.errors import in_words
+from infinity.modules.lazy_logits import LazyLogits
 from infinity.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -63,12 +66,7 @@ class Losses:
         optimizer = self._engine.optimizer
         if optimizer is None or (self._divisor() == 1 and optimizer.loss_scaler is None):
             return outputs
-        return mapped(self._entrance, outputs)
-
-    def _entrance(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-            return value
-        return _Entrance.apply(value, self)  # type: ignore[no-untyped-call]
+        return mapped(_Entrances(self, outputs).of, outputs)
 
     def enter(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of an output, as it goes on into the model."""
@@ -84,13 +82,53 @@ class Losses:
         return gradient if divisor == 1 or Losses.running else gradient / divisor
 
 
+class _Entrances:
+    """The tensors in the `outputs` of one forward, as the script gets them: what is one tensor
+    stays one, and views of one tensor stay that."""
+
+    def __init__(self, losses: Losses, outputs: Any) -> None:
+        self._losses = losses
+        self._made: dict[int, torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
+        mapped(lambda value: found.setdefault(id(value), value), outputs)
+        tensors = [each for each in found.values() if type(each) is torch.Tensor]
+        self._shared = Counter(id(_base(each)) for each in tensors)
+
+    def of(self, value: Any) -> Any:
+        """What the script gets for `value`, a leaf of the outputs."""
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = self._entrance(value)
+        return self._made[id(value)]
+
+    def _entrance(self, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, LazyLogits):
+            return value.through(self._enter)
+        base = _base(value)
+        if base is value or self._shared[id(base)] < 2 or value.is_conj() or value.is_neg():
+            return self._enter(value)
+        whole: torch.Tensor = self.of(base)
+        return whole.as_strided(value.size(), value.stride(), value.storage_offset())
+
+    def _enter(self, value: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Entrance.apply(value, self._losses)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _base(value: torch.Tensor) -> torch.Tensor:
+    """What autograd takes `value` for a view of, if that has the same dtype; else `value`."""
+    base = value._base
+    return value if base is None or base.grad_fn is None or base.dtype != value.dtype else base
+
+
 class _Entrance(torch.autograd.Function):
     """Where gradients enter a model; see [Note: two ways to go backward]."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, losses: Losses) -> torch.Tensor:
         ctx.losses = losses
-        return value.view_as(value)
+        return handed_on(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -50,6 +50,7 @@ class Call:
     frame: FrameType | None  # what runs it
     thread: int
     saving: AbstractContextManager[object] | None  # entered for this call
+    first_node: int  # the number that autograd gives to the first node that it makes
     checkpoints: bool = False
     """Whether it has entered a checkpoint of its own."""
     uses: list[Showing] = field(default_factory=list)

@@ -41,6 +41,7 @@ again. What the graph saves passes `Packer` as ever.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -65,6 +66,7 @@ from infinity.modules.execution import (
     is_compiling,
 )
 from infinity.modules.first_batch import FirstBatch
+from infinity.modules.node_attributes import pack_attributes, sequence_number
 from infinity.modules.packing import PackedView, Packer
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
@@ -213,9 +215,8 @@ class Hooks(Border):
         if not recomputing:
             with self._claiming:
                 self._now.claim(f"{type(module).__name__} was called")
-        call = Call(
-            module, recomputing, time.perf_counter(), None, caller(), threading.get_ident(), None
-        )
+        now, thread = time.perf_counter(), threading.get_ident()
+        call = Call(module, recomputing, now, None, caller(), thread, None, sequence_number())
         try:
             if recomputing:
                 self._now.backward_pass()
@@ -352,6 +353,8 @@ class Hooks(Border):
             for tensor in _tensors(output)
             if (found := self._packer.locate(tensor)) is not None
         }
+        if not failed and torch.is_grad_enabled():
+            self._pack_attributes(call, output)
         kept: list[str] = []
         for use in call.uses:
             left = not failed and (use.unit in returned or bool(use.referenced()))
@@ -365,6 +368,18 @@ class Hooks(Border):
                 kept += collected(use) if left else []
                 use.end()
         return kept
+
+    def _pack_attributes(self, call: Call, output: Any) -> None:
+        """Views that nodes keep go with the `call`: behind what it gives, and behind what its
+        module has kept of it (a loss of a router)."""
+
+        def referenced() -> bool:
+            return any(use.unit.data.views.referenced() for use in call.uses)
+
+        if referenced():
+            kept = (_tensors(vars(module)) for module in call.module.modules())
+            outputs = itertools.chain(_tensors(output), *kept)
+            pack_attributes(outputs, call.first_node, self._packer, referenced)
 
     def _enter(self, unit: Unit) -> Showing:
         if self._executions.interleaver is not None:

@@ -237,6 +237,14 @@ class LazyLogits(torch.Tensor):
 
         return projection.apply(loss, self.origin.hidden)
 
+    def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
+        """These logits after `function`, which changes no value and may watch gradients."""
+        origin, step = self.origin, LogitsStep(function, self.dtype, False)
+        steps = (*origin.steps, step)
+        return LazyLogits.of(
+            LogitsOrigin(origin.projection, origin.hidden, origin.form, steps, self, function)
+        )
+
     # Operators
 
     @classmethod
