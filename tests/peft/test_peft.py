@@ -292,3 +292,26 @@ def test_adapters_keep_their_dtype(saved: Path, tmp_path: Path, closed: list[nn.
     assert report.in_files >= sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
     assert report.peaks["gpu"] <= report.budgets["gpu"]
     assert report.peaks["cpu"] <= report.budgets["cpu"]
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, -1], {"embed_tokens": [5, 6], "lm_head": [7]}])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_new_tokens_inside_of_init(
+    saved: Path, tmp_path: Path, closed: list[nn.Module], tokens: Any, from_files: bool
+) -> None:
+    """Their rows are those of the embedding."""
+    import transformers
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        automatic = transformers.AutoModelForCausalLM
+        base = automatic.from_pretrained(saved) if from_files else FAMILIES["llama"].build()
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, lora(trainable_token_indices=tokens))
+
+    plain = build()
+    with infinity.init():
+        model = build()
+    closed.append(infinity.wrap(model, config(tmp_path)))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one + 0, other)
