@@ -160,8 +160,8 @@ BACKED: dict[str, dict[str, str]] = {
     "utils.torch": {_TOOLS: "required_torch_version"},
     "utils.z3_leaf_module": {_ZERO: _LEAVES},
     "utils.zero_to_fp32": {
-        _CONSOLIDATION: "convert_zero_checkpoint_to_fp32_state_dict "
-        "get_fp32_state_dict_from_zero_checkpoint "
+        _CONSOLIDATION: "convert_zero_checkpoint_to_fp32_state_dict get_model_state_file "
+        "get_fp32_state_dict_from_zero_checkpoint get_optim_files "
         "load_state_dict_from_zero_checkpoint"
     },
 }

@@ -58,13 +58,21 @@ def OnDevice(
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """`item` with a copy of each tensor, which has no larger storage behind it."""
-    return tree_map(
-        lambda value: (
-            value.detach().clone().to(device) if isinstance(value, torch.Tensor) else value
-        ),
-        item,
-    )
+    """`item` with a copy of each tensor, which has no larger storage behind it. Tensors with the
+    same elements of the same storage, as tied weights, have one copy."""
+    copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place: tuple[Any, ...] = (id(value),)
+        if value.numel() and not value.is_meta:
+            place = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+        if place not in copies:  # which keeps `value`, so that its place is not another's
+            copies[place] = value, value.detach().clone().to(device)
+        return copies[place][1]
+
+    return tree_map(copied, item)
 
 
 def move_to_device(
