@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from infinity.deepspeed import engine_names
-from infinity.deepspeed.agree import several
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader

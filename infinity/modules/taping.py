@@ -363,7 +363,7 @@ def _with_values(index: Any, is_outermost: bool = True) -> Any:
     return found if found.numel() else found.long()
 
 
-def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that runs in `frame`, and the arguments it was given."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
