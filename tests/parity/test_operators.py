@@ -200,7 +200,8 @@ def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any
             try:
                 ours = result(way, case, module)
             except InfinityError as error:
-                yield case.name, "refused", str(error)
+                with infinity.gathered(module, write=True):  # else no forward runs any more
+                    yield case.name, "refused", str(error)
                 continue
             except Exception as error:
                 kind = "refused" if "a wrapped model" in str(error) else "raises"
