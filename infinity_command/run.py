@@ -10,10 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from infinity_command import deepspeed_launcher, launched
 
 
 def shim() -> Path:
@@ -25,16 +28,36 @@ def shim() -> Path:
 
 
 def prepare() -> None:
-    """Put the package first on the path, and let this process be the only rank where no launcher
-    has started it."""
+    """Put the package first on the path, and give this process the number that a launcher gave it,
+    or let it be the only rank.
+
+    Raises `ValueError` where one of several processes does not know which of them it is.
+    """
     directory = str(shim())
+    real = _real_deepspeed()
     sys.path.insert(0, directory)
     paths = [directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    launched.adopt(os.environ)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        launched.keep_deepspeed_on_cpu(os.environ)
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if real and os.environ["RANK"] == "0":
+        sys.stderr.write(
+            f"infinity: `import deepspeed` gives this engine here, not the DeepSpeed in {real}\n"
+        )
+
+
+def _real_deepspeed() -> str:
+    """Where DeepSpeed is installed that a script would import without this command; empty where it
+    is not, and in the processes of a command that has said so."""
+    if str(shim()) in (os.environ.get("PYTHONPATH") or "").split(os.pathsep):
+        return ""
+    spec = importlib.util.find_spec("deepspeed")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
 
 
 def _free_port() -> int:
@@ -45,7 +68,8 @@ def _free_port() -> int:
 
 def run(target: str, arguments: Sequence[str], is_module: bool = False) -> None:
     """Run a script, or a module as `python -m` does, in this process."""
-    prepare()
+    if os.environ.pop(deepspeed_launcher.LOCAL_RANK, ""):
+        arguments = [f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]
     sys.argv = [target, *arguments]
     if is_module:
         sys.path.insert(1, str(Path.cwd()))
@@ -59,22 +83,48 @@ def main(arguments: Sequence[str]) -> int:
     """The command, without the library for command lines, which would take long to import; returns
     the exit status where nothing was run."""
     is_module = arguments[0] == "-m"
-    rest = arguments[is_module:]
-    if not rest or rest[0].startswith("-"):
+    words = arguments[is_module:]
+    if not words or words[0].startswith("-"):
         sys.stderr.write("infinity: run takes a script, or -m and a module; see infinity run -h\n")
         return 2
-    problem = _missing_module(rest[0]) if is_module else _no_script(rest[0])
-    if problem:
-        sys.stderr.write(f"infinity: {rest[0]}: {problem}\n")
+    target, *rest = words
+    problem = _missing_module(target) if is_module else _no_script(target)
+    command = _command(target) if problem and not is_module else ""
+    if problem and not command:
+        sys.stderr.write(f"infinity: {target}: {problem}\n")
         return 2
-    run(rest[0], rest[1:], is_module)
+    try:
+        prepare()
+        if command == DEEPSPEED:
+            deepspeed_launcher.run(rest)
+    except ValueError as error:
+        sys.stderr.write(f"infinity: {error}\n")
+        return 2
+    if command:
+        os.execv(command, [command, *rest])
+    run(target, rest, is_module)
     return 0
+
+
+DEEPSPEED = "deepspeed"
+"""The command line of DeepSpeed, which is torchrun's here, also where DeepSpeed is installed."""
+
+
+def _command(name: str) -> str:
+    """The program of that name, as accelerate's: beside this Python, else on the path; empty where
+    there is none."""
+    if name == DEEPSPEED:
+        return name
+    if not name or os.sep in name:
+        return ""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return shutil.which(name, path=path) or ""
 
 
 def _no_script(path: str) -> str:
     """Why `path` cannot be run; empty where it can."""
     if not path or not Path(path).exists():
-        return "no such script"
+        return "no such script" + ("" if os.sep in path else ", and no command of that name")
     if Path(path).is_dir() and not Path(path, "__main__.py").exists():
         return "a directory without __main__.py; name a script in it"
     return ""

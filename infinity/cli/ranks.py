@@ -34,6 +34,7 @@ from infinity.cli.failure import explained, plain_failures, say
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.errors import InfinityError, sentence
 from infinity.sharding.ranks import join
+from infinity_command import launched
 
 T = TypeVar("T")
 
@@ -161,13 +162,14 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(debug: bool) -> Iterator[World]:
-    """Be one of the ranks that torchrun started, or alone, with `plain_failures`, in one voice for
-    all ranks.
+    """Be one of the ranks that torchrun, MPI or Slurm started, or alone, with `plain_failures`, in
+    one voice for all ranks.
 
     Owns the process group; it ends with the block. A signal, such as SIGTERM, which torchrun sends
     when another rank has failed, raises `KeyboardInterrupt`, so that what was made is cleaned up.
     """
     with plain_failures(debug):
+        launched.adopt(os.environ)
         world = find_world(os.environ)
         store = _meet(world) if world.size > 1 else None
     if store is None:

@@ -11,7 +11,10 @@ import typer
 def run(
     arguments: Annotated[
         list[str],
-        typer.Argument(help="A script, or -m and a module; then its arguments.", metavar="SCRIPT"),
+        typer.Argument(
+            help="A script, a command as accelerate, or -m and a module; then its arguments.",
+            metavar="SCRIPT",
+        ),
     ],
 ) -> None:
     """Run a script that was written for DeepSpeed, unmodified: `import deepspeed` finds this

@@ -31,7 +31,8 @@ def check_counts() -> None:
     if several() and drives and known["num_processes"] == 1:
         raise DeepSpeedConfigError(
             f"accelerate counts 1 rank where there are {get_world_size()}, because it finds no "
-            "GPU; start one rank, or use InfinityTrainer, which several ranks can do without a GPU"
+            "GPU; make the Accelerator, or the TrainingArguments, before torch.distributed is "
+            "initialized, start one rank, or use InfinityTrainer"
         )
 
 

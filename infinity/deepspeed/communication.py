@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.sharding.ranks import join
+from infinity_command import launched
 
 PORT = 29500
 
@@ -27,14 +29,17 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch.distributed for the ranks that a launcher has started, or for one rank.
+    """Initialize torch.distributed for the ranks that torchrun, MPI or Slurm has started, or for
+    one rank.
 
     Does nothing where it is initialized, or for one rank where `dist_init_required` is False; for
-    several it raises `ConfigError` then. `verbose`, `auto_mpi_discovery` and `config` change
-    nothing.
+    several it raises `ConfigError` then, and where a process does not know which of them it is.
+    `verbose`, `auto_mpi_discovery` and `config` change nothing.
     """
     if dist.is_initialized():
         return
+    if rank < 0 and world_size < 0:
+        _adopt()
     rank = int(os.environ.get("RANK", "0")) if rank < 0 else rank
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size < 0 else world_size
     if dist_init_required is False:
@@ -52,6 +57,23 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         options["init_method"] = init_method or "env://"
     join(_backend(dist_backend), rank=rank, world_size=ranks, **options)
+    _let_accelerate_count()
+
+
+def _adopt() -> None:
+    try:
+        launched.adopt(os.environ)
+    except ValueError as error:
+        raise DeepSpeedConfigError(str(error)) from None
+
+
+def _let_accelerate_count() -> None:
+    """Give accelerate the backend where it initializes torch.distributed through this package: it
+    knows none without a GPU, and would take each of several ranks for the only one."""
+    state = sys.modules.get("accelerate.state")
+    known = {} if state is None else state.PartialState._shared_state
+    if get_world_size() > 1 and "num_processes" not in known and known.get("backend", "") is None:
+        known["backend"] = dist.get_backend()
 
 
 def _backend(asked: str | None) -> str:

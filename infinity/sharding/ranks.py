@@ -4,6 +4,7 @@ shards."""
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from infinity.errors import ConfigError
 from infinity.sharding.collectives import Group, rank, reaches, size
 from infinity.tiers.durable import ONE_RANK, Member
+from infinity_command import launched
 
 log = logging.getLogger("infinity")
 
@@ -114,7 +116,8 @@ def find_ranks(given: GivenGroup, stage: int) -> Ranks:
 
     "auto" is the default group of torch.distributed where that is initialized, as for DDP and
     FSDP2, and one rank elsewhere. Raises `ConfigError` for a mesh that has more dimensions, or that
-    says what the stage denies, and for anything else.
+    says what the stage denies, for "auto" in one of several processes that have no group, and for
+    anything else.
     """
     group = _default_group() if given == "auto" else given
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
@@ -142,6 +145,7 @@ def find_ranks(given: GivenGroup, stage: int) -> Ranks:
 def _default_group() -> Group:
     """All ranks where torch.distributed is initialized, else None; says in the log which it is."""
     if not (dist.is_available() and dist.is_initialized()):
+        _refuse_several()
         log.info("the model is trained by one rank: torch.distributed is not initialized")
         return None
     world = dist.group.WORLD
@@ -153,6 +157,21 @@ def _default_group() -> Group:
         size(world),
     )
     return world
+
+
+def _refuse_several() -> None:
+    """Raise `ConfigError` where a launcher started several processes."""
+    try:
+        place = launched.place(os.environ)
+    except ValueError as error:
+        raise ConfigError(f"{error}, or give group=None to train alone") from None
+    if place is not None:
+        raise ConfigError(
+            f"{place.launcher} started this process as rank {place.rank} of {place.size}, but "
+            "torch.distributed is not initialized, so each would train a model of its own; start "
+            "the script with torchrun and call torch.distributed.init_process_group before, or "
+            "give group=None for a model in each process"
+        )
 
 
 def check_reach(ranks: Ranks, device: str) -> None:

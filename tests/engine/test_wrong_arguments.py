@@ -344,3 +344,33 @@ def test_an_optimizer_that_the_engine_does_not_know(wrapped: nn.Module) -> None:
         infinity.ConfigError, match=r"^a checkpoint takes optimizers of infinity for the parameters"
     ):
         infinity.engine(wrapped).save_checkpoint("unused", optimizer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "mpirun started this process as rank 1 of 2, but torch.distributed is not initialized, "
+            "so each would train a model of its own; start the script with torchrun and call "
+            "torch.distributed.init_process_group before, or give group=None for a model in each "
+            "process",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE is 2, but RANK is not set, so this process could only train alone; start "
+            "all with torchrun --nproc-per-node N, which sets both, or give group=None to train "
+            "alone",
+        ),
+    ],
+)
+def test_one_of_several_processes_does_not_train_alone_unasked(
+    environment: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    model = build()
+    with refuses(problem):
+        infinity.wrap(model)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    infinity.engine(infinity.wrap(model, group=None)).close()

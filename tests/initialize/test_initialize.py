@@ -95,6 +95,7 @@ def test_one_rank_can_ask_torch_for_its_number(start: Start, required: bool | No
 def test_several_ranks_cannot_do_without_a_process_group(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(infinity.ConfigError, match=r"^dist_init_required is False.* the 2 ranks"):
         start(model=net(), config=configuration(), dist_init_required=False)

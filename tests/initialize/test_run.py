@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -263,7 +265,12 @@ def test_a_module_runs_and_its_children_find_the_package(tmp_path: Path) -> None
     [
         (["-m"], "run takes a script, or -m and a module"),
         (["--help-me"], "run takes a script, or -m and a module"),
-        (["nowhere.py"], "nowhere.py: no such script"),
+        (["nowhere.py"], "nowhere.py: no such script, and no command of that name"),
+        (["./nowhere"], "./nowhere: no such script\n"),
+        (
+            ["deepspeed", "--num_nodes", "2", "x.py"],
+            "deepspeed --num_nodes 2 asks for several node",
+        ),
         ([""], ": no such script"),
         ([str(Path(__file__).parent)], "a directory without __main__.py; name a script in it"),
         (["-m", "no_such.module"], "no_such.module: no module of the name 'no_such'; it is sea"),
@@ -280,3 +287,169 @@ def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path) -> None
     (tmp_path / "ends.py").write_text("import os, sys\nsys.exit(int(os.environ['RANK']) + 7)\n")
     assert run(tmp_path / "ends.py").returncode == 7
     assert run(tmp_path / "ends.py", env={"RANK": "2"}).returncode == 9, "a launcher is heeded"
+
+
+def test_a_process_that_does_not_know_its_number_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    done = run(tmp_path / "script.py", env={"WORLD_SIZE": "2"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("infinity: WORLD_SIZE is 2, but RANK is not set")
+
+
+JOINS = """
+import json, torch
+import infinity
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+engine, *_ = infinity.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+})
+rank = engine.global_rank
+loss = engine(torch.full((2, 8), rank + 1.0)).square().mean()
+engine.backward(loss)
+engine.step()
+print(json.dumps([rank, engine.local_rank, engine.world_size, engine.get_global_grad_norm()]))
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_ranks_of_mpi_and_slurm_join(tmp_path: Path, launcher: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        common = {"MASTER_PORT": str(probe.getsockname()[1])}
+    if launcher == "mpirun":
+        common |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        numbers = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    else:
+        common |= {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+        numbers = ("SLURM_PROCID", "SLURM_LOCALID")
+    (tmp_path / "script.py").write_text(JOINS)
+    environments = [common | dict.fromkeys(numbers, str(rank)) for rank in range(2)]
+    ended = forked.run(tmp_path, tmp_path / "script.py", environments=environments)
+    first, second = map(answers, ended)
+    assert (first[:3], second[:3]) == ([0, 0, 2], [1, 1, 2])
+    assert first[3] == second[3] > 0
+
+
+def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import importlib.util, os, sys\n"
+        "found = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
+        "is_ours = 'infinity' in importlib.util.find_spec('deepspeed').origin\n"
+        "print(*found, *sys.argv[1:], is_ours, flush=True)\n"
+    )
+    done = run("deepspeed", "--num_gpus", 2, "--master_port", 0, tmp_path / "script.py", "--x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 0 2 --local_rank=0 --x True",
+        "1 1 2 --local_rank=1 --x True",
+    ]
+
+
+def test_a_command_runs_with_the_package_on_its_path(tmp_path: Path) -> None:
+    command = tmp_path / "tool"
+    command.write_text(
+        f"#!{sys.executable}\nimport importlib.metadata, os, sys\n"
+        "print(importlib.metadata.version('deepspeed'), os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+    )
+    command.chmod(0o755)
+    done = run("tool", "--x", env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    assert done.stdout == "0.19.8 1 ['--x']\n", done.stderr
+
+
+def test_the_command_says_which_of_two_packages_runs(tmp_path: Path) -> None:
+    other = tmp_path / "site" / "deepspeed"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise RuntimeError('the other one')")
+    (tmp_path / "script.py").write_text(
+        "import importlib.util\nprint('infinity' in importlib.util.find_spec('deepspeed').origin)"
+    )
+    path = os.pathsep.join([str(other.parent), WITHOUT_RANKS["PYTHONPATH"]])
+    done = run(tmp_path / "script.py", env={"PYTHONPATH": path})
+    assert (done.stdout, done.stderr) == (
+        "True\n",
+        f"infinity: `import deepspeed` gives this engine here, not the DeepSpeed in {other}\n",
+    )
+    again = run(tmp_path / "script.py", env={"PYTHONPATH": path, "RANK": "1"})
+    assert (again.stdout, again.stderr) == ("True\n", ""), "the first rank says it"
+
+
+LAUNCHED = """
+import json
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.utils.data.DataLoader(
+    torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=4 // COUNT
+)
+plain = accelerator.state.deepspeed_plugin is None
+if not plain:
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+losses = []
+for batch in data:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.reduce(loss.detach().clone(), "mean").item())
+if accelerator.is_main_process:
+    print(json.dumps([type(model).__name__, losses]))
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("way", ["module", "around"])
+def test_accelerate_launch_with_a_deepspeed_configuration(tmp_path: Path, way: str) -> None:
+    """Inline keys and a file, one rank and two, inside of `infinity run` and around it, with the
+    losses of one plain process. Without a GPU accelerate would count one rank, and with
+    `ACCELERATE_USE_CPU` it would train with DDP."""
+    pytest.importorskip("accelerate")
+    ranks = 1 if way == "module" else 2
+    (tmp_path / "script.py").write_text(LAUNCHED.replace("COUNT", str(ranks)))
+    (tmp_path / "plain.py").write_text(LAUNCHED.replace("COUNT", "1"))
+    (tmp_path / "infinity").write_text(
+        f"#!{sys.executable}\nfrom infinity_command import main\nmain()\n"
+    )
+    (tmp_path / "infinity").chmod(0o755)
+    # What Python does with this line where the wheel is installed.
+    start = (ROOT / "infinity_command" / "infinity_run.pth").read_text()
+    (tmp_path / "sitecustomize.py").write_text(start)
+    options = ["--num_processes", ranks, "--num_machines", 1, "--mixed_precision", "no"]
+    options += ["--dynamo_backend", "no", "--main_process_port", 0, "--use_deepspeed"]
+    if way == "module":
+        keys = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        }
+        (tmp_path / "ds.json").write_text(json.dumps(keys))
+        options += ["--deepspeed_config_file", tmp_path / "ds.json"]
+    else:
+        options += ["--zero_stage", 2, "--gradient_clipping", 1e9]
+    launch = {
+        "module": [*COMMAND, "-m", "accelerate.commands.launch", *options],
+        "around": [
+            *(sys.executable, "-m", "accelerate.commands.launch", *options),
+            *("--no_python", tmp_path / "infinity", "run"),
+        ],
+    }[way]
+    paths = [str(tmp_path), WITHOUT_RANKS["PYTHONPATH"]]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*map(str, launch), str(tmp_path / "script.py")],
+        **{**CHILD, "env": WITHOUT_RANKS | own | {"OMP_NUM_THREADS": "1"}},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    (plain,) = forked.run(tmp_path, tmp_path / "plain.py")
+    assert done.returncode == 0, done.stderr
+    (found,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert found[0] == "DeepSpeedEngine"
+    assert found[1] == pytest.approx(answers(plain)[1], rel=1e-5)

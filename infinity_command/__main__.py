@@ -1,0 +1,5 @@
+"""`python -m infinity_command`, the command `infinity`."""
+
+from infinity_command import main
+
+main()
