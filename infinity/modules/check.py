@@ -139,8 +139,8 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None, trains: bool)
 def _refuse_managed(name: str, is_open: bool) -> None:
     if is_open:
         raise ConfigError(
-            f"{name} belongs to a model that is wrapped already: build both anew, and wrap "
-            "one module that holds them"
+            f"{name} belongs to a model that is wrapped already: call "
+            "infinity.engine(...).unwrap() of that, and wrap one module that holds both"
         )
     raise ConfigError(
         f"{name} has no data any more, because its engine was closed: build the model "

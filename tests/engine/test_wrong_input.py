@@ -580,7 +580,7 @@ def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathF
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(
         infinity.ConfigError,
-        match=r"^the model is wrapped already: use it as it is, or close its engine and b",
+        match=r"^the model is wrapped already: use it as it is, or call infinity\.eng",
     ):
         infinity.wrap(wrapped, config(other))
     assert files(other) == {}
@@ -791,7 +791,7 @@ def test_a_model_that_holds_a_wrapped_one(
     outer = nn.ModuleList([nn.Linear(8, 8), wrapped])
     with pytest.raises(
         infinity.ConfigError,
-        match=r"^1 is wrapped already, on its own: build it again, and wrap the model that",
+        match=r"^1 is wrapped already, on its own: call infinity\.engine\(\.\.\.\)\.unwrap",
     ):
         infinity.wrap(outer, config(directory))
     tied = nn.Embedding(64, 32)
@@ -805,7 +805,7 @@ def test_a_model_that_holds_a_wrapped_one(
             where,
             pytest.raises(
                 infinity.ConfigError,
-                match=r"weight belongs to a model that is wrapped already: build both",
+                match=r"weight belongs to a model that is wrapped already: call infinity\.eng",
             ),
         ):
             infinity.wrap(other, config(directory))
