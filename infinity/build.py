@@ -49,6 +49,7 @@ from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.spans import Spans
+from infinity.modules.taped import as_built, give_up
 from infinity.modules.tensors import Source
 from infinity.modules.tiling import InTiles, refuse_retained, relink, tile_places
 from infinity.modules.treatments import Treatments
@@ -193,7 +194,7 @@ def _built(
     config = Config() if config is None else config
     build = Build(model, config, group, undo, resume)
     origin = [("weights", "none" if values is weights is None else "given"), ("seed", seed)]
-    with nullcontext() if config.inference else all_adapters(model):
+    with as_built(), nullcontext() if config.inference else all_adapters(model):
         with build.together() as room:
             build.check()
             room += build.room()
@@ -285,6 +286,7 @@ class Build:
             self.device.compute_deterministically()
         self.undo.pop_all()
         forget_kept(self._model)
+        give_up(self._snapshot.parameters)
         if self.durability is not None:
             self.durability.begin()
 

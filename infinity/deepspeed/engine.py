@@ -37,7 +37,7 @@ _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
 
 
-class Ending:
+class Leftovers:
     """What ends with an engine of `initialize`: `directories` that were made for it, and that its
     parameters `frozen` are."""
 
@@ -57,20 +57,20 @@ class Ending:
                 directory.rmdir()
 
 
-_ENDINGS: weakref.WeakKeyDictionary[Engine, Ending] = weakref.WeakKeyDictionary()
+_LEFTOVERS: weakref.WeakKeyDictionary[Engine, Leftovers] = weakref.WeakKeyDictionary()
 
 
-def ending_of(model: nn.Module) -> Ending:
+def leftovers_of(model: nn.Module) -> Leftovers:
     """What ends with the engine of `model`, which is wrapped."""
-    return _ENDINGS.get(engine(model)) or Ending((), ())
+    return _LEFTOVERS.get(engine(model)) or Leftovers((), ())
 
 
 def unwrap(model: nn.Module) -> None:
     """`Engine.unwrap` of the engine of `model`; all ranks call it."""
-    ending = ending_of(model)
+    left = leftovers_of(model)
     engine(model).unwrap()
-    ending.thaw(model)
-    ending.remove_directories()
+    left.thaw(model)
+    left.remove_directories()
 
 
 class DeepSpeedEngine(Answers, nn.Module):
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        _ENDINGS[self._kept] = Ending(directories, frozen)
+        _LEFTOVERS[self._kept] = Leftovers(directories, frozen)
         self._checkpoints = TaggedCheckpoints(self)
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
@@ -450,9 +450,9 @@ class DeepSpeedEngine(Answers, nn.Module):
             with suppress(InfinityError):
                 unwrap(self.module)
                 return
-        ending = ending_of(self.module)
+        left = leftovers_of(self.module)
         self._kept.close()
-        ending.remove_directories()
+        left.remove_directories()
 
 
 def _directory(path: object) -> Path:

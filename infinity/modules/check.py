@@ -84,6 +84,13 @@ def _check_modules(model: nn.Module) -> None:
                 f"the forward of {name or 'the model'} was replaced by make_graphed_callables, "
                 "whose graphs read parameters where they were then; wrap the model without that"
             )
+        if getattr(vars(module).get("_hf_hook"), "offload", False):
+            raise ConfigError(
+                f"{name or 'the model'} was offloaded by accelerate (cpu_offload, disk_offload, or "
+                "a device_map), which moves its parameters itself: load the model without that, or "
+                "call accelerate.hooks.remove_hook_from_submodules(model); infinity.wrap places "
+                "parameters"
+            )
         if (
             isinstance(module, torch.jit.ScriptModule)
             and next(module.parameters(), None) is not None

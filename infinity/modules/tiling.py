@@ -33,6 +33,7 @@ from infinity.errors import ConfigError, in_words
 from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
 from infinity.modules.load_target import load_into_targets
+from infinity.modules.taped import TapedParameter, as_built
 from infinity.modules.tile_math import embedding, linear
 from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
@@ -317,7 +318,7 @@ def tile_largest(
             )
         else:
             whole[name] = f"one row of it has {format_bytes(row)}"
-    with outside():
+    with outside(), as_built():
         for weight, holders, known, lengths in cuts:
             _cut(weight, holders, known, lengths)
     return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most, apart)
@@ -508,10 +509,12 @@ def _cut(
         memory: torch.Tensor = weight.joined() if isinstance(weight, TiledWeight) else weight.data
         gradient = weight.grad
         parts = memory.split(list(lengths), dimension)
-    trained, marks = weight.requires_grad, dict(vars(pieces_of([weight])[0]))
+    piece = pieces_of([weight])[0]
+    trained, marks = weight.requires_grad, dict(vars(piece))
+    kind = type(piece) if isinstance(piece, TapedParameter) else nn.Parameter
     tiles = []
     for part in parts:
-        parameter = nn.Parameter(part, requires_grad=trained)
+        parameter = kind(part, requires_grad=trained)
         vars(parameter).update(marks)
         tiles.append(Tile(parameter))
     if gradient is not None:

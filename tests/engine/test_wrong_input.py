@@ -69,7 +69,7 @@ def unchanged(
     meta = any(p.is_meta for p in parameters.values())
     values = {} if meta else {name: p.detach().clone() for name, p in parameters.items()}
     kinds = {
-        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.is_meta or p.data_ptr())
         for name, p in parameters.items()
     }
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -81,7 +81,7 @@ def unchanged(
     assert after.keys() == parameters.keys()
     assert all(after[name] is p for name, p in parameters.items())
     assert {
-        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.is_meta or p.data_ptr())
         for name, p in after.items()
     } == kinds
     assert all(torch.equal(after[name], value) for name, value in values.items())
