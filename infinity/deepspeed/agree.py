@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.deepspeed.communication import PORT, get_world_size, init_distributed
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.modules.taped import as_built
 from infinity.sharding.collectives import reaches
 
 
@@ -59,7 +60,7 @@ def take_model(model: nn.Module) -> None:
     if not several():
         return
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    with torch.no_grad():
+    with torch.no_grad(), as_built():
         for each in tensors.values():
             if each.layout is torch.strided and not each.is_meta:
                 each.copy_(values_of(0, each))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.deepspeed.agree import several
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
@@ -27,12 +30,47 @@ from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
-from infinity.errors import EngineClosedError, in_words
+from infinity.errors import EngineClosedError, InfinityError, in_words
 from infinity.optim.optimizer import Optimizer
-from infinity.unwrapping import unwrap
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
+
+
+class Leftovers:
+    """What ends with an engine of `initialize`: `directories` that were made for it, and that its
+    parameters `frozen` are."""
+
+    def __init__(self, directories: Sequence[Path], frozen: Sequence[str]) -> None:
+        self.directories = tuple(directories)
+        self.frozen = tuple(frozen)
+
+    def thaw(self, model: nn.Module) -> None:
+        """The parameters `frozen` of `model` take gradients again."""
+        for name in self.frozen:
+            model.get_parameter(name).requires_grad_(True)
+
+    def remove_directories(self) -> None:
+        """Those that are empty."""
+        for directory in self.directories:
+            with suppress(OSError):  # somebody keeps something there
+                directory.rmdir()
+
+
+_LEFTOVERS: weakref.WeakKeyDictionary[Engine, Leftovers] = weakref.WeakKeyDictionary()
+
+
+def leftovers_of(model: nn.Module) -> Leftovers:
+    """What ends with the engine of `model`, which is wrapped."""
+    return _LEFTOVERS.get(engine(model)) or Leftovers((), ())
+
+
+def unwrap(model: nn.Module) -> None:
+    """`Engine.unwrap` of the engine of `model`; all ranks call it."""
+    left = leftovers_of(model)
+    engine(model).unwrap()
+    left.thaw(model)
+    left.remove_directories()
 
 
 class DeepSpeedEngine(Answers, nn.Module):
@@ -73,9 +111,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        self._closed = False
-        self._directories = tuple(directories)
-        self._frozen = tuple(frozen)
+        _LEFTOVERS[self._kept] = Leftovers(directories, frozen)
         self._checkpoints = TaggedCheckpoints(self)
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
@@ -91,9 +127,9 @@ class DeepSpeedEngine(Answers, nn.Module):
     @property
     def engine(self) -> Engine:
         """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
-        if self._closed:
+        if not self._kept.is_open:
             raise EngineClosedError(
-                "the engine was destroyed; build the model again and load a checkpoint"
+                "the engine was destroyed; give infinity.initialize the model once more"
             )
         return self._kept
 
@@ -401,23 +437,22 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Nothing; see `offload_states`."""
 
     def destroy(self) -> None:
-        """Finish updates, and give back memory, threads and files. May be called twice.
+        """Finish updates, and give back memory, threads and files; all ranks call it. May be called
+        twice.
 
-        The model has no data after that. Without an optimizer it is as it was before `initialize`,
-        in files that have no name, and may be initialized once more; then every rank calls this.
+        The model has its weights afterwards, as `Engine.unwrap` leaves them, and may be initialized
+        once more. Where they cannot be had it has no data: the engine has failed, or this is one of
+        several ranks, on which an exception is under way, so that others may not come here.
         """
-        if self._closed:
+        if not self._kept.is_open:
             return
-        self._closed = True
-        if self.optimizer is None:
-            unwrap(self._kept, self.module)
-            for name in self._frozen:
-                self.module.get_parameter(name).requires_grad_(True)
-        else:
-            self._kept.close()
-        for directory in self._directories:
-            with suppress(OSError):  # somebody keeps something there
-                directory.rmdir()
+        if not (several() and sys.exc_info()[0] is not None):
+            with suppress(InfinityError):
+                unwrap(self.module)
+                return
+        left = leftovers_of(self.module)
+        self._kept.close()
+        left.remove_directories()
 
 
 def _directory(path: object) -> Path:

@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.deepspeed.agree import check_counts, join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
-from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.engine import DeepSpeedEngine, leftovers_of, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
@@ -25,7 +25,7 @@ from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.source import Source
 from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
-from infinity.engine import ATTRIBUTE
+from infinity.engine import is_wrapped
 from infinity.errors import PathInUseError, in_words
 from infinity.modules.check import refuse_lazy
 from infinity.modules.init import outside
@@ -65,6 +65,10 @@ def initialize(
     one; a scheduler in the configuration comes before it. Without an optimizer parameters are
     frozen, and take no memory for gradients and states.
 
+    A model that has an engine, of an earlier call or of `infinity.wrap`, is unwrapped first: it
+    keeps its weights, and that engine ends. Moments do not outlive it, unless a checkpoint has
+    them.
+
     All ranks call it. Where torchrun has started several and torch.distributed is not initialized,
     that is done. Raises `ConfigError` for all that cannot work, before anything is changed, and
     what `infinity.wrap` raises.
@@ -81,8 +85,11 @@ def initialize(
     settings = Settings.read(source, get_world_size(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)
-    found = recipe(settings, plain, optimizer, model_parameters)
+    frozen_before = leftovers_of(plain).frozen if is_wrapped(plain) else ()
+    found = recipe(settings, plain, optimizer, model_parameters, frozen_before)
     _check_scheduler(settings, lr_scheduler, found)
+    if is_wrapped(plain):
+        unwrap(plain)
     take_model(plain)
     batches = loader(settings, training_data, collate_fn)
     frozen = [] if found is not None else _trained(plain)
@@ -114,10 +121,10 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
 
 
 def _checked(model: object) -> nn.Module:
-    if isinstance(model, DeepSpeedEngine) or ATTRIBUTE in getattr(model, "__dict__", {}):
+    if isinstance(model, DeepSpeedEngine):
         raise DeepSpeedConfigError(
-            "the model is wrapped already: use the engine that it has, or destroy it and build the "
-            "model again"
+            "the model is an engine of infinity.initialize already; use that, or give its "
+            "engine.module, which gets another engine"
         )
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(

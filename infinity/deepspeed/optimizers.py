@@ -57,7 +57,9 @@ _ONLY_DEEPSPEED = (
 class NamedParameters:
     """The parameters of a model by their names, which hold before and after it is wrapped."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, frozen: Sequence[str] = ()) -> None:
+        """The parameters `frozen` take gradients once the engine of now is gone."""
+        self._frozen = frozen
         self._names: dict[int, str] = {}
         # Keeps them, so that their ids stay theirs.
         self._held = list(model.named_parameters(remove_duplicate=False))
@@ -79,7 +81,7 @@ class NamedParameters:
 
     def trainable(self) -> list[nn.Parameter]:
         """All that take gradients, each once."""
-        found = {id(p): p for _, p in self._held if p.requires_grad}
+        found = {id(p): p for name, p in self._held if p.requires_grad or name in self._frozen}
         return list(found.values())
 
 
@@ -111,15 +113,20 @@ class Recipe:
 
 
 def recipe(
-    settings: Settings, model: nn.Module, client: Client | None, parameters: Iterable[Any] | None
+    settings: Settings,
+    model: nn.Module,
+    client: Client | None,
+    parameters: Iterable[Any] | None,
+    frozen: Sequence[str] = (),
 ) -> Recipe | None:
     """How to build the optimizer of `settings`, or that of the script, which comes first; None
-    where there is neither. `parameters` are those to be trained, or groups; by default all.
+    where there is neither. `parameters` are those to be trained, or groups; by default all, with
+    those `frozen` for an engine of now.
 
     Raises `ConfigError` for an optimizer that the engine cannot run, and for parameters that the
     model has not.
     """
-    names = NamedParameters(model)
+    names = NamedParameters(model, frozen)
     given = names.trainable() if parameters is None else _listed(parameters)
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         client = _called(client, given)
