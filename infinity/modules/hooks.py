@@ -123,6 +123,9 @@ class Hooks(Border):
         treatments = recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._shortage: BudgetError | None = None
+        self._lost: dict[
+            Unit, tuple[tuple[int, int], list[str]]
+        ] = {}  # what forwards have written, and when
         self._packer = Packer(
             runtime.locate, offloader, self._bring, self._checkpointed, self._recomputed, *told
         )
@@ -281,6 +284,7 @@ class Hooks(Border):
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
         self._shortage = None
+        self._refuse_lost()
         self._executions.begin_forward()
         if self._executions.interleaver is None and (
             module is self._model() or self._runtime.stale
@@ -315,7 +319,7 @@ class Hooks(Border):
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             complete(sys.exc_info()[1], self._shortage)
-        changed = [name for use in call.uses for name in use.unit.changed()]
+        changed = [name for use in call.uses for name in self._changed(use.unit)]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]
         if not call.recomputing and torch.is_grad_enabled():
@@ -334,6 +338,27 @@ class Hooks(Border):
                 "write=True):` (or gathered(parameter, write=True))"
             )
         self._refuse_kept(type(module).__name__, kept)
+
+    def _changed(self, unit: Unit) -> list[str]:
+        """The parameters of `unit` that a forward has written to."""
+        names = unit.changed()
+        if names:
+            self._lost[unit] = _writes(unit), names
+        return names
+
+    def _refuse_lost(self) -> None:
+        """A module that has written to its parameters may not do so again, and compute with the old
+        ones: RWKV notes that it has rescaled them. So no forward runs before they are given out for
+        writing."""
+        for unit, (writes, names) in list(self._lost.items()):
+            if _writes(unit) != writes:
+                del self._lost[unit]
+            else:
+                raise ShardedParameterError(
+                    f"{described(names)} was changed in place inside of an earlier forward, which "
+                    "was refused, and its module may believe it has the new values; give it those "
+                    "in `with infinity.gathered(model, write=True):`, or leave it there as it is"
+                )
 
     @staticmethod
     def _refuse_kept(who: str, kept: Sequence[str]) -> None:
@@ -569,6 +594,11 @@ def _in_a_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _writes(unit: Unit) -> tuple[int, int]:
+    """How often the parameters of `unit` were replaced, and given out for writing."""
+    return unit.blocks[Kind.PARAM].home.updates, unit.data.views.grants
 
 
 def _refuse(parameter: torch.Tensor) -> None:

@@ -180,7 +180,7 @@ def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
             if id(parameter) not in made:
                 form = form_of(parameter)
                 device = "cpu" if form is None else form.mesh.device_type
-                place = torch.zeros(1, dtype=parameter.dtype, device=device).expand(
+                place = torch.zeros((), dtype=parameter.dtype, device=device).expand(
                     local(parameter).shape
                 )
                 place = place if form is None else form.wrap(place)

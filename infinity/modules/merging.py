@@ -69,7 +69,7 @@ class Merges:
             vars(module)[name] = method
 
     def _on_model(self, model: nn.Module, method: Callable[..., Any], *args: Any, **of: Any) -> Any:
-        with self._under_way(), gathered(_compared(model), write=True):
+        with self._under_way(), _tied(model.model), gathered(_compared(model), write=True):
             left = method(model, *args, **of)
         if isinstance(left, nn.Module):
             self._hand_over(left)
@@ -97,9 +97,41 @@ class Merges:
 
 
 def _compared(model: Any) -> list[nn.Parameter]:
-    """The tied embeddings of what `model` adapts: PEFT compares their addresses in the end."""
-    inner = model.model
+    """The embeddings of what `model` adapts where they should be tied and are not: PEFT compares
+    their addresses in the end."""
+    both = _embeddings(model.model)
+    return [] if _is_one(both) else [p for each in both for p in each.parameters()]
+
+
+def _embeddings(inner: Any) -> list[nn.Module]:
+    """The first and the last layer of `inner`, if its configuration ties them."""
     if not getattr(getattr(inner, "config", None), "tie_word_embeddings", False):
         return []
     both = inner.get_input_embeddings(), inner.get_output_embeddings()
-    return [p for module in both if module is not None for p in module.parameters()]
+    return [each for each in both if each is not None]
+
+
+def _is_one(layers: list[nn.Module]) -> bool:
+    """Whether `layers` have one weight."""
+    weights = [getattr(each, "weight", None) for each in layers]
+    return all(each is weights[0] for each in weights)
+
+
+@contextmanager
+def _tied(inner: Any) -> Iterator[None]:
+    """Inside, a model whose embeddings are one parameter has no last layer, whose address PEFT
+    would compare: the parameter need not be there."""
+    own, name = vars(inner), "get_output_embeddings"
+    given, ask = {name: own[name]} if name in own else {}, getattr(inner, name, lambda: None)
+
+    def last() -> Any:
+        found = ask()
+        pair = [each for each in (inner.get_input_embeddings(), found) if each is not None]
+        return None if _is_one(pair) else found
+
+    own[name] = last
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(given)

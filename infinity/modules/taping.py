@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -57,6 +58,8 @@ _PASSED = {"aten::lift_fresh", "aten::set_"}
 """Operators that no values depend on."""
 _OF_DATA = {torch.as_tensor, torch.asarray, torch.tensor, torch.Tensor.new_tensor}
 """Functions that make a tensor of Python's numbers, out of sight of `Taping` on the meta device."""
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+"""Methods that make tensors of the numbers in an index, in the same way."""
 _OUT_OF_SIGHT = {torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist}
 """Methods that give values away, or memory that others may write."""
 _SHOWS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -320,7 +323,8 @@ class Taping(TorchDispatchMode):
 
 class _Functions(TorchFunctionMode):
     """Tells `taping` of what is no operator: functions of `torch.nn.init` that ask whether a tensor
-    is on the meta device, tensors of Python's numbers, and assignments to `.data`."""
+    is on the meta device, tensors of Python's numbers, also in an index, and assignments to
+    `.data`."""
 
     def __init__(self, taping: Taping) -> None:
         super().__init__()
@@ -343,6 +347,8 @@ class _Functions(TorchFunctionMode):
                 return True
             if taping.is_handle(args[0]):
                 return False  # `load_state_dict` would warn that it does nothing
+        elif func in _INDEXING and not taping.is_paused and taping.is_handle(args[0]):
+            args = (args[0], _with_values(args[1]), *args[2:])
         elif func in _OUT_OF_SIGHT and not taping.is_paused:
             args = (taping.shown(args[0]), *args[1:])
         elif func == _SET_DATA and taping.is_handle(args[0]) and not args[1].is_meta:
@@ -351,6 +357,20 @@ class _Functions(TorchFunctionMode):
 
 
 def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _with_values(index: Any, is_outermost: bool = True) -> Any:
+    """`index`, with tensors in host memory for its lists of numbers."""
+    if isinstance(index, (torch.Tensor, str)) or not hasattr(index, "__len__"):
+        return index
+    if is_outermost and not all(isinstance(each, (int, np.integer)) for each in index):
+        kind = tuple if isinstance(index, tuple) else list  # torch takes such a list for a tuple
+        return kind(_with_values(each, is_outermost=False) for each in index)
+    if is_outermost and isinstance(index, tuple):
+        return index
+    found = torch.tensor(np.asarray(index), device=_CPU)
+    return found if found.numel() else found.long()
+
+
+def _call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that runs in `frame`, and the arguments it was given."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -101,6 +101,7 @@ class ParameterData:
             self.views.attach(flat)
         self.shown += 1
         self.views.writers += writable
+        self.views.grants += writable
 
     def hide(self, writable: bool = False) -> None:
         """End one `show`; after the last UNSHARDED -> SHARDED: the parameters are handles."""

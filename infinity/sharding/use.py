@@ -148,12 +148,29 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         again."""
         return super().register_post_accumulate_grad_hook(passing(self, hook))  # type: ignore[no-untyped-call]
 
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As of any tensor. Where `source` is what it has, nothing changes, and no version counts
+        up: `torch.nn.utils.parametrize` registers an original so."""
+        if len(source) == 1 and isinstance(source[0], torch.Tensor) and _is_same(self, source[0]):
+            return self
+        return super().set_(*source)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is nobody's view, so it is a plain parameter."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same view of the same memory."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 class Views:
@@ -186,6 +203,8 @@ class Views:
         self._digests: dict[int, int] = {}
         self.writers = 0
         """How many uses allow writing; while there is one, nothing is noted of what changes."""
+        self.grants = 0
+        """How many uses have allowed writing so far."""
 
     def attach(self, flat: torch.Tensor) -> None:
         """The unit lies in `flat` (numel,) now, and its parameters point there."""

@@ -225,3 +225,32 @@ class Summed(Loop):
 
 def test_a_bank_in_an_einsum_stays_whole() -> None:
     assert not banks_of(infinity.tile(Summed(""), 512))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "where", [{}, {"recompute": "all"}, {"parameters": "gpu", "optimizer": "cpu"}]
+)
+def test_adapters_on_whole_banks(kind: str, where: dict[str, Any], config: Make) -> None:
+    """`target_parameters` of PEFT, which parametrizes the bank for the time of a forward."""
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False
+        )
+        return peft.get_peft_model(mixture(kind), lora)
+
+    def gradients(model: Any) -> list[Any]:
+        loss = model(input_ids=tokens_of(0), labels=tokens_of(0), use_cache=False).loss
+        loss.backward()
+        found = [None if p.grad is None else p.grad + 0 for p in model.parameters()]
+        return [loss.detach(), *found]
+
+    expected = gradients(build())
+    model = build()
+    infinity.wrap(model, config(**where))
+    with infinity.engine(model):
+        for one, other in zip(gradients(model), expected, strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))

@@ -7,6 +7,7 @@ shows.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,6 +284,37 @@ def clamped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         weight.clamp_(-0.1, 0.1)
     return x @ weight
+
+
+def test_a_change_in_place_is_refused_until_it_is_made(wrap: Wrap) -> None:
+    """A module that rescales its weight once, as RWKV does, computes with the weight rescaled."""
+
+    class Rescaled(nn.Linear):
+        is_rescaled = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_rescaled:
+                with torch.no_grad():
+                    self.weight.div_(2)
+                self.is_rescaled = True
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    plain = Model(Rescaled(WIDTH, WIDTH))
+    model: Any = wrap(copy.deepcopy(plain))
+    x = torch.ones(3, WIDTH)
+    with pytest.raises(infinity.ShardedParameterError, match="inside of a forward"):
+        model(x)
+    for _ in range(2):
+        with pytest.raises(
+            infinity.ShardedParameterError,
+            match=r"^special\.weight was changed in place inside of an earlier forward, which was "
+            r"refused.*gathered\(model, write=True\)",
+        ):
+            model(x)
+    with infinity.gathered(model.special, write=True):
+        model.special.weight.data.div_(2)
+    assert torch.equal(model(x), plain(x))
 
 
 def test_a_change_in_place_inside_of_a_forward(wrap: Wrap) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,21 @@ def _through_numpy(module: Any) -> None:
     module.linear.bias.data.fill_(module.other.weight.tolist()[0][0])
 
 
+def _indexed(module: Any) -> None:
+    """By lists of numbers, of which torch makes tensors on the device of what is indexed."""
+    weight = module.linear.weight
+    module.rows = nn.Parameter(weight[[1, -1]].clone())
+    module.some = nn.Parameter(weight[[0, 2], [3, 1]].clone())
+    module.columns = nn.Parameter(weight[:, (2, 0)].clone())
+    module.masked = nn.Parameter(weight[[True, False, True, False, False, True]].clone())
+    module.table = nn.Parameter(weight[:, [[0, 1], [2, 3]]].clone())
+    module.counted = nn.Parameter(weight[range(2, 4), np.array([1, 2])].clone())
+    module.nothing = nn.Parameter(weight[[]].clone())
+    with torch.no_grad():
+        weight[[3, 4]] = 7.0
+        weight[[0], [1]] = module.some[:1]
+
+
 def _views(module: Any) -> None:
     module.first, module.second = (nn.Parameter(each) for each in torch.randn(2, 4).unbind())
 
@@ -281,6 +297,8 @@ WAYS: dict[str, Callable[[Any], object]] = {
     ),
     "kept object": _kept_object,
     "own memory": _own_memory,
+    "indexed by lists": _indexed,
+    "registered scalar": lambda m: setattr(m, "mine", nn.Parameter(torch.tensor(2.5))),
     "alias": _alias,
     "through NumPy": _through_numpy,
     "views": _views,
@@ -539,7 +557,10 @@ def test_what_is_built_outside_of_init_keeps_everything(tmp_path: Path) -> None:
     assert all(torch.equal(values[f"1.{name}"], value) for name, value in expected.items())
 
 
-def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_parameter_without_dimensions_is_trained_like_any_other(
+    inside: bool, tmp_path: Path
+) -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for _ in range(3):
@@ -561,7 +582,9 @@ def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path
     plain = Scaled()
     expected = steps(plain, torch.optim.SGD(plain.parameters(), lr=0.125))
     config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB", algorithm="sgd")
-    model = infinity.wrap(Scaled(), config)
+    with infinity.init() if inside else contextlib.nullcontext():
+        model = Scaled()
+    infinity.wrap(model, config)
     with infinity.engine(model):
         assert model.gain.shape == ()
         assert steps(model, infinity.SGD(model.parameters(), lr=0.125)) == expected

@@ -295,6 +295,13 @@ def test_a_write_inside_of_a_forward_is_refused(
     ):
         model(batch())
     model.special.act = lambda self, x: x @ self.weight.data  # reading it is all right
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^special\.weight was changed in place inside of an earlier forward",
+    ):
+        model(batch())
+    with infinity.gathered(model.special, write=True):
+        pass
     model(batch())
 
 
@@ -558,15 +565,14 @@ class KeepsView(torch.autograd.Function):
 
 
 @every_placement
-def test_custom_functions_that_keep_a_view_are_refused(
-    placement: dict[str, Any], wrap: Wrap
-) -> None:
-    model = wrap(Model(Weighted(lambda self, x: KeepsView.apply(x, self.weight))), placement)
-    with pytest.raises(
-        infinity.ShardedParameterError, match=r"^Model leaves a view of special\.weight behind"
-    ):
-        model(batch().requires_grad_())
-    model.special.act = lambda self, x: Gives.apply(x, self.weight)
+def test_custom_functions_that_keep_a_view(placement: dict[str, Any], wrap: Wrap) -> None:
+    """One that the node keeps goes and comes; one that is given as a gradient is refused."""
+
+    def build() -> nn.Module:
+        return Model(Weighted(lambda self, x: KeepsView.apply(x, self.weight)))
+
+    as_plain(build, wrap, placement)
+    model = wrap(Model(Weighted(lambda self, x: Gives.apply(x, self.weight))), placement)
     leaf = batch().requires_grad_()
     with pytest.raises(
         infinity.ShardedParameterError, match="outlives the backward: as a gradient"

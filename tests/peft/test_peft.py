@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.modules import merging
 from support.adapted import written_by_the_kernel
 from support.configs import config_of
 from support.models import FAMILIES
@@ -292,3 +293,63 @@ def test_adapters_keep_their_dtype(saved: Path, tmp_path: Path, closed: list[nn.
     assert report.in_files >= sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
     assert report.peaks["gpu"] <= report.budgets["gpu"]
     assert report.peaks["cpu"] <= report.budgets["cpu"]
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]])
+def test_merging_brings_tied_embeddings_only_where_they_have_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[str]
+) -> None:
+    """PEFT compares the addresses of the embeddings in the end, which are one parameter."""
+    import transformers
+
+    def build() -> Any:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(
+            vocab_size=1024, num_attention_heads=2, tie_word_embeddings=True, **sizes
+        )
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        options = {"target_modules": targets, "init_lora_weights": False}
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+
+    plain = build().merge_and_unload()
+    budgets = {"gpu_memory": 1 << 22, "cpu_memory": 1 << 22}
+    model = infinity.wrap(build(), config_of(nvme=[tmp_path], poison=True, **budgets))
+    brought: list[nn.Parameter] = []
+
+    def gathered(parameters: list[nn.Parameter], write: bool) -> Any:
+        brought.extend(parameters)
+        return infinity.gathered(parameters, write=write)
+
+    monkeypatch.setattr(merging, "gathered", gathered)
+    embedding = model.get_input_embeddings().weight
+    with infinity.engine(model):
+        merged = model.merge_and_unload()
+        found = any(each is embedding for each in brought)
+        assert found is ("embed_tokens" in targets) and brought
+        assert merged.config.tie_word_embeddings == plain.config.tie_word_embeddings
+        for name, value in plain.state_dict().items():
+            assert torch.equal(merged.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, -1], {"embed_tokens": [5, 6], "lm_head": [7]}])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_new_tokens_inside_of_init(
+    saved: Path, tmp_path: Path, closed: list[nn.Module], tokens: Any, from_files: bool
+) -> None:
+    """Their rows are those of the embedding."""
+    import transformers
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        automatic = transformers.AutoModelForCausalLM
+        base = automatic.from_pretrained(saved) if from_files else FAMILIES["llama"].build()
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, lora(trainable_token_indices=tokens))
+
+    plain = build()
+    with infinity.init():
+        model = build()
+    closed.append(infinity.wrap(model, config(tmp_path)))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one + 0, other)
