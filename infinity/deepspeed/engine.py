@@ -37,7 +37,7 @@ _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
 
 
-class Leftovers:
+class EngineTraces:
     """What ends with an engine of `initialize`: `directories` that were made for it, and that its
     parameters `frozen` are."""
 
@@ -57,20 +57,20 @@ class Leftovers:
                 directory.rmdir()
 
 
-_LEFTOVERS: weakref.WeakKeyDictionary[Engine, Leftovers] = weakref.WeakKeyDictionary()
+_TRACES: weakref.WeakKeyDictionary[Engine, EngineTraces] = weakref.WeakKeyDictionary()
 
 
-def leftovers_of(model: nn.Module) -> Leftovers:
+def traces_of(model: nn.Module) -> EngineTraces:
     """What ends with the engine of `model`, which is wrapped."""
-    return _LEFTOVERS.get(engine(model)) or Leftovers((), ())
+    return _TRACES.get(engine(model)) or EngineTraces((), ())
 
 
 def unwrap(model: nn.Module) -> None:
     """`Engine.unwrap` of the engine of `model`; all ranks call it."""
-    left = leftovers_of(model)
+    traces = traces_of(model)
     engine(model).unwrap()
-    left.thaw(model)
-    left.remove_directories()
+    traces.thaw(model)
+    traces.remove_directories()
 
 
 class DeepSpeedEngine(Answers, nn.Module):
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        _LEFTOVERS[self._kept] = Leftovers(directories, frozen)
+        _TRACES[self._kept] = EngineTraces(directories, frozen)
         self._checkpoints = TaggedCheckpoints(self)
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
@@ -450,9 +450,9 @@ class DeepSpeedEngine(Answers, nn.Module):
             with suppress(InfinityError):
                 unwrap(self.module)
                 return
-        left = leftovers_of(self.module)
+        traces = traces_of(self.module)
         self._kept.close()
-        left.remove_directories()
+        traces.remove_directories()
 
 
 def _directory(path: object) -> Path:

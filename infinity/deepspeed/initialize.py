@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.deepspeed.agree import check_counts, join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
-from infinity.deepspeed.engine import DeepSpeedEngine, leftovers_of, unwrap
+from infinity.deepspeed.engine import DeepSpeedEngine, traces_of, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
@@ -85,7 +85,7 @@ def initialize(
     settings = Settings.read(source, get_world_size(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)
-    frozen_before = leftovers_of(plain).frozen if is_wrapped(plain) else ()
+    frozen_before = traces_of(plain).frozen if is_wrapped(plain) else ()
     found = recipe(settings, plain, optimizer, model_parameters, frozen_before)
     _check_scheduler(settings, lr_scheduler, found)
     if is_wrapped(plain):
