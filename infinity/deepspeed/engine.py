@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.deepspeed.agree import several
 from infinity.deepspeed import engine_names
+from infinity.deepspeed.agree import several
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader

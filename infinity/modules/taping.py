@@ -356,7 +356,6 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
 def _with_values(index: Any, is_outermost: bool = True) -> Any:
     """`index`, with tensors in host memory for its lists of numbers."""
     if isinstance(index, (torch.Tensor, str)) or not hasattr(index, "__len__"):
@@ -370,7 +369,7 @@ def _with_values(index: Any, is_outermost: bool = True) -> Any:
     return found if found.numel() else found.long()
 
 
-def _call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
+def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that runs in `frame`, and the arguments it was given."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -25,6 +25,7 @@ from random_programs.mutations import MUTATIONS, OF_RANKS, Mutation
 from random_programs.mutations_of_uses import OF_USES
 from random_programs.placements import RANKED
 from random_programs.ranks import Ranks
+from random_programs.refusals import COMPILES
 from support.children import CHILD
 
 EACH = 10
@@ -104,6 +105,8 @@ def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: No
 def test_uses_of_weights_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
     seed, number = divmod(mutation.found_by, USES)
     recipe = drawn(seed, USES, "uses")[number]
+    if not COMPILES and "compiled" in repr(recipe):
+        pytest.skip("this torch cannot compile what the mutation breaks")
     assert difference(recipe) is None
     with mutation():
         assert difference(recipe) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from random_programs.recipes import Recipe
 
 ALLOWED: dict[str, str] = {
@@ -28,6 +30,10 @@ ALLOWED: dict[str, str] = {
 }
 """A text, as a regular expression, that a refusal may have, by the name of an expression, of a way,
 of an operation, or of what is done with a graph."""
+COMPILES = torch.__version__ >= "2.13"
+"""Whether the compiler of torch takes parameters that are away, and asks for no storage of them."""
+if not COMPILES:
+    ALLOWED["compiled"] = r"data was touched \(untyped_storage\)|no memory of its own"
 
 
 ORDERS = r"the ranks used the units of the model in different orders"

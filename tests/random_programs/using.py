@@ -16,13 +16,13 @@ from random_programs import modules
 from random_programs.modules import Pass
 from random_programs.uses import made
 
-OURS = "a wrapped model"
-"""In the text of each refusal that is no `InfinityError`."""
+OURS = ("a wrapped model", "ShardedParameterError: ")
+"""Of them one is in the text of each refusal that is no `InfinityError`."""
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the engine has raised it on purpose."""
-    return isinstance(error, InfinityError) or OURS in str(error)
+    return isinstance(error, InfinityError) or any(text in str(error) for text in OURS)
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,9 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        torch.__version__ < "2.13", reason="this torch asks what it compiles for its storage"
+    ),
 ]
 
 ROWS = 128

@@ -541,3 +541,22 @@ def test_a_weight_that_is_thawed_while_it_is_a_handle_gets_its_gradient(
         model.requires_grad_(False)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.13", reason="test_compiled_handles.py")
+@pytest.mark.filterwarnings("ignore")
+def test_an_older_compiler_takes_gathered_parameters_alone(wrap: Wrap) -> None:
+    torch._dynamo.reset()
+    model, plain = wrap(Net(), SMALLEST), Net()
+    square = torch.compile(lambda weight: (weight * weight).sum(), backend="eager")
+    with pytest.raises(
+        Exception, match=r"touched \(untyped_storage\) .*use `with infinity.gathered"
+    ):
+        square(model.head.weight)
+    with infinity.gathered(model):
+        found = square(model.head.weight)
+        found.backward()
+    expected = (plain.head.weight * plain.head.weight).sum()
+    expected.backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
