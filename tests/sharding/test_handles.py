@@ -553,7 +553,7 @@ def test_an_older_compiler_takes_gathered_parameters_alone(wrap: Wrap) -> None:
         Exception, match=r"touched \(untyped_storage\) .*use `with infinity.gathered"
     ):
         square(model.head.weight)
-    with infinity.gathered(model):
+    with infinity.gathered(model.head.weight):
         found = square(model.head.weight)
         found.backward()
     expected = (plain.head.weight * plain.head.weight).sum()
