@@ -487,7 +487,7 @@ class Hooks(Border):
         else:
             found.uses.append(use)
         restored = saved.restore(view)
-        if saved.is_whole() and _asked_by_hand():
+        if saved.is_whole() and saved.kind is nn.Parameter and _asked_by_hand():
             return LentParameter.of(unit.parameters[index], restored)
         return restored
 

@@ -12,7 +12,7 @@ backward that failed.
 Containers are replaced by copies, because other code may hold them. The parameter itself stays
 where it is: it is touched in the backward as anywhere else.
 
-Example: `ctx.tensors = (None, weight.t())` becomes `(None, _Place(view, ...))` when the block ends.
+Example: `ctx.tensors = (None, weight.t())` becomes `(None, _KeptView(...))` when the block ends.
 
 [Note: views that have a place in the graph]
 A function that is given a view of a parameter may keep that very tensor. The backward gets its
@@ -42,7 +42,7 @@ _MOST_OBJECTS = 1 << 12
 """In which views are looked for, of each attribute."""
 
 
-class _Place(NamedTuple):
+class _KeptView(NamedTuple):
     """What a node keeps in the place of a view."""
 
     view: PackedView
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 
 _OPAQUE = (
-    *(torch.Tensor, torch.Size, torch.dtype, torch.device, torch.Generator, _Place, PackedView),
+    *(torch.Tensor, torch.Size, torch.dtype, torch.device, torch.Generator, _KeptView, PackedView),
     *(nn.Module, ModuleType, type, BuiltinFunctionType, str, bytes, int, float, complex),
 )
 """Kinds of values that hold no views, or whose views belong to others."""
@@ -78,11 +78,11 @@ def pack_attributes(
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
-            _Kept.pack(node, packer)
+            _NodeViews.pack(node, packer)
         nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
-class _Kept:
+class _NodeViews:
     """The attributes of a node that have views of parameters, as they are while no backward runs
     the node."""
 
@@ -96,7 +96,7 @@ class _Kept:
     @classmethod
     def pack(cls, node: Any, packer: Packer) -> None:
         """Take the views out of the attributes of `node`."""
-        places: dict[int, Any] = {}  # what is one tensor stays one
+        places: dict[int, Any] = {}  # two names of one tensor stay that
 
         def place(tensor: torch.Tensor) -> Any:
             if id(tensor) not in places:
@@ -114,12 +114,12 @@ class _Kept:
     def _bring(self, gradients: Any) -> None:
         brought: dict[int, torch.Tensor] = {}
 
-        def view(place: _Place) -> torch.Tensor:
+        def view(place: _KeptView) -> torch.Tensor:
             if id(place) not in brought:
                 brought[id(place)] = _brought(place, self._packer)
             return brought[id(place)]
 
-        self._set({n: replaced(value, _Place, view) for n, value in self._attributes.items()})
+        self._set({n: replaced(value, _KeptView, view) for n, value in self._attributes.items()})
 
     def _put_back(self, *gradients: Any) -> None:
         self._set(self._attributes)
@@ -136,10 +136,10 @@ def _place_of(tensor: torch.Tensor, packer: Packer) -> Any:
     if found is None or any(tensor is parameter for parameter in found[0].parameters):
         return tensor
     packed = packer.pack(tensor, None, recomputing=False, passes=False, keeps=False)
-    return _Place(packed, tensor.requires_grad)
+    return _KeptView(packed, tensor.requires_grad)
 
 
-def _brought(place: _Place, packer: Packer) -> torch.Tensor:
+def _brought(place: _KeptView, packer: Packer) -> torch.Tensor:
     """The view at `place`. See [Note: views that have a place in the graph]."""
     unit, index = place.view.unit, place.view.place()[0]
     if place.requires_grad and torch.is_grad_enabled():

@@ -294,6 +294,7 @@ def tile_largest(
     cuts: list[tuple[torch.Tensor, list[_WeightHolder], _Tileable, list[int]]] = []
     whole: dict[str, str] = {}
     apart: list[str] = []
+    adapted = _adapted(model)
     for weight, holders in _weights_of(model):
         size = weight.element_size() if itemsize_of is None else itemsize_of(weight)
         largest = max(map(torch.Tensor.numel, pieces_of([weight]))) * size
@@ -301,6 +302,8 @@ def tile_largest(
             continue
         name, known = holders[0].path, _tileable(*holders[0][1:])
         reason = _obstacle(weight, holders)
+        if id(weight) in adapted:
+            reason = "an adapter of PEFT (target_parameters) replaces it in each forward"
         if reason or known is None:
             whole[name] = reason
             continue
@@ -436,6 +439,14 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
             holder = _WeightHolder(f"{path}.{name}" if path else name, module, name)
             holders.setdefault(id(weight), (weight, []))[1].append(holder)
     yield from holders.values()
+
+
+def _adapted(model: nn.Module) -> set[int]:
+    """The ids of the parameters that adapters of PEFT parametrize for the time of a forward."""
+    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    if kind is None:
+        return set()
+    return {id(module.get_param()) for module in model.modules() if isinstance(module, kind)}
 
 
 def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:

@@ -264,8 +264,12 @@ def test_torch_cuda_is_said_in_one_file() -> None:
 
 HOOKS = {
     # Step hooks belong to optimizers.
-    # A dense parameter hands hooks of users on.
-    re.compile(r"register_(?!step_)\w*hook"): {"infinity.modules.hooks", "infinity.sharding.use"},
+    # A dense parameter hands hooks of users on. Nodes of custom functions are no modules.
+    re.compile(r"register_(?!step_)\w*hook"): {
+        "infinity.modules.hooks",
+        "infinity.modules.node_attributes",
+        "infinity.sharding.use",
+    },
     # A handle is made under a hook on the one tensor that is saved for it.
     re.compile(r"saved_tensors_hooks"): {"infinity.modules.packing", "infinity.sharding.twins"},
 }

@@ -254,3 +254,21 @@ def test_adapters_on_whole_banks(kind: str, where: dict[str, Any], config: Make)
     with infinity.engine(model):
         for one, other in zip(gradients(model), expected, strict=True):
             assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def test_banks_with_adapters_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Those beside them are cut, and the bits are those of plain PEFT."""
+    names = ["mlp.experts.gate_up_proj"]
+    found = []
+    for size in (None, ONE):
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=2, target_parameters=names, init_lora_weights=False)
+        model = peft.get_peft_model(mixture("gpt_oss"), lora)
+        if size is not None:
+            with caplog.at_level(logging.INFO, "infinity"):
+                infinity.tile(model, size)
+            assert {name.rpartition(".")[2] for name in banks_of(model)} == {"down_proj"}
+        found.append(model(input_ids=tokens_of(0)).logits)
+    assert torch.equal(*found)
+    said = "stays whole: an adapter of PEFT (target_parameters) replaces it in each forward"
+    assert any(said in record.getMessage() for record in caplog.records)

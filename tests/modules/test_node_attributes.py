@@ -264,7 +264,7 @@ def test_nothing_is_left_of_graphs(wrap: Wrap) -> None:
     model = wrap(stack("function"), {})
 
     def count() -> int:
-        names = ("_Kept", "PackedView", "KeepsBackward")
+        names = ("_NodeViews", "PackedView", "KeepsBackward")
         return sum(type(each).__name__ in names for each in gc.get_objects())
 
     once(model)

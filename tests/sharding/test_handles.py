@@ -80,7 +80,8 @@ class Late(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
-        Late.seen.append((type(w), [getattr(w, n, None) for n in ("mark", "ds_id", "ds_status")]))
+        names = "mark", "ds_id", "ds_status", "ds_shape", "ds_numel"
+        Late.seen.append((type(w), [getattr(w, n, None) for n in names]))
         return g @ w, g.t() @ x
 
 
@@ -357,7 +358,10 @@ def test_what_a_custom_function_saved_is_a_parameter(wrap: Wrap) -> None:
     ((kind, attributes),) = Late.seen
     assert issubclass(kind, LentParameter) and issubclass(kind, nn.Parameter)
     available = infinity.zero.ZeroParamStatus.AVAILABLE
-    assert attributes == [3, model.head.weight.ds_id, available]
+    shape = WIDTH, WIDTH
+    assert attributes == [3, model.head.weight.ds_id, available, shape, WIDTH * WIDTH]
+    model(inputs(), lambda net, x: Late.apply(x, net.head.weight.view(shape))).sum().backward()
+    assert Late.seen[1] == (torch.Tensor, [None] * 5)  # as of a view in plain PyTorch
 
 
 def test_a_view_of_a_handle_is_one_of_the_dense_parameter_too(wrap: Wrap) -> None:
