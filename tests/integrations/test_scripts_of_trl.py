@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from support import hosted
-from support.children import CHILD
 from support.local_models import save_causal, sentence
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,8 +118,7 @@ def prepare(directory: Path) -> None:
         (directory / f"zero{stage}.json").write_text(json.dumps(keys))
 
 
-def job(top: Path, scripts: Path, variant: Variant) -> dict[str, Any]:
-    """One for `support/hosted.py`."""
+def job(top: Path, scripts: Path, variant: Variant) -> hosted.Job:
     directory = top / str(variant)
     directory.mkdir()
     (directory / "judging.py").write_text(JUDGING)
@@ -133,32 +130,7 @@ def job(top: Path, scripts: Path, variant: Variant) -> dict[str, Any]:
         words += ["--lora_task_type", "SEQ_CLS"] if variant.script == "reward" else []
     if variant.stage:
         words += ["--deepspeed", top / f"zero{variant.stage}.json"]
-    return {"directory": str(directory), "words": [*map(str, words)], "environments": [{}]}
-
-
-def start(
-    top: Path, scripts: Path, command: list[str], variants: list[Variant]
-) -> subprocess.Popen[str]:
-    """The process that runs the variants, one after another."""
-    trainers = [f"trl.trainer.{variant.script}_trainer" for variant in variants]
-    asked = {
-        "imports": ["datasets", *dict.fromkeys(trainers)],
-        "jobs": [job(top, scripts, variant) for variant in variants],
-    }
-    file = top / f"jobs{variants[0].stage}.json"
-    file.write_text(json.dumps(asked))
-    own = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(top / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    return subprocess.Popen(
-        [*command, str(Path(hosted.__file__)), str(file)],
-        **{**CHILD, "env": CHILD["env"] | own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    return hosted.Job(str(directory), [*map(str, words)], [{}])
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +143,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("trl")
     prepare(top)
     plain = [Variant(script, adapters, 0) for script in OWN for adapters in (False, True)]
-    hosts = [
-        start(top, scripts, [sys.executable], plain),
-        start(top, scripts, [sys.executable, "-m", "infinity_command", "run"], VARIANTS),
-    ]
-    said = [each.communicate()[0] for each in hosts]
-    assert [each.returncode for each in hosts] == [0, 0], "\n".join(said)
+    run = [sys.executable, "-m", "infinity_command", "run"]
+    hosts = {
+        "plain": ([sys.executable], [job(top, scripts, variant) for variant in plain]),
+        "zero": (run, [job(top, scripts, variant) for variant in VARIANTS]),
+    }
+    trainers = [f"trl.trainer.{script}_trainer" for script in OWN]
+    hosted.run(top, hosts, ["datasets", *trainers], {})
     return top
 
 
@@ -185,7 +158,7 @@ def saved(top: Path, variant: Variant) -> tuple[list[float], dict[str, torch.Ten
     from safetensors.torch import load_file
 
     directory = top / str(variant)
-    assert (directory / "status.txt").read_text() == "0", (directory / "said.txt").read_text()
+    hosted.said(directory)
     state = json.loads((directory / f"out/checkpoint-{STEPS}/trainer_state.json").read_text())
     losses = [
         entry[name]

@@ -29,14 +29,18 @@ def save_causal(directory: Path) -> None:
 
 
 def save_classifier(directory: Path) -> None:
-    """Write a BERT of two layers for two classes, with random weights, and its tokenizer. It is so
-    undecided that a step at a rate of 2e-5 changes what it answers."""
+    """Write a BERT of two layers for two classes, with random weights, and its tokenizer.
+
+    It answers 0, and so narrowly that twenty-four steps of AdamW at a rate of 2e-5, on labels that
+    are mostly 1, make it answer 1. Eight steps do not.
+    """
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**_sizes(), pad_token_id=3))
     with torch.no_grad():
         model.classifier.weight.mul_(1e-3)
+        model.classifier.bias.copy_(torch.tensor([7.9e-4, 0.0]))
     model.save_pretrained(directory)
     _save_tokenizer(directory)
 
