@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from infinity.deepspeed.engine_names import OTHERS
 from infinity.errors import ConfigError
-from initialize.conftest import Start
 from support.deepspeed import configuration, net
+
+Start = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 def test_values_that_scripts_and_loggers_read(start: Start) -> None:
@@ -31,7 +33,8 @@ def test_values_that_scripts_and_loggers_read(start: Start) -> None:
     assert (engine.wall_clock_breakdown(), engine.dump_state()) == (True, False)
     assert engine.steps_per_print() == 1000 and isinstance(engine.steps_per_print(), int)
     assert engine.optimizer_name() == "AdamW" and engine.basic_optimizer is optimizer
-    assert engine._config.zero_enabled
+    zero, norm = (getattr(engine, name) for name in ("_config", "_global_grad_norm"))
+    assert zero.zero_enabled and norm is None
     assert engine.data_parallel_group is dist.group.WORLD
     assert (engine.mp_world_size, engine.sequence_parallel_size) == (1, 1)
     assert not engine.is_compiled

@@ -4,6 +4,7 @@ none."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 import infinity
 from infinity.deepspeed.consolidation import get_fp32_state_dict_from_zero_checkpoint
 from infinity.deepspeed.keys import FREE, KEYS, Key, Treatment
-from initialize.conftest import Start
 from support.deepspeed import batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Parts = dict[str, Any]
+Start = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 # IGNORED keys
