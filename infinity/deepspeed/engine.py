@@ -9,6 +9,7 @@ and the step was left out.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import weakref
@@ -289,8 +290,10 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The L2 norm of all gradients of the last optimizer step, before clipping; None before the
-        first."""
-        return None if self.optimizer is None else self.optimizer.grad_norm
+        first. It is infinite where they were not finite and the step was left out."""
+        if self.optimizer is None:
+            return None
+        return math.inf if self.optimizer.overflow else self.optimizer.grad_norm
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
