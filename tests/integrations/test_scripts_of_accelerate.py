@@ -25,24 +25,10 @@ from safetensors.torch import load_file
 
 from support import hosted
 from support.children import CHILD
-from support.local_models import save_classifier, sentence
+from support.local_models import save_classifier, save_metric, sentence
 
 pytestmark = pytest.mark.timeout(300)
 
-METRIC = """
-class Accuracy:
-    def __init__(self):
-        self.right = []
-    def add_batch(self, predictions, references):
-        self.right += (predictions == references).tolist()
-    def compute(self):
-        right, self.right = self.right, []
-        return {"accuracy": sum(right) / len(right)}
-
-def load(*names):
-    return Accuracy()
-"""
-"""A stand-in for the package `evaluate`, which would fetch the metric."""
 TASK = """---
 configs:
 - config_name: mrpc
@@ -177,8 +163,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs accelerate")
     top = tmp_path_factory.mktemp("accelerate")
     places = Places(Path(package.submodule_search_locations[0]) / "test_utils/scripts", top)
-    (top / "metric").mkdir()
-    (top / "metric/evaluate.py").write_text(METRIC)
+    save_metric(top / "metric")
     save_classifier(top / "model")
     hosts = {
         "plain": ([sys.executable], places.plain()),

@@ -1,5 +1,5 @@
 """Small models and a tokenizer of words, saved as `from_pretrained` reads them: what scripts of
-others need that would otherwise come from a hub."""
+others would otherwise get from a hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from pathlib import Path
 import torch
 
 WORDS = 60
+_METRIC = """
+class Accuracy:
+    def __init__(self):
+        self.right = []
+    def add_batch(self, predictions, references):
+        self.right += (predictions == references).tolist()
+    def compute(self):
+        right, self.right = self.right, []
+        return {"accuracy": sum(right) / len(right)}
+
+def load(*names):
+    return Accuracy()
+"""
 _SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]
+VOCABULARY = len(_SPECIAL) + WORDS
 
 
 def sentence(number: int, words: int) -> str:
@@ -25,7 +39,7 @@ def save_causal(directory: Path) -> None:
         **_sizes(), num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=3
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
 
 
 def save_classifier(directory: Path) -> None:
@@ -42,12 +56,12 @@ def save_classifier(directory: Path) -> None:
         model.classifier.weight.mul_(1e-3)
         model.classifier.bias.copy_(torch.tensor([7.9e-4, 0.0]))
     model.save_pretrained(directory)
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
 
 
 def _sizes() -> dict[str, int]:
     return {
-        "vocab_size": len(_SPECIAL) + WORDS,
+        "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -56,7 +70,15 @@ def _sizes() -> dict[str, int]:
     }
 
 
-def _save_tokenizer(directory: Path) -> None:
+def save_metric(directory: Path) -> None:
+    """Write a stand-in for the package `evaluate`, which would fetch the accuracy from a hub, into
+    a directory for the path of Python."""
+    directory.mkdir()
+    (directory / "evaluate.py").write_text(_METRIC)
+
+
+def save_tokenizer(directory: Path, **options: str) -> None:
+    """Write the tokenizer, whose tokens are the words of `sentence`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -71,4 +93,5 @@ def _save_tokenizer(directory: Path) -> None:
         eos_token="</s>",
         pad_token="<pad>",
         model_input_names=["input_ids", "attention_mask"],
+        **options,
     ).save_pretrained(directory)
