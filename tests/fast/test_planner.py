@@ -179,8 +179,9 @@ def test_with_room_for_everything_no_parameter_is_read(problem, accumulation, wa
     assert predict(order, units, slots, accumulation, waits=waits) == expected
 
 
-# Neither is so for sizes that differ, where a run may fit badly: order 4 1 3 2 4 with sizes 1, 3, 1,
-# 3, 1 of units 0 to 4, all trainable, reads 8 slots per step from an arena of 6 and 9 from one of 7.
+# Neither is so for sizes that differ, where a run may fit badly: order 4 1 3 2 4 with sizes 1, 3,
+# 1, 3, 1 of units 0 to 4, all trainable, reads 8 slots per step from an arena of 6 and 9 from one
+# of 7.
 @settings(deadline=None)
 @given(problems(ALIKE), ACCUMULATION)
 def test_who_waits_for_updates_reads_no_less_when_units_are_of_one_size(problem, accumulation):
