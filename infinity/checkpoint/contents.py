@@ -144,6 +144,12 @@ class Contents:
             found[int(rank)] = list(map(str, value)) if isinstance(value, Mapping) else None
         return dict(sorted(found.items()))
 
+    def extra(self, rank: int) -> Mapping[str, Any]:
+        """What the caller of a rank gave; empty where it is no mapping, or there is none."""
+        index = MetadataIndex(f"extra.{rank}")
+        value = self._reader.read(index) if index in self.manifest.places else None
+        return value if isinstance(value, Mapping) else {}
+
     def verify(self) -> Damage:
         """Read every item, and compare its digest."""
         errors, nbytes = [], 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import accelerator as torch_accelerator
 
+from infinity.deepspeed.errors import MissingNameError
 from infinity.free_memory import read_host
 
 
@@ -19,6 +20,13 @@ class DeepSpeedAccelerator:
     def __init__(self) -> None:
         found = torch_accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if found is None else found.type
+        self._name = self._kind  # which scripts read
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MissingNameError(
+            f"get_accelerator() of `infinity run` has no {name!r}; use torch.accelerator, or "
+            f"torch.{vars(self).get('_kind')}"
+        )
 
     # Which device
 

@@ -19,6 +19,7 @@ class Answers:
 
     settings: Settings
     optimizer: Optimizer | None
+    client_optimizer: torch.optim.Optimizer | None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -108,9 +109,11 @@ class Answers:
         return self.settings.gradient_clipping
 
     def optimizer_name(self) -> str | None:
-        """The type of the optimizer that the configuration names."""
+        """The type of the optimizer that the configuration names, or the class of the script's."""
         named = self.settings.optimizer
-        return None if named is None else named.type.lower()
+        if named is not None:
+            return named.type.lower()
+        return None if self.client_optimizer is None else type(self.client_optimizer).__name__
 
     def scheduler_name(self) -> str | None:
         """The type of the scheduler that the configuration names."""
@@ -141,7 +144,8 @@ class Answers:
 
     def steps_per_print(self) -> float:
         """What the configuration says; nothing is printed."""
-        return float(self.settings.raw.get("steps_per_print") or 10)
+        steps: float = self.settings.raw.get("steps_per_print") or 10
+        return steps
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -3,7 +3,9 @@ ours are built with the package."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NoReturn
+
+from infinity.deepspeed.errors import DeepSpeedConfigError
 
 
 class OpBuilder:
@@ -16,6 +18,13 @@ class OpBuilder:
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether it works here."""
         return self.has
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Refused: native parts of this engine have other functions."""
+        raise DeepSpeedConfigError(
+            f"{type(self).__name__}.load() is not supported: the native part {self.NAME!r} of this "
+            "engine has no functions for scripts; use deepspeed.ops, and infinity.nvme for NVMe"
+        )
 
 
 class AsyncIOBuilder(OpBuilder):

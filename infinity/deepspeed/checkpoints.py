@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from infinity.deepspeed import zero_to_fp32
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.latest import LATEST, is_name, read_latest, write_latest
 from infinity.directories.drafts import replacing
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("infinity")
 
+_SCRIPT = "zero_to_fp32.py"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -50,6 +52,7 @@ class TaggedCheckpoints:
         extra: dict[str, Any] = {
             "client_state": dict(client_state),
             "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
+            "zero_stage": engine.zero_optimization_stage(),
         }
         if hasattr(engine.lr_scheduler, "state_dict"):
             extra["lr_scheduler"] = engine.lr_scheduler.state_dict()
@@ -57,6 +60,7 @@ class TaggedCheckpoints:
         engine.engine.save_checkpoint(
             directory / name, optimizers, extra, trainable_only=without_frozen
         )
+        self._add_script(directory, name)
         if is_latest:
             self._name_latest(directory, name)
         return True
@@ -64,12 +68,26 @@ class TaggedCheckpoints:
     def _name_latest(self, directory: Path, name: str) -> None:
         """Write `latest` on the first rank. Then every rank finds it; where that fails, all say
         so."""
-        failure = self._on_first(lambda: write_latest(directory, name))
+        self._write_beside(directory / LATEST, name, lambda: write_latest(directory, name))
+
+    def _write_beside(self, path: Path, name: str, write: Callable[[], None]) -> None:
+        """Have the first rank write a file beside the checkpoint `name`."""
+        failure = self._on_first(write)
         if failure:
             raise CheckpointError(
-                f"{directory / LATEST} was not written: {failure}; the checkpoint is whole: load "
-                f"it with tag={name!r}"
+                f"{path} was not written: {failure}; the checkpoint is whole: load it with "
+                f"tag={name!r}"
             )
+
+    def _add_script(self, directory: Path, name: str) -> None:
+        """A copy of `zero_to_fp32.py`, as DeepSpeed leaves one."""
+
+        def write() -> None:
+            source = Path(zero_to_fp32.__file__).read_bytes()
+            with replacing(directory / _SCRIPT, "directory of checkpoints") as path:
+                path.write_bytes(source)
+
+        self._write_beside(directory / _SCRIPT, name, write)
 
     def _on_first(self, write: Callable[[], None]) -> str:
         """Call it on the first rank; returns on every rank what failed there, or nothing."""

@@ -16,6 +16,9 @@ from infinity.optim.adam import Adam
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import Adagrad, Lion
 
+DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """Adam, or AdamW with `adamw_mode`, where decay acts on the parameter."""

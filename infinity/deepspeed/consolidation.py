@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,28 @@ def get_fp32_state_dict_from_zero_checkpoint(
         weight.name: _read(contents, weight) for weight in contents.weights() if wanted(weight.name)
     }
     return state | {name: state[first] for name, first in contents.tied.items() if first in state}
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[io.BytesIO]:
+    """What `torch.load` takes in place of the files of optimizer states of a tag's directory: one
+    that names the stage, with which the states were saved. `engine.load_checkpoint` reads states.
+    """
+    stage = Contents(Path(checkpoint_dir)).extra(0).get("zero_stage", 0)
+    return [_in_memory({"optimizer_state_dict": {"zero_stage": stage}})]
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> io.BytesIO:
+    """What `torch.load` takes in place of the first rank's file of model states: the counters and
+    the `client_state`, without weights."""
+    extra = Contents(Path(checkpoint_dir)).extra(0)
+    return _in_memory({**extra.get("counters", {}), **extra.get("client_state", {})})
+
+
+def _in_memory(values: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return file
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.deepspeed import engine_names
 from infinity.deepspeed.agree import several
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
@@ -29,7 +30,9 @@ from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.losses import Losses, checked, mapped
+from infinity.deepspeed.monitor import Monitor
 from infinity.deepspeed.settings import Settings
+from infinity.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.engine import Engine, engine
 from infinity.errors import EngineClosedError, InfinityError, in_words
 from infinity.optim.optimizer import Optimizer
@@ -77,7 +80,7 @@ def unwrap(model: nn.Module) -> None:
 class DeepSpeedEngine(Answers, nn.Module):
     """Trains a wrapped model as an engine of DeepSpeed does; made by `infinity.initialize`.
 
-    Attributes that it does not have are those of the model.
+    Attributes that it does not have are those of the model (`infinity.deepspeed.engine_names`).
     """
 
     def __init__(
@@ -107,6 +110,9 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.micro_steps = 0
         """Calls of `step`."""
         self.skipped_steps = 0
+        self.mpu = None
+        self.monitor = Monitor()
+        self.timers, self.tput_timer = SynchronizedWallClockTimer(), ThroughputTimer()
         self._given_boundary: bool | None = None
         self._stepped = False
         self._apart = False  # inside of `no_sync`
@@ -123,7 +129,14 @@ class DeepSpeedEngine(Answers, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-        return getattr(self.module, name)
+        if name in engine_names.VALUES:
+            return engine_names.VALUES[name](self)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            if name.startswith("__") or hasattr(type(self.module), name):
+                raise
+            raise engine_names.missing(self.module, name) from None
 
     @property
     def engine(self) -> Engine:

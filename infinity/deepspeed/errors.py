@@ -10,5 +10,9 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
     """A configuration or an argument cannot work; nothing was changed."""
 
 
+class MissingNameError(DeepSpeedConfigError, AttributeError):
+    """A name of DeepSpeed that this package does not have; `hasattr` says so, too."""
+
+
 class DeepSpeedUsageError(RuntimeError, AssertionError):
     """A call comes at a time when it cannot be made."""

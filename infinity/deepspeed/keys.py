@@ -165,11 +165,11 @@ _PRECISION = (
             "bf16.enabled",
             True,
             mapped("bf16_optimizer_states", FLAG, False, 'Config(moment_precision="bf16")'),
-            ignored(
+            mapped(
                 "bf16_master_weights_and_grads",
                 FLAG,
                 False,
-                "masters stay in fp32: 2 bytes per parameter beside bf16 weights",
+                "masters in fp32, which take 2 bytes per parameter beside bf16 weights",
             ),
             ignored("immediate_grad_update", FLAG, False, ALWAYS),
             exact("check_grad_overflow", FLAG, True, "skip_nonfinite={value} of the optimizer"),
@@ -183,16 +183,21 @@ _PRECISION = (
             True,
             exact("auto_cast", FLAG, False, "inputs of the model are cast to fp16"),
             exact("loss_scale", number(), 0, "a fixed loss scale; 0 is a dynamic one"),
-            exact("initial_scale_power", whole(0, 24), 16, "LossScaler(initial=2**{value})"),
+            exact("initial_scale_power", whole(0, 32), 16, "LossScaler(initial=2**{value})"),
             exact("loss_scale_window", whole(1), 1000, "LossScaler(window={value})"),
             exact("hysteresis", whole(1), 2, "LossScaler(hysteresis={value})"),
             exact("min_loss_scale", number(), 1, "LossScaler(minimum={value})"),
-            ignored("consecutive_hysteresis", FLAG, False, "patience comes back after a window"),
-            ignored(
+            exact(
+                "consecutive_hysteresis",
+                FLAG,
+                False,
+                "whether every finite step, not only a window of them, restores the hysteresis",
+            ),
+            mapped(
                 "fp16_master_weights_and_grads",
                 FLAG,
                 False,
-                "masters stay in fp32, where small updates are not lost",
+                "masters in fp32, where small updates are not lost",
             ),
         ),
     ),
@@ -312,6 +317,7 @@ _ZERO = (
         ignored("load_from_fp32_weights", FLAG, True, "masters are always in a checkpoint"),
         ignored("elastic_checkpoint", FLAG, False, "every checkpoint loads on any ranks"),
         ignored("legacy_stage1", FLAG, False, LEGACY),
+        ignored("grad_hooks", FLAG, True, ALWAYS),
         ignored("pipeline_loading_checkpoint", FLAG, False, LEGACY),
         ignored("override_module_apply", FLAG, True, LEGACY),
         ignored("memory_efficient_linear", FLAG, True, LEGACY),
@@ -398,7 +404,7 @@ _ADAM = (
     *_OPTIMIZER_PARAMS,
     exact("betas", several(number(0, 1), 2), (0.9, 0.999), "betas={value}"),
     exact("eps", number(), 1e-8, "eps={value}"),
-    refused("bias_correction", FLAG, True, "the kernels always correct the bias"),
+    exact("bias_correction", FLAG, True, "whether the first updates are corrected: {value}"),
 )
 
 
@@ -466,6 +472,7 @@ REFUSED_OPTIMIZERS = {
 }
 
 _LR = either(number(), several(number()))
+_MOMENTUM = either(number(0, 1), several(number(0, 1)))
 _LAST = exact("last_batch_iteration", whole(-1), -1, "the step before the first one")
 _WARMUP = (
     exact("warmup_min_lr", _LR, 0.0, "the rate before the first step"),
@@ -492,8 +499,8 @@ SCHEDULERS: dict[str, tuple[Key, ...]] = {
         exact("cycle_second_stair_count", whole(), None, "stairs down"),
         exact("decay_step_size", whole(), 0, "steps of one decay"),
         exact("cycle_momentum", FLAG, True, "whether momentum has a cycle, too"),
-        exact("cycle_min_mom", number(0, 1), 0.8, "the lowest momentum of the cycle"),
-        exact("cycle_max_mom", number(0, 1), 0.9, "the highest momentum of the cycle"),
+        exact("cycle_min_mom", _MOMENTUM, 0.8, "the lowest momentum of the cycle"),
+        exact("cycle_max_mom", _MOMENTUM, 0.9, "the highest momentum of the cycle"),
         exact("decay_mom_rate", number(), 0.0, "the growth of momentum after the cycle"),
         _LAST,
     ),

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.deepspeed.settings import LossScale, Named, Settings
 from infinity.errors import ConfigError, in_words
 from infinity.optim.adam import Adam, AdamW
@@ -157,7 +158,9 @@ def options(settings: Settings) -> dict[str, Any]:
 def _scaler(scale: LossScale) -> LossScaler:
     if scale.static is not None:
         return LossScaler(scale.static, window=None, minimum=None)
-    return LossScaler(scale.initial, scale.window, scale.hysteresis, scale.minimum)
+    return DeepSpeedScaler(
+        scale.initial, scale.window, scale.hysteresis, scale.minimum, scale.consecutive
+    )
 
 
 def _listed(parameters: object) -> list[Any]:
@@ -207,6 +210,8 @@ def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
         params.setdefault("weight_decay", 0.0)
     if kind in _HERE:
         taken = {name: value for name, value in params.items() if name not in _ONLY_DEEPSPEED}
+        if not params.get("bias_correction", True):
+            groups = [{**group, "bias_correction": False} for group in groups]
         merged = [taken | group for group in groups]
         return Recipe(_HERE[kind], algorithm_of(_HERE[kind], *merged), groups, taken)
     of_torch = getattr(torch.optim, named.type, None)

@@ -1,64 +1,29 @@
-"""What DeepSpeed has and this engine has not: one sentence each."""
+"""Classes and functions of DeepSpeed that import, and are refused in one sentence where they are
+used."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
-
-from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.errors import DeepSpeedConfigError, MissingNameError
 
 
-def init_inference(*args: Any, **options: Any) -> NoReturn:
-    """Refused."""
-    raise DeepSpeedConfigError(
-        "deepspeed.init_inference is not supported: this engine trains; call generate() on a model "
-        "that infinity.wrap returned"
-    )
+class _Refused(type):
+    """The class of what is refused: it can be imported, derived from, and asked about instances."""
+
+    sentence: str
+
+    def __call__(cls, *args: Any, **options: Any) -> NoReturn:
+        raise DeepSpeedConfigError(cls.sentence)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingNameError(cls.sentence)
 
 
-def tp_model_init(*args: Any, **options: Any) -> NoReturn:
-    """Refused."""
-    raise DeepSpeedConfigError(
-        "deepspeed.tp_model_init is not supported: call parallelize_module of torch, and give "
-        "infinity.wrap the other dimension of the mesh"
-    )
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> NoReturn:
-    """Refused."""
-    raise DeepSpeedConfigError(
-        f"{base_folder} has no file of a rank: checkpoints of this engine are read by "
-        "engine.load_checkpoint, and by get_fp32_state_dict_from_zero_checkpoint"
-    )
-
-
-class PipelineModule(torch.nn.Module):
-    """Refused."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        raise DeepSpeedConfigError(
-            "PipelineModule is not supported: there is no pipeline parallelism; build the model as "
-            "one module"
-        )
-
-
-class LayerSpec:
-    """A layer of a `PipelineModule`, which is refused where it is built."""
-
-    def __init__(self, typename: Any, *args: Any, **options: Any) -> None:
-        self.typename = typename
-
-
-class TiedLayerSpec(LayerSpec):
-    """The same."""
-
-
-class MoE(torch.nn.Module):
-    """Refused."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        raise DeepSpeedConfigError(
-            "deepspeed.moe is not supported: experts are not spread over ranks; use the mixture of "
-            "experts of the model, whose weights are sharded as all others"
-        )
+def refused(name: str, sentence: str) -> type:
+    """A class that stands for the class or the function `name`. Calling it raises `ConfigError`
+    with `sentence`; so does each of its attributes, with an error that is an `AttributeError`,
+    too."""
+    return _Refused(name, (), {"sentence": sentence, "__doc__": f"Refused: {sentence}."})

@@ -61,6 +61,8 @@ class LossScale:
     window: int
     hysteresis: int
     minimum: float
+    consecutive: bool = False
+    """Whether every finite step restores the hysteresis."""
 
 
 @dataclass(frozen=True)
@@ -300,12 +302,13 @@ def _precision(values: _Values) -> Precision:
 def _autocast(values: _Values, precision: Precision) -> torch.dtype | None:
     if not values["torch_autocast.enabled"]:
         return None
-    if precision != "fp32":
+    dtype = values["torch_autocast.dtype"]
+    if precision not in ("fp32", dtype):
         raise DeepSpeedConfigError(
-            f"torch_autocast.enabled and {precision}.enabled are both true; torch_autocast "
-            "computes in 16 bits from fp32 weights, so choose one of them"
+            f"torch_autocast.dtype={dtype!r} is not that of {precision}.enabled; set it to "
+            f"{precision!r}, or leave one of them out"
         )
-    return DTYPES[values["torch_autocast.dtype"]]
+    return DTYPES[dtype]
 
 
 def _loss_scale(values: _Values) -> LossScale:
@@ -325,6 +328,7 @@ def _loss_scale(values: _Values) -> LossScale:
         window=values["fp16.loss_scale_window"],
         hysteresis=values["fp16.hysteresis"],
         minimum=minimum,
+        consecutive=values["fp16.consecutive_hysteresis"],
     )
 
 

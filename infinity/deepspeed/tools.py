@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -58,13 +58,53 @@ def OnDevice(
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """`item` with a copy of each tensor, which has no larger storage behind it."""
-    return tree_map(
-        lambda value: (
-            value.detach().clone().to(device) if isinstance(value, torch.Tensor) else value
-        ),
-        item,
-    )
+    """`item` with a copy of each tensor, which has no larger storage behind it. Tensors with the
+    same elements of the same storage, as tied weights, have one copy."""
+    copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place: tuple[Any, ...] = (id(value),)
+        if value.numel() and not value.is_meta:
+            place = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+        if place not in copies:  # which keeps `value`, so that its place is not another's
+            copies[place] = value, value.detach().clone().to(device)
+        return copies[place][1]
+
+    return tree_map(copied, item)
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """`item` on `device`, in the lists, tuples and dicts that it was in. A tensor for which
+    `criterion_func` is true is moved in place."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple)):
+        moved = [move_to_device(each, device, criterion_func) for each in item]
+        return moved if isinstance(item, list) else tuple(moved)
+    if isinstance(item, dict):
+        return {key: move_to_device(item[key], device, criterion_func) for key in item}
+    return item.to(device)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The bounds of parts of `num_items`, the larger ones first: [0, 2, 3] for 3 in 2 parts."""
+    size, rest = divmod(num_items, num_parts)
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+
+
+def get_scalar_param(
+    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
+) -> Any:
+    """The value of a key, or its default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
 
 
 class RepeatingLoader:

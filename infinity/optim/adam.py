@@ -81,6 +81,7 @@ class Adam(Optimizer):
             group["weight_decay"],
             step,
             self.decoupled,
+            group.get("bias_correction", True),
         )
 
 
@@ -128,9 +129,12 @@ def adam(
     weight_decay: float,
     step: int,
     decoupled: bool,
+    corrects: bool = True,
 ) -> Hyper:
-    """Update number `step` (from 1) by Adam."""
+    """Update number `step` (from 1) by Adam; unless it `corrects`, as if it came after very many,
+    which is `bias_correction=False` of DeepSpeed."""
     beta1, beta2 = betas
+    remaining1, remaining2 = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
     return Hyper(
         "adam",
         step,
@@ -141,7 +145,7 @@ def adam(
             "eps": eps,
             "weight_decay": weight_decay,
             "decoupled": decoupled,
-            "bias_correction1": 1.0 - beta1**step,
-            "bias_correction2_sqrt": (1.0 - beta2**step) ** 0.5,
+            "bias_correction1": remaining1,
+            "bias_correction2_sqrt": remaining2**0.5,
         },
     )

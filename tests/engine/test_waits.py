@@ -125,6 +125,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
+    "deepspeed/timers.py _now": DEVICE,
     "device.py read_values": DEVICE,
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,

@@ -276,7 +276,10 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
         ({"scheduler": {"type": "Warmup"}}, "scheduler.type='Warmup': there is none of that name"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true; choose one"),
-        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "are both true"),
+        (
+            {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+            "is not that of fp16.enab",
+        ),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "fp16"},
             "communication_data_type='fp16': gradients are accumulated and reduced",

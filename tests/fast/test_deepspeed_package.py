@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import json
 import os
-import pkgutil
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +30,8 @@ from infinity.deepspeed.clients import (
     FusedAdam,
 )
 from infinity.deepspeed.keys import MIXTURES
+from infinity.deepspeed.names import ALIASES, CONSTANTS, MISSING
+from infinity.deepspeed.package import MODULES
 from infinity.deepspeed.pretrained import CHANGED
 from infinity.errors import ConfigError
 from infinity_command.run import shim
@@ -89,13 +95,32 @@ def package() -> Iterator[Any]:
                 del sys.modules[name]
 
 
+def dotted(name: str) -> str:
+    return f"deepspeed.{name}".rstrip(".")
+
+
 def test_all_modules_import_and_have_what_they_promise(package: Any) -> None:
-    names = [each.name for each in pkgutil.walk_packages(package.__path__, "deepspeed.")]
-    assert len(names) >= 20
-    for name in names:
-        module = importlib.import_module(name)
-        missing = [each for each in getattr(module, "__all__", ()) if not hasattr(module, each)]
+    assert len(MODULES) >= 60
+    for name in sorted(MODULES):
+        module = importlib.import_module(dotted(name))
+        missing = [each for each in module.__all__ if not hasattr(module, each)]
         assert missing == [], name
+        assert set(module.__all__) <= set(dir(module))
+
+
+def test_modules_are_attributes_of_their_packages(package: Any) -> None:
+    """As after a plain `import deepspeed` of 0.19.8."""
+    for name in sorted(MODULES):
+        found = package
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found is importlib.import_module(dotted(name)), name
+
+
+def test_other_names_of_a_module_are_the_same_module(package: Any) -> None:
+    inner = {"zero.partition_parameters": "runtime.zero.partition_parameters"}
+    for other, name in (ALIASES | inner).items():
+        assert importlib.import_module(dotted(other)) is importlib.import_module(dotted(name))
 
 
 @pytest.mark.parametrize("path", TOUCHED.split())
@@ -119,12 +144,10 @@ def test_the_version_is_that_of_its_distribution(package: Any) -> None:
         (lambda d: d.init_inference(None), "this engine trains; call generate"),
         (lambda d: d.tp_model_init(None), "call parallelize_module of torch"),
         (lambda d: d.PipelineModule([]), "there is no pipeline parallelism"),
-        (lambda _: importlib.import_module("deepspeed.moe.layer").MoE(4), "deepspeed.moe is not"),
+        (lambda d: d.ops.op_builder.AsyncIOBuilder().load(), "AsyncIOBuilder.load.. is not"),
         (
-            lambda _: importlib.import_module(
-                "deepspeed.checkpoint.utils"
-            ).get_model_ckpt_name_for_rank("run", "00"),
-            "run has no file of a rank",
+            lambda d: d.get_accelerator().use_host_timers(),
+            "no 'use_host_timers'; use torch.acc",
         ),
         (lambda d: d.ops.adam.FusedAdam([], bias_correction=False), "is not supported"),
     ],
@@ -135,10 +158,131 @@ def test_what_it_has_not_is_refused_in_one_sentence(package: Any, call: Any, pro
 
 
 def test_other_names_are_missing_in_words(package: Any) -> None:
-    with pytest.raises(
-        AttributeError, match="package deepspeed of `infinity run` has no 'monitor'"
+    expected = re.escape(
+        "deepspeed.autotuning is not in the package of `infinity run`: the engine plans by itself; "
+        "`infinity plan` says what fits"
+    )
+    with pytest.raises(AttributeError, match=f"^{expected}$"):
+        _ = package.autotuning
+    with pytest.raises(ImportError, match=f"^{expected}$"):
+        importlib.import_module("deepspeed.autotuning")
+    with pytest.raises(ImportError, match=f"^{expected}$"):
+        exec("from deepspeed import autotuning")
+    assert not hasattr(package, "autotuning")
+
+
+def test_a_missing_name_of_a_module_is_said_by_every_import(package: Any) -> None:
+    text = re.escape("deepspeed.runtime.utils.get_weight_norm is not in the package of")
+    module = importlib.import_module("deepspeed.runtime.utils")
+    with pytest.raises(ImportError, match=f"^{text}"):
+        exec("from deepspeed.runtime.utils import get_weight_norm")
+    with pytest.raises(AttributeError, match=f"^{text}"):
+        _ = module.get_weight_norm
+    exec("from deepspeed.runtime.utils import *")
+    with pytest.raises(ImportError, match=r"^deepspeed\.comm\.all_reduc is not in"):
+        exec("from deepspeed.comm import all_reduc")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF", "no sequence parallelism"),
+        ("sequence.layer.DistributedAttention", "there is no sequence parallelism"),
+        ("moe.layer.MoE", "experts are not spread over ranks"),
+        ("utils.groups._get_expert_parallel_group", "experts are not spread over ranks"),
+        ("pipe.PipelineModule", "there is no pipeline parallelism; build the model as one module"),
+        ("ops.op_builder.UtilsBuilder", "the kernels of this engine need no builder"),
+    ],
+)
+def test_names_that_import_are_refused_where_they_are_used(
+    package: Any, path: str, problem: str
+) -> None:
+    module, _, name = dotted(path).rpartition(".")
+    found: Any = getattr(importlib.import_module(module), name)
+    assert not isinstance(torch.nn.Linear(1, 1), found)
+    own = type("Own", (found,), {})
+    for used in (found, own, lambda *_: found.register_with_transformers()):
+        with pytest.raises(
+            ConfigError, match=f"^deepspeed.{re.escape(path)} is not .*: .*{problem}"
+        ):
+            used(1)
+    assert not hasattr(found, "register_with_transformers")
+
+
+def test_groups_that_nothing_divides(package: Any) -> None:
+    for name, number in (
+        ("_get_sequence_parallel_world_size", 1),
+        ("_get_sequence_parallel_rank", 0),
+        ("_get_data_parallel_world_size", 1),
     ):
-        _ = package.monitor
+        assert getattr(package.utils.groups, name)() == number
+
+
+def test_tools_of_scripts(package: Any) -> None:
+    tools = importlib.import_module("deepspeed.runtime.utils")
+    assert tools.partition_uniform(7, 3) == [0, 3, 5, 7]
+    assert tools.partition_uniform(2, 3) == [0, 1, 2, 2]
+    x = torch.ones(2)
+    moved = tools.move_to_device([{"x": x}, (x,)], "meta")
+    assert moved[0]["x"].is_meta and moved[1][0].is_meta and not x.is_meta
+    timer = importlib.import_module("deepspeed.utils.timer").SynchronizedWallClockTimer()
+    timer("step").start()
+    timer("step").stop()
+    assert timer("step").elapsed(reset=False) == timer("step").mean() > 0
+    with pytest.raises(RuntimeError, match="the timer step has not been started"):
+        timer("step").stop()
+    assert not importlib.import_module("deepspeed.monitor.monitor").MonitorMaster(None).enabled
+
+
+INSTALLED = """
+import importlib, json, sys
+import deepspeed
+found = {}
+for name in json.loads(sys.argv[1]):
+    module = importlib.import_module(f"deepspeed.{name}".rstrip("."))
+    found[name] = [each for each in json.loads(sys.argv[1])[name] if not hasattr(module, each)]
+print(json.dumps(found))
+"""
+
+
+FOUND = importlib.util.find_spec("deepspeed")
+DOCUMENTED = {"runtime.zero": ["unregister_external_parameter"], "utils": ["see_memory_usage"]}
+"""Names that DeepSpeed's pages have, and its modules have elsewhere."""
+
+
+@pytest.mark.skipif(FOUND is None, reason="DeepSpeed 0.19.8 is not on the path")
+def test_the_table_has_the_names_of_deepspeed(package: Any) -> None:
+    """Every name that is there is one of DeepSpeed's, and of every module that is missing a
+    sentence of its own says why."""
+    assert FOUND is not None and FOUND.origin is not None
+    root = Path(FOUND.origin).parents[1]
+    theirs = {
+        ".".join(path.relative_to(root / "deepspeed").with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+        for path in (root / "deepspeed").rglob("*.py")
+    }
+    assert len(theirs) > 700
+    assert MODULES - set(ALIASES) <= theirs
+    ours = {name: importlib.import_module(dotted(name)).__all__ for name in ["", *MODULES]}
+    ours |= {name: [*ours[name], *CONSTANTS.get(name, ())] for name in ours}
+    asked = {name: ours[name] for name in ours if name not in ALIASES}
+    path = os.pathsep.join([str(root), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALLED, json.dumps(asked)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: missing for name, missing in found.items() if missing} == DOCUMENTED
+    for name in sorted(theirs - MODULES - {""}):
+        with pytest.raises(
+            ImportError, match=r"is not in the package of `infinity run`: "
+        ) as error:
+            importlib.import_module(dotted(name))
+        assert MISSING[""] not in str(error.value), name
 
 
 def test_the_accelerator_answers(package: Any) -> None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+import runpy
+import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed import consolidation
 from infinity.deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from infinity.deepspeed.tools import clone_tensors_for_torch_save
 from support.deepspeed import batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -354,3 +363,125 @@ def test_weights_of_a_checkpoint_come_back_in_fp32(
     if not safe:
         written = torch.load(out / "pytorch_model.bin")
         assert all(torch.equal(written[name], state[name]) for name in state)
+
+
+class Tied(nn.Module):
+    """A tied head, a buffer of whole numbers, and a frozen layer in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor([3, 4]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.embed(x)))
+
+
+def script_of(directory: Path) -> dict[str, Any]:
+    """The names of the copy of zero_to_fp32.py there, run without this package."""
+    with mock.patch.dict(sys.modules, {"infinity": None}):
+        return runpy.run_path(str(directory / "zero_to_fp32.py"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_script_of_a_checkpoint_gives_its_weights_with_torch_alone(
+    start: Start, tmp_path: Path, precision: str
+) -> None:
+    torch.manual_seed(0)
+    keys = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    engine, *_ = start(model=Tied(), config=configuration(tmp_path / "nvme", **keys))
+    engine.backward(engine(torch.arange(16)).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path, tag="last")
+    script = script_of(tmp_path)
+    for left_out in (False, True):
+        expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path, None, left_out)
+        found = script["get_fp32_state_dict_from_zero_checkpoint"](tmp_path, None, left_out)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(found[name].dtype == expected[name].dtype for name in expected)
+        assert found["head.weight"] is found["embed.weight"]
+        assert ("frozen.bias" in found) is not left_out
+    whole = script["get_fp32_state_dict_from_zero_checkpoint"](tmp_path)
+    plain = script["load_state_dict_from_zero_checkpoint"](Tied(), tmp_path, "last")
+    assert torch.equal(plain.frozen.weight, whole["frozen.weight"])
+    script["convert_zero_checkpoint_to_fp32_state_dict"](tmp_path, tmp_path / "parts", "300")
+    index = json.loads((tmp_path / "parts" / "pytorch_model.bin.index.json").read_text())
+    parts = {file: torch.load(tmp_path / "parts" / file) for file in index["weight_map"].values()}
+    assert len(parts) > 1 and list(index["weight_map"]) == list(whole)
+    for name, file in index["weight_map"].items():
+        assert torch.equal(parts[file][name], whole[name])
+    script["convert_zero_checkpoint_to_fp32_state_dict"](tmp_path, tmp_path / "safe", None, True)
+    safe = safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors")
+    assert set(whole) - set(safe) == {"head.weight"}
+
+
+def test_the_script_of_a_checkpoint_as_a_command(start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    engine.save_checkpoint(tmp_path, tag="last")
+    without = "import runpy, sys; sys.modules['infinity'] = None; sys.argv = sys.argv[1:]; "
+    command = [sys.executable, "-c", f"{without}runpy.run_path(sys.argv[0], run_name='__main__')"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, "zero_to_fp32.py", ".", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run("weights", "-t", "last")
+    assert (done.returncode, done.stdout) == (0, "wrote weights/pytorch_model.bin\n"), done.stderr
+    found = torch.load(tmp_path / "weights" / "pytorch_model.bin")
+    expected = engine.module_state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    (data,) = (tmp_path / "last").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    done = run("more")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.fullmatch(
+        r"zero_to_fp32.py: last/\S+ has \d+ bytes, not \d+: it is not whole\n", done.stderr
+    )
+    assert not (tmp_path / "more").exists()
+
+
+def test_lightning_converts_a_checkpoint(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utilities = pytest.importorskip("lightning.pytorch.utilities.deepspeed")
+    engine, *_ = start(model=net(), config=configuration())
+    losses(engine, range(1))
+    client_state = {"epoch": 2, "hyper_parameters": {"width": 8}}
+    engine.save_checkpoint(tmp_path, client_state=client_state)
+    theirs = types.SimpleNamespace(
+        **{
+            name: getattr(consolidation, name)
+            for name in ("get_model_state_file", "get_optim_files")
+        },
+        get_fp32_state_dict_from_zero_checkpoint=get_fp32_state_dict_from_zero_checkpoint,
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", theirs)
+    monkeypatch.setattr(utilities, "_DEEPSPEED_AVAILABLE", True)
+    utilities.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "lightning.pt")
+    found = torch.load(tmp_path / "lightning.pt")
+    assert {name: found[name] for name in client_state} == client_state
+    expected = engine.module_state_dict()
+    assert all(torch.equal(found["state_dict"][name], expected[name]) for name in expected)
+    (states,) = consolidation.get_optim_files(tmp_path / "global_step1")
+    assert torch.load(states)["optimizer_state_dict"]["zero_stage"] == 3
+
+
+def test_copies_for_torch_save_keep_tied_weights_tied() -> None:
+    """So that they are saved once, as accelerate does at stages 1 and 2."""
+    model = Tied()
+    copies = clone_tensors_for_torch_save({"state": model.state_dict(), "number": 1})
+    state = copies["state"]
+    assert state["head.weight"] is state["embed.weight"] is not model.embed.weight
+    part = clone_tensors_for_torch_save([model.frozen.weight, model.frozen.weight[:1]])
+    assert [each.untyped_storage().nbytes() for each in part] == [256, 32]

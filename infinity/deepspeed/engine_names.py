@@ -1,0 +1,81 @@
+"""Attributes of DeepSpeed's engine beside those that `DeepSpeedEngine` and `Answers` have: some
+values, and for all others the reason why there are none."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from infinity.deepspeed.errors import MissingNameError
+from infinity.deepspeed.groups import all_ranks
+from infinity.deepspeed.keys import KEYS
+from infinity.deepspeed.names import MISSING
+from infinity.deepspeed.parsed import DeepSpeedConfig
+
+_KEYS = ("dataloader_drop_last", "dump_state", "memory_breakdown", "wall_clock_breakdown")
+"""Methods that give the value of a key of their name, at the top of the configuration."""
+
+
+def _key(name: str, engine: Any) -> Callable[[], Any]:
+    value = engine.settings.raw.get(name)
+    return lambda: KEYS[name].default if value is None else value
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "_config": lambda engine: DeepSpeedConfig(engine.settings.raw),
+    "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
+    "basic_optimizer": lambda engine: engine.client_optimizer or engine.optimizer,
+    "data_parallel_group": lambda engine: all_ranks(),
+    "get_data_parallel_rank": lambda engine: lambda: engine.global_rank,
+    "get_model_parallel_rank": lambda engine: lambda: 0,
+    "get_tensor_parallel_rank": lambda engine: lambda: 0,
+    "has_moe_layers": lambda engine: False,
+    "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
+    "mp_world_size": lambda engine: 1,
+    "seq_data_parallel_group": lambda engine: all_ranks(),
+    "seq_dp_world_size": lambda engine: engine.world_size,
+    "sequence_parallel_size": lambda engine: 1,
+    "torch_autocast_dtype": lambda engine: lambda: engine.settings.autocast,
+    "torch_autocast_enabled": lambda engine: lambda: engine.settings.autocast is not None,
+    **{name: functools.partial(_key, name) for name in _KEYS},
+}
+"""By name: a function of the engine that gives the value."""
+
+_CONFIGURATION = (
+    "engine.config is the configuration as it came, and `infinity config explain` says what "
+    "becomes of each key"
+)
+_COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"
+_INTERNAL = "it is internal to DeepSpeed's engine; docs/deepspeed.md says what this one has"
+REASONS = (
+    ("expert|moe|gate_modules|all_to_all|autoep", MISSING["moe"]),
+    ("autotuning", MISSING["autotuning"]),
+    ("zenflow|^update_interval$", MISSING["runtime.zenflow"]),
+    ("flops|timer|monitor|summary_events|breakdown|_progress|duration", MISSING["monitor"]),
+    ("^losses$|compile_time", MISSING["monitor"]),
+    ("compile", MISSING["compile"]),
+    ("curriculum|random_ltd|data_efficiency|data_sampling|post_process", MISSING["ops.random_ltd"]),
+    ("autotp|tensor_parallel|model_parallel|mesh|parallelization", MISSING["module_inject"]),
+    ("sequence|seq_|autosp", MISSING["sequence"]),
+    ("pipeline|^(train|eval)_batch$|activation_shape", MISSING["pipe"]),
+    ("ckpt|checkpoint|zero_param_shapes|frozen_param", MISSING["checkpoint"]),
+    ("^(zero|fp16|bf16|torch_autocast|optimizer|scheduler|gradient|client)_", _CONFIGURATION),
+    ("allreduce|all_gather|reduce_|_reduction|ds_comm|dist_backend|partition_gr", _COMMUNICATION),
+    ("_(enabled|config|params|scale|args|gradients|level|storage|states|perc)$", _CONFIGURATION),
+    ("optimized_linear|super_offload|data_type$|configuration$", _CONFIGURATION),
+    ("^_|^(un)?flatten$|^is_.*_dataset$|^module_forward|^(first|training|inside|warn)_", _INTERNAL),
+    ("^(collate_fn|collect_python_gc|dont_change_device|get_type|param_names|scale_)", _INTERNAL),
+)
+"""Why there is no attribute whose name matches a pattern; the first one counts."""
+OTHERS = "docs/deepspeed.md says what it has"
+
+
+def missing(model: Any, name: str) -> MissingNameError:
+    """The error for an attribute that neither the engine nor its model has."""
+    reasons = [reason for pattern, reason in REASONS if re.search(pattern, name)]
+    return MissingNameError(
+        f"neither the engine of infinity nor {type(model).__name__} has {name!r}: "
+        f"{(*reasons, OTHERS)[0]}"
+    )

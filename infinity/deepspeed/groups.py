@@ -1,0 +1,20 @@
+"""`deepspeed.utils.groups`: all ranks share one model, and nothing else divides it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def one() -> int:
+    """The number of model, tensor and sequence parallel ranks."""
+    return 1
+
+
+def zero() -> int:
+    """The number of this rank among them."""
+    return 0
+
+
+def all_ranks() -> dist.ProcessGroup | None:
+    """The group of all ranks; None where torch.distributed is not initialized."""
+    return dist.group.WORLD if dist.is_initialized() else None

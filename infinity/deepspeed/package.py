@@ -1,0 +1,136 @@
+"""The package `deepspeed` of `infinity run`: modules that are made of the table in
+`infinity.deepspeed.names` when they are imported, with names that are looked up when they are used.
+
+[Note: what is not there]
+A name that is missing raises `AttributeError` with a sentence. `from module import name` would
+replace that sentence by its own. But before, it looks for a module of that name in a package. So
+every module here is a package, and the finder has a spec for every name below `deepspeed`: for
+those that are missing one whose import raises `ImportError` with the sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from infinity.deepspeed.names import ALIASES, BACKED, CONSTANTS, REFUSED, sentence
+from infinity.deepspeed.pretrained import load_streamed
+from infinity.deepspeed.refused import refused
+
+_PACKAGE = "deepspeed"
+
+
+def _modules() -> frozenset[str]:
+    """All modules, without `deepspeed.`, with the packages that they are in."""
+    named = {*BACKED, *CONSTANTS, *REFUSED, *ALIASES}
+    parents = {name[:end] for name in named for end, letter in enumerate(name) if letter == "."}
+    return frozenset(named | parents) - {""}
+
+
+MODULES = _modules()
+
+
+def fill(module: ModuleType) -> None:
+    """Make `module` the package, and find its modules from now on."""
+    if not any(isinstance(finder, _PackageFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PackageFinder())
+    _fill(module, "")
+    load_streamed()
+
+
+class _PackageFinder(MetaPathFinder):
+    """Finds everything below `deepspeed`; see [Note: what is not there]."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{_PACKAGE}."):
+            return None
+        given = fullname.removeprefix(f"{_PACKAGE}.")
+        name = _own_name(given)
+        kind = _Absent if name not in MODULES else _Present if name == given else _Alias
+        return ModuleSpec(fullname, kind(name), origin=__file__, is_package=True)
+
+
+def _own_name(name: str) -> str:
+    """The name of a module that has this one, too."""
+    for other, own in ALIASES.items():
+        if name == other or name.startswith(f"{other}."):
+            return own + name.removeprefix(other)
+    return name
+
+
+class _Present(Loader):
+    """Makes a module of the table."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def exec_module(self, module: ModuleType) -> None:
+        _fill(module, self._name)
+
+
+class _Alias(_Present):
+    """Gives a module under another name."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"{_PACKAGE}.{self._name}")
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
+class _Absent(_Present):
+    """Says why there is no such module."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        raise ImportError(sentence(self._name), name=spec.name)
+
+
+def _fill(module: ModuleType, name: str) -> None:
+    """Give `module` the names that the table has for `name`."""
+    sources = {
+        theirs: (source, ours or theirs)
+        for source, words in BACKED.get(name, {}).items()
+        for theirs, _, ours in (word.partition("=") for word in words.split())
+    }
+    every = sources.pop("*", None)
+    start = f"{name}." if name else ""
+
+    def find(wanted: str) -> Any:
+        path = f"{start}{wanted}"
+        if wanted in sources:
+            source, ours = sources[wanted]
+            found = getattr(importlib.import_module(source), ours)
+        elif path in MODULES:
+            found = importlib.import_module(f"{_PACKAGE}.{path}")
+        elif every is not None and not wanted.startswith("__"):
+            found = _of_all(every[0], wanted, path)
+        else:
+            raise AttributeError(sentence(path), name=wanted, obj=module)
+        setattr(module, wanted, found)
+        return found
+
+    def listed() -> list[str]:
+        return sorted({*vars(module), *sources})
+
+    classes = {
+        each: refused(each, sentence(f"{start}{each}")) for each in REFUSED.get(name, "").split()
+    }
+    vars(module).update(CONSTANTS.get(name, {}), **classes)
+    vars(module).update(__getattr__=find, __dir__=listed, __all__=[*sources, *classes])
+
+
+def _of_all(source: str, wanted: str, path: str) -> Any:
+    """A name of a module all of whose names are there."""
+    try:
+        return getattr(importlib.import_module(source), wanted)
+    except AttributeError:
+        raise AttributeError(sentence(path)) from None

@@ -1,0 +1,36 @@
+"""The dynamic loss scale of a DeepSpeed configuration, step by step as DeepSpeed has it."""
+
+from __future__ import annotations
+
+from infinity.optim.scaler import FACTOR, LossScaler
+
+HIGHEST = 2.0**32
+"""The largest power with which DeepSpeed begins by itself."""
+
+
+class DeepSpeedScaler(LossScaler):
+    """A dynamic `LossScaler` that counts as DeepSpeed does.
+
+    After the start and after each step that was not finite, the scale doubles with finite step
+    number `window + 1`, then with every `window` further ones. With `consecutive` each finite step
+    restores the hysteresis, not only one that doubles the scale.
+    """
+
+    def __init__(
+        self, initial: float, window: int, hysteresis: int, minimum: float, consecutive: bool
+    ) -> None:
+        super().__init__(initial, window, hysteresis, minimum)
+        self._window, self._consecutive = window, consecutive
+
+    def update(self, finite: bool) -> bool:
+        """See `LossScaler.update`."""
+        if not finite:
+            return super().update(finite)
+        self._finite += 1
+        doubles = self._finite > self._window
+        if doubles:
+            self._finite = 1
+            self.scale = max(min(self.scale * FACTOR, HIGHEST), self.scale)
+        if doubles or self._consecutive:
+            self._patience = self.hysteresis
+        return True

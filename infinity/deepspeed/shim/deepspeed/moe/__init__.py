@@ -1,5 +1,0 @@
-"""Mixtures of experts, which are refused."""
-
-from deepspeed.moe import layer, utils
-
-__all__ = ["layer", "utils"]

@@ -1,5 +1,0 @@
-"""Mixtures of experts, which are refused."""
-
-from infinity.deepspeed.refused import MoE
-
-__all__ = ["MoE"]

@@ -1,5 +1,0 @@
-"""Adagrad."""
-
-from infinity.deepspeed.clients import DeepSpeedCPUAdagrad
-
-__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,5 +1,0 @@
-"""Data loaders."""
-
-from infinity.deepspeed.tools import RepeatingLoader
-
-__all__ = ["RepeatingLoader"]

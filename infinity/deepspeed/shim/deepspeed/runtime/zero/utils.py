@@ -1,5 +1,0 @@
-"""Errors of ZeRO."""
-
-from infinity.errors import InfinityError as ZeRORuntimeException
-
-__all__ = ["ZeRORuntimeException"]

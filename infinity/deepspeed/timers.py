@@ -1,0 +1,111 @@
+"""`deepspeed.utils.timer`: timers of the host, which wait for the compute device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from infinity.deepspeed.accelerator import get_accelerator
+from infinity.deepspeed.errors import DeepSpeedUsageError
+from infinity.deepspeed.tools import log_dist
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name, in milliseconds."""
+
+    class Timer:
+        """Adds up the time between its starts and stops."""
+
+        def __init__(self, name: str) -> None:
+            self.name_ = name
+            self.started_ = False
+            self._start = 0.0
+            self._records: list[float] = []
+
+        def start(self) -> None:
+            """Start it. Raises `RuntimeError` where it runs."""
+            if self.started_:
+                raise DeepSpeedUsageError(f"the timer {self.name_} has been started already")
+            self._start, self.started_ = _now(), True
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Stop it; the arguments change nothing. Raises `RuntimeError` where it does not
+            run."""
+            if not self.started_:
+                raise DeepSpeedUsageError(f"the timer {self.name_} has not been started")
+            self._records.append(1000 * (_now() - self._start))
+            self.started_ = False
+
+        def reset(self) -> None:
+            """Forget all times, and stop."""
+            self.started_ = False
+            self._records.clear()
+
+        def elapsed(self, reset: bool = True) -> float:
+            """The sum of all times, in milliseconds; a timer that runs goes on."""
+            runs = self.started_
+            if runs:
+                self.stop()
+            total = sum(self._records)
+            if reset:
+                self.reset()
+            if runs:
+                self.start()
+            return total
+
+        def mean(self) -> float:
+            """The mean of the times without the tenth part at each end, in milliseconds."""
+            ordered = sorted(self._records)
+            cut = round(len(ordered) * 0.1)
+            return mean(ordered[cut : len(ordered) - cut]) if ordered else 0
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        """All timers, by name."""
+        return self.timers
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log the times of `names`, divided by `normalizer`."""
+        times = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
+            for name in names
+            if name in self.timers
+        ]
+        log_dist(" | ".join(["time (ms)", *times]), ranks or [0])
+
+
+class ThroughputTimer:
+    """Counts epochs. `engine.report()` has the throughput."""
+
+    def __init__(self, config: Any = None, batch_size: int | None = None, **options: Any) -> None:
+        self.batch_size = batch_size or 1
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """An epoch begins."""
+        self.epoch_count += 1
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Nothing."""
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
