@@ -287,7 +287,8 @@ class Build:
         if self._config.deterministic:
             self.device.compute_deterministically()
         self.undo.pop_all()
-        forget_kept(self._model)
+        if not self._config.inference:  # which changes no master
+            forget_kept(self._model)
         give_up(self._snapshot.parameters)
         if self.durability is not None:
             self.durability.begin()

@@ -41,40 +41,21 @@ _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
 
 
-class Leftovers:
-    """What ends with an engine of `initialize`: `directories` that were made for it, and that its
-    parameters `frozen` are."""
-
-    def __init__(self, directories: Sequence[Path], frozen: Sequence[str]) -> None:
-        self.directories = tuple(directories)
-        self.frozen = tuple(frozen)
-
-    def thaw(self, model: nn.Module) -> None:
-        """The parameters `frozen` of `model` take gradients again."""
-        for name in self.frozen:
-            model.get_parameter(name).requires_grad_(True)
-
-    def remove_directories(self) -> None:
-        """Those that are empty."""
-        for directory in self.directories:
-            with suppress(OSError):  # somebody keeps something there
-                directory.rmdir()
+_DIRECTORIES: weakref.WeakKeyDictionary[Engine, Sequence[Path]] = weakref.WeakKeyDictionary()
+"""Those that were made for an engine of `initialize`, and go with it where they are empty."""
 
 
-_LEFTOVERS: weakref.WeakKeyDictionary[Engine, Leftovers] = weakref.WeakKeyDictionary()
-
-
-def leftovers_of(model: nn.Module) -> Leftovers:
-    """What ends with the engine of `model`, which is wrapped."""
-    return _LEFTOVERS.get(engine(model)) or Leftovers((), ())
+def _remove_directories(ended: Engine) -> None:
+    for directory in _DIRECTORIES.pop(ended, ()):
+        with suppress(OSError):  # somebody keeps something there
+            directory.rmdir()
 
 
 def unwrap(model: nn.Module) -> None:
     """`Engine.unwrap` of the engine of `model`; all ranks call it."""
-    left = leftovers_of(model)
-    engine(model).unwrap()
-    left.thaw(model)
-    left.remove_directories()
+    found = engine(model)
+    found.unwrap()
+    _remove_directories(found)
 
 
 class DeepSpeedEngine(Answers, nn.Module):
@@ -91,10 +72,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         lr_scheduler: Any,
         training_dataloader: Any,
         directories: Sequence[Path] = (),
-        frozen: Sequence[str] = (),
     ) -> None:
-        """`directories` were made for this engine, and go with it where they are empty. The
-        parameters `frozen` take gradients again after it."""
+        """`directories` were made for this engine, and go with it where they are empty."""
         nn.Module.__init__(self)
         self.module = model
         self.training = model.training
@@ -118,7 +97,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        _LEFTOVERS[self._kept] = Leftovers(directories, frozen)
+        _DIRECTORIES[self._kept] = directories
         self._checkpoints = TaggedCheckpoints(self)
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
@@ -466,9 +445,8 @@ class DeepSpeedEngine(Answers, nn.Module):
             with suppress(InfinityError):
                 unwrap(self.module)
                 return
-        left = leftovers_of(self.module)
         self._kept.close()
-        left.remove_directories()
+        _remove_directories(self._kept)
 
 
 def _directory(path: object) -> Path:

@@ -58,9 +58,7 @@ _ONLY_DEEPSPEED = (
 class NamedParameters:
     """The parameters of a model by their names, which hold before and after it is wrapped."""
 
-    def __init__(self, model: nn.Module, frozen: Sequence[str] = ()) -> None:
-        """The parameters `frozen` take gradients once the engine of now is gone."""
-        self._frozen = frozen
+    def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
         # Keeps them, so that their ids stay theirs.
         self._held = list(model.named_parameters(remove_duplicate=False))
@@ -82,7 +80,7 @@ class NamedParameters:
 
     def trainable(self) -> list[nn.Parameter]:
         """All that take gradients, each once."""
-        found = {id(p): p for name, p in self._held if p.requires_grad or name in self._frozen}
+        found = {id(p): p for _, p in self._held if p.requires_grad}
         return list(found.values())
 
 
@@ -114,20 +112,15 @@ class Recipe:
 
 
 def recipe(
-    settings: Settings,
-    model: nn.Module,
-    client: Client | None,
-    parameters: Iterable[Any] | None,
-    frozen: Sequence[str] = (),
+    settings: Settings, model: nn.Module, client: Client | None, parameters: Iterable[Any] | None
 ) -> Recipe | None:
     """How to build the optimizer of `settings`, or that of the script, which comes first; None
-    where there is neither. `parameters` are those to be trained, or groups; by default all, with
-    those `frozen` for an engine of now.
+    where there is neither. `parameters` are those to be trained, or groups; by default all.
 
     Raises `ConfigError` for an optimizer that the engine cannot run, and for parameters that the
     model has not.
     """
-    names = NamedParameters(model, frozen)
+    names = NamedParameters(model)
     given = names.trainable() if parameters is None else _listed(parameters)
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         client = _called(client, given)

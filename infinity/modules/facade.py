@@ -260,7 +260,7 @@ class Facade:
         stays = module is not None and not args and not kwargs.get("pad_to_multiple_of")
         if not (stays and new_num_tokens in (None, len(module.get_input_embeddings().weight))):
             raise ShardedParameterError(
-                f"{_RESIZE} would replace parameters of a wrapped model: "
+                "resize_token_embeddings would replace parameters of a wrapped model: "
                 "call it before infinity.wrap, or call infinity.engine(model).unwrap(), then it, "
                 "and wrap the model once more"
             )

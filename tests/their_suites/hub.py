@@ -34,14 +34,15 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "distilbert-base-uncased": (CLASSES, "distilbert", _DISTILBERT),
     "peft-internal-testing/tiny-random-qwen-1.5-MoE": (CAUSAL, "qwen2_moe", _LLAMA | _EXPERTS),
     "Qwen/Qwen3-0.6B": (CAUSAL, "qwen3", _LLAMA | {"head_dim": 8}),
-    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": (CAUSAL, "qwen2", _LLAMA),
+    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": (CAUSAL, "llama", _LLAMA),
     "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": (
         CLASSES,
-        "qwen2",
+        "llama",
         _LLAMA | {"num_labels": 1},
     ),
 }
-"""The class, the kind and the sizes of each."""
+"""The class, the kind and the sizes of each. Those of TRL are no Qwen2, whose class of tokenizer has
+no words."""
 CHAT = "{% for turn in messages %}{{ turn['role'] + ' ' + turn['content'] + ' ' }}{% endfor %}"
 
 
