@@ -41,8 +41,8 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         _LLAMA | {"num_labels": 1},
     ),
 }
-"""The class, the kind and the sizes of each. Those of TRL are no Qwen2, whose class of tokenizer has
-no words."""
+"""The class, the kind and the sizes of each. Those of TRL are no Qwen2: tokenizers of that class
+have no words."""
 CHAT = "{% for turn in messages %}{{ turn['role'] + ' ' + turn['content'] + ' ' }}{% endfor %}"
 
 

@@ -3,6 +3,7 @@ of each test to the file that `OUTCOMES` names."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -19,16 +20,13 @@ def _unmarked(test: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """What the suites ask for is taken when they are imported."""
-    import accelerate.test_utils.testing as accelerate
-    import transformers.testing_utils as transformers
-
+    ask = importlib.import_module("accelerate.test_utils.testing")
     for name in ("require_non_cpu", "require_multi_device", "require_fp16"):
-        setattr(accelerate, name, _unmarked)
-    transformers.backend_device_count = lambda device: 2
-    import trl.import_utils as trl
-
-    if not hasattr(trl, "is_joblib_available"):  # the suite is of an earlier version
-        trl.is_joblib_available = lambda: False
+        setattr(ask, name, _unmarked)
+    importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2
+    libraries = importlib.import_module("trl.import_utils")
+    if not hasattr(libraries, "is_joblib_available"):  # the suite is of an earlier version
+        libraries.is_joblib_available = lambda: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
