@@ -1,11 +1,13 @@
 """Ranks that find each other, and start from the model of the first one, as with DeepSpeed, however
-they are seeded."""
+they are seeded. They save where the first one does."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,18 @@ def check_counts() -> None:
 def several() -> bool:
     """Whether there are other ranks."""
     return get_world_size() > 1
+
+
+def directory_of_first(directory: Path) -> Path:
+    """The directory of the first rank, for ranks on its machine: a script may have made a temporary
+    one on each rank. Ranks on other machines keep theirs. All ranks call it."""
+    if not several():
+        return directory
+    mine = (socket.gethostname(), str(directory.absolute()))
+    places = [mine] * get_world_size()
+    dist.all_gather_object(places, mine)
+    host, first = places[0]
+    return Path(first) if mine != places[0] and mine[0] == host else directory
 
 
 def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:
