@@ -32,6 +32,7 @@ CUT = ["--max_length", "16"]
 OWN = {
     "sft": CUT,
     "dpo": CUT,
+    "dpo precomputed": [*CUT, "--precompute_ref_log_probs"],
     "kto": CUT,
     "reward": [*CUT, "--eos_token", "</s>"],
     "grpo": [
@@ -68,7 +69,8 @@ CONFIGURATIONS: dict[int, dict[str, Any]] = {
 
 
 class Variant(NamedTuple):
-    """A script with all weights or with adapters, and the stage of ZeRO; 0 is the plain script."""
+    """A key of `OWN`, which starts with the name of the script, with all weights or with adapters,
+    and the stage of ZeRO; 0 is the plain script."""
 
     script: str
     adapters: bool
@@ -78,11 +80,10 @@ class Variant(NamedTuple):
         return f"{self.script}-{'lora' if self.adapters else 'full'}-zero{self.stage}"
 
 
+SCRIPTS = [(script, adapters) for script in OWN for adapters in (False, True)]
+SCRIPTS.remove(("dpo precomputed", True))
 VARIANTS = [
-    Variant(script, adapters, stage)
-    for script in OWN
-    for adapters in (False, True)
-    for stage in CONFIGURATIONS
+    Variant(script, adapters, stage) for script, adapters in SCRIPTS for stage in CONFIGURATIONS
 ]
 
 
@@ -109,7 +110,7 @@ def rows(script: str) -> list[dict[str, Any]]:
 def prepare(directory: Path) -> None:
     """Write the model, the data and the configurations of all variants."""
     save_causal(directory / "model")
-    for script in OWN:
+    for script in {key.split()[0] for key in OWN}:
         data = directory / "data" / script
         data.mkdir(parents=True)
         for split, part in {"train": rows(script)[:12], "test": rows(script)[12:]}.items():
@@ -122,8 +123,9 @@ def job(top: Path, scripts: Path, variant: Variant) -> hosted.Job:
     directory = top / str(variant)
     directory.mkdir()
     (directory / "judging.py").write_text(JUDGING)
-    words = [scripts / f"{variant.script}.py", "--model_name_or_path", top / "model"]
-    words += ["--dataset_name", top / "data" / variant.script, "--output_dir", directory / "out"]
+    name = variant.script.split()[0]
+    words = [scripts / f"{name}.py", "--model_name_or_path", top / "model"]
+    words += ["--dataset_name", top / "data" / name, "--output_dir", directory / "out"]
     words += [*OPTIONS, *OWN[variant.script]]
     if variant.adapters:
         words += LORA
@@ -142,13 +144,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scripts = Path(package.submodule_search_locations[0]) / "scripts"
     top = tmp_path_factory.mktemp("trl")
     prepare(top)
-    plain = [Variant(script, adapters, 0) for script in OWN for adapters in (False, True)]
+    plain = [Variant(script, adapters, 0) for script, adapters in SCRIPTS]
     run = [sys.executable, "-m", "infinity_command", "run"]
     hosts = {
         "plain": ([sys.executable], [job(top, scripts, variant) for variant in plain]),
         "zero": (run, [job(top, scripts, variant) for variant in VARIANTS]),
     }
-    trainers = [f"trl.trainer.{script}_trainer" for script in OWN]
+    trainers = [f"trl.trainer.{key}_trainer" for key in OWN if key.isalpha()]
     hosted.run(top, hosts, ["datasets", *trainers], {})
     return top
 

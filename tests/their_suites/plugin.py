@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,27 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(ask, name, _unmarked)
     importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2
     libraries = importlib.import_module("trl.import_utils")
-    if not hasattr(libraries, "is_joblib_available"):  # the suite is of an earlier version
+    if not hasattr(libraries, "is_joblib_available"):  # the suite is of another version
         libraries.is_joblib_available = lambda: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """TRL's scripts ask for a GPU unless they are told otherwise."""
+    """TRL launches scripts of its sources, where names of models are searched, too."""
     for module in {item.module for item in items if hasattr(item.module, "run_command")}:
-        module.run_command = _on_cpu(module.run_command)
+        module.ROOT = Path.cwd()
+        module.run_command = _of_wheel(module.run_command)
 
 
-def _on_cpu(run: Any) -> Any:
-    return lambda command, environment: run([*command, "--use_cpu"], environment)
+def _of_wheel(run: Callable[..., None]) -> Callable[[Sequence[object], Mapping[str, str]], None]:
+    """Run the installed script, which asks for a GPU unless it is told otherwise."""
+    installed = Path(str(importlib.import_module("trl").__file__)).parents[1]
+
+    def launch(command: Sequence[object], environment: Mapping[str, str]) -> None:
+        words = [*map(str, command), "--use_cpu"]
+        of_wheel = [str(installed / word) if word.startswith("trl/") else word for word in words]
+        run(of_wheel, environment)
+
+    return launch
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
