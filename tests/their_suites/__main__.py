@@ -46,10 +46,11 @@ class Outcome(NamedTuple):
     error: str
 
 
-def environment(models: Path) -> dict[str, str]:
-    """Variables for suites that run beside the folder of models."""
+def environment(models: Path, library: str) -> dict[str, str]:
+    """Variables for a suite that runs in the folder of models. With `ACCELERATE_USE_CPU` accelerate
+    uses no plugin for DeepSpeed that a test makes by itself."""
     own = {
-        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_CPU": str(library != "accelerate"),
         "HF_DATASETS_CACHE": str(models / "cache"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -67,7 +68,7 @@ def of_pytest(sources: Path, library: str, models: Path) -> Iterator[Outcome]:
     pytest = ["-m", "pytest", "-q", "-p", "their_suites.plugin", "-p", "no:cacheprovider"]
     options = ["-c", os.devnull, "--rootdir", str(sources), "--timeout", "600", "--tb", "short"]
     command = [*RUN, *pytest, *options, str(sources / library / folder), *more]
-    subprocess.run(command, cwd=models, env=environment(models), check=False)
+    subprocess.run(command, cwd=models, env=environment(models, library), check=False)
     outcomes = json.loads((models / "outcomes.json").read_text())
     for test, (result, error) in outcomes.items():
         yield Outcome(f"{library}/{test.rpartition('::')[2]}", result, error)
@@ -85,7 +86,7 @@ def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:
         done = subprocess.run(
             [*RUN, *launch, "training.py", *words],
             cwd=models,
-            env=environment(models),
+            env=environment(models, "peft"),
             capture_output=True,
             text=True,
             check=False,

@@ -30,6 +30,7 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "sshleifer/tiny-gpt2": (CAUSAL, "gpt2", _GPT2),
     "gpt2": (CAUSAL, "gpt2", _GPT2),
     "hf-internal-testing/tiny-random-gpt2": (CAUSAL, "gpt2", _GPT2),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": (CAUSAL, "llama", _LLAMA),
     "bert-base-cased": (CLASSES, "bert", _BERT),
     "distilbert-base-uncased": (CLASSES, "distilbert", _DISTILBERT),
     "peft-internal-testing/tiny-random-qwen-1.5-MoE": (CAUSAL, "qwen2_moe", _LLAMA | _EXPERTS),

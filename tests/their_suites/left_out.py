@@ -18,7 +18,7 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
         "bitsandbytes replaces a weight of int8 inside of its first forward",
     ),
     **{
-        f"trl/test_{name}_liger[zero{stage}]": ("skipped", "without liger-kernel")
+        f"trl/test_{name}_liger[zero{stage}]": ("skipped", "by the suite, without liger-kernel")
         for name in ("dpo", "kto", "grpo")
         for stage in (2, 3)
     },
