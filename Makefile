@@ -20,6 +20,7 @@ KILLS ?= 200
 PAIRS ?= 5000
 FILES ?= 1000000
 FAILING_ARGS ?=
+SUITES ?= build/their-suites
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -29,7 +30,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls their-tests native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -109,6 +110,12 @@ planted-cuda-faults: $(VENV)/installed  ## Plant faults in the CUDA kernels, and
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m cuda_faults $(WORDS)
+
+their-tests: $(VENV)/installed  ## Run suites of other libraries with this engine as deepspeed; SUITES=build/their-suites has them (see CONTRIBUTING.md)
+	@mkdir -p build/empty
+	$(PIP) parameterized pytest-datadir
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m their_suites "$(abspath $(SUITES))"
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

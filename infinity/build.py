@@ -50,6 +50,7 @@ from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.spans import Spans
+from infinity.modules.taped import as_built, give_up
 from infinity.modules.tensors import Source
 from infinity.modules.tiling import InTiles, refuse_retained, relink, tile_places
 from infinity.modules.treatments import Treatments
@@ -74,15 +75,17 @@ from infinity.sharding.agreement import Agreement
 from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit, UnitListeners
+from infinity.sharding.use import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tiers.durable import LeftStates, Member, common_step
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
-from infinity.unwrapping import outgrown, unwrap
+from infinity.unwrapping import KeptValues, forget_kept, unwrap
 from infinity.version import __version__
 
 log = logging.getLogger("infinity")
@@ -182,14 +185,17 @@ def _built(
     """All steps of `wrap`, which `undo` undoes."""
     check_arguments(model, config, units, seed)
     values: FirstValues | None = weights if isinstance(weights, Weights) else None
-    before = outgrown(model)
+    before = _outgrown(model)
     if before is not None:
         config = before.config if config is None else config
-        values = unwrap(before, model)
+        _take_apart(before)
+        values = KeptValues.of(model, are_fresh=True)
+    elif weights is None and not resume:
+        values = KeptValues.of(model)
     config = Config() if config is None else config
     build = Build(model, config, group, undo, resume)
     origin = [("weights", "none" if values is weights is None else "given"), ("seed", seed)]
-    with nullcontext() if config.inference else all_adapters(model):
+    with as_built(), nullcontext() if config.inference else all_adapters(model):
         with build.together() as room:
             build.check()
             room += build.room()
@@ -222,6 +228,27 @@ def _built(
             build.await_pinned()
             build.hook()
     return build
+
+
+def _outgrown(model: nn.Module) -> Engine | None:
+    """The one engine in `model`, if parameters came to what it wrapped."""
+    engines = [vars(m)[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in vars(m)]
+    managed = (ShardedParameter, GatheredParameter)
+    if len(engines) != 1:
+        return None
+    has_others = any(not isinstance(p, managed) for p in engines[0].model.parameters())
+    return engines[0] if has_others else None
+
+
+def _take_apart(engine: Engine) -> None:
+    """`unwrap` an engine whose model got parameters. See [Note: adapters after wrap] in
+    `unwrapping`."""
+    if engine.config.durability != "off":
+        raise ConfigError(
+            "the model got parameters after wrap, and the states that are committed are those of "
+            "before; with durability add adapters before wrap"
+        )
+    unwrap(engine, "infinity.wrap")
 
 
 class Build:
@@ -259,6 +286,9 @@ class Build:
             unit.renew()
         if self._config.deterministic:
             self.device.compute_deterministically()
+        if not self._config.inference:  # which changes no master
+            forget_kept(self._model, self.undo)
+        give_up(self._snapshot.parameters, self.undo)
         self.undo.pop_all()
         if self.durability is not None:
             self.durability.begin()
@@ -277,13 +307,14 @@ class Build:
             if ATTRIBUTE in vars(module):
                 raise ConfigError(
                     (
-                        f"{name} is wrapped already, on its own: build it again, and wrap the "
-                        "model that holds it alone"
+                        f"{name} is wrapped already, on its own: call "
+                        "infinity.engine(...).unwrap() of it, and wrap the model that holds it "
+                        "alone"
                     )
                     if name
                     else (
-                        "the model is wrapped already: use it as it is, or close its engine and "
-                        "build the model again"
+                        "the model is wrapped already: use it as it is, or call "
+                        "infinity.engine(model).unwrap() before"
                     )
                 )
         dtype = DTYPES.get(self._config.precision)
@@ -701,6 +732,7 @@ class Build:
             reporter,
             durability,
             finalizer,
+            self._tiled,
         )
         Engine(self._model, config, parts).attach(self._model)
 

@@ -54,6 +54,7 @@ from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.tiles import JoinedTiles, TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
+from infinity.unwrapping import rejoin, unwrap
 
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""
@@ -78,6 +79,8 @@ class Parts:
     reporter: Reporter
     durability: Durability | None
     finalizer: weakref.finalize[Any, Any]
+    tiled: list[str]
+    """The weights that `wrap` has put into tiles."""
 
 
 class Engine:
@@ -109,6 +112,7 @@ class Engine:
         self._finalizer = parts.finalizer
         self._reporter = parts.reporter
         self._durability = parts.durability
+        self._tiled = parts.tiled
         self._checkpoints = Checkpoints(
             self._units,
             self._updater,
@@ -519,6 +523,28 @@ class Engine:
                     vars(module).pop(_OUTER, None)
                 Merges.detach(model)
                 Facade.detach(model)
+
+    def unwrap(self) -> nn.Module:
+        """End the engine as `close` does, but leave the model its values; returns it.
+
+        Parameters are plain ones afterwards, the same objects, on the host and in the dtype that
+        they have now; weights that `wrap` has cut are whole, and new ones. They are mapped from
+        unnamed files, as those of `state_dict`, so they take no memory that the kernel cannot have
+        back. Gradients and the moments of optimizers are gone. Optimizers of before cannot step any
+        more. The model can be used as any other, and wrapped once more: what masters have beyond
+        their parameters is kept for that, unless parameters are written meanwhile.
+
+        With several ranks every rank must call it. Raises `ConfigError` for DTensors and inside of
+        `infinity.gathered`, `RuntimeError` inside of a forward or backward, `FileError` where there
+        is no space, and `EngineClosedError` after the end of the engine, before anything is
+        changed.
+        """
+        self.refuse_inside("engine.unwrap()")
+        self._executions.end_interrupted()
+        model, files = self.model, self._state_directory
+        unwrap(self, "engine.unwrap()")
+        rejoin(model, self._tiled, files)
+        return model
 
     def __enter__(self) -> Engine:
         return self

@@ -1,33 +1,41 @@
-"""A wrapped model gets its data back, so that it can be wrapped once more with what came to it.
+"""A wrapped model gets its data back: for `Engine.unwrap`, and to be wrapped once more.
 
 [Note: adapters after wrap]
 `wrap` decides the layout of all parameters at once. So parameters that come later, such as adapters
 of PEFT, are taken in by another `wrap` of the model around them. It first closes the engine. The
 parameters then are plain ones, mapped from files: frozen ones from the files of the user that are
 their home, others from unnamed files as in a state dict (`directories/mapped`). So this takes no
-memory that the kernel cannot have back. Masters keep their low bits. Moments and gradients are
-gone, as with any new optimizer.
+memory that the kernel cannot have back. Moments and gradients are gone, as with any new optimizer.
+
+[Note: what parameters do not hold]
+A master has bits that its parameter has no room for, and a frozen parameter a place in a file. Both
+are kept beside the parameter until the next `wrap`, which takes what still agrees with the bits of
+the parameter. What was written to the parameter meanwhile comes first.
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.directories.mapped import mapped
-from infinity.engine import ATTRIBUTE, Engine
+from infinity.directories.mapped import mapped, mapped_range
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.load import aliases_of
+from infinity.modules.tiling import join_tiles
 from infinity.placement.spec import Kind
 from infinity.sharding.codec import round_to
-from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
-from infinity.sharding.use import GatheredParameter
 from infinity.tiers.originals import StoredBytes
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
 
 
 class KeptValue(NamedTuple):
@@ -36,6 +44,26 @@ class KeptValue(NamedTuple):
     data: torch.Tensor
     place: StoredBytes | None = None
 
+    def agrees_with(self, parameter: torch.Tensor) -> bool:
+        """Whether it still is the value of `parameter`, which others may have written."""
+        held = parameter.detach()
+        if held.shape != self.data.shape or held.is_meta:
+            return False
+        if self.place is None:
+            expected = torch.empty_like(held, device="cpu")
+            round_to(expected, self.data)
+        else:
+            descriptor = _opened(self.place)
+            if descriptor is None or held.dtype != self.data.dtype:
+                return False
+            flat = mapped_range(descriptor, self.place.offset, self.place.nbytes, held.dtype)
+            expected = flat.view(held.shape)
+        return torch.equal(_bytes_of(held), _bytes_of(expected))
+
+
+_KEPT = WeakIdKeyDictionary()
+"""By parameters that were unwrapped; see [Note: what parameters do not hold]."""
+
 
 class KeptValues:
     """The values of a model that is wrapped once more, by the names of its parameters. It lacks
@@ -43,13 +71,21 @@ class KeptValues:
 
     where = "the engine before"
 
-    def __init__(self, model: nn.Module, values: dict[int, KeptValue]) -> None:
-        self._values = {
-            name: values[number]
-            for number, names in aliases_of(model).items()
-            if number in values
-            for name in names
+    def __init__(self, values: dict[str, KeptValue]) -> None:
+        self._values = values
+
+    @classmethod
+    def of(cls, model: nn.Module, are_fresh: bool = False) -> KeptValues | None:
+        """Those of `model`; None where there are none. Those that `are_fresh` need no look at the
+        parameters."""
+        found = {
+            id(parameter): _KEPT[parameter]
+            for parameter in model.parameters()
+            if parameter in _KEPT and (are_fresh or _KEPT[parameter].agrees_with(parameter))
         }
+        named = model.named_parameters(remove_duplicate=False)
+        values = {name: found[id(p)] for name, p in named if id(p) in found}
+        return cls(values) if values or are_fresh else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -69,50 +105,62 @@ class KeptValues:
         round_to(target, data[bounds] if bounds else data)
 
 
-def outgrown(model: nn.Module) -> Engine | None:
-    """The one engine in `model`, if parameters came to what it wrapped."""
-    engines = [vars(m)[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in vars(m)]
-    managed = (ShardedParameter, GatheredParameter)
-    if len(engines) != 1:
-        return None
-    has_others = any(not isinstance(p, managed) for p in engines[0].model.parameters())
-    return engines[0] if has_others else None
+def forget_kept(model: nn.Module, undo: ExitStack) -> None:
+    """The parameters of `model` have an engine again, which keeps all there is of them, unless that
+    is undone."""
+    for parameter in model.parameters():
+        if parameter in _KEPT:
+            undo.callback(_KEPT.__setitem__, parameter, _KEPT.pop(parameter))
 
 
-def unwrap(engine: Engine, model: nn.Module) -> KeptValues:
-    """Close `engine`, whose parameters are plain ones then. `model` holds them, and maybe more;
-    what is returned has its names. Every rank calls it.
+def unwrap(engine: Engine, what: str) -> None:
+    """Close `engine`, whose parameters are plain ones then, in tiles if they were. `what` the
+    caller runs. Every rank calls it.
 
-    Raises `ConfigError` for DTensors, for committed states, and inside of a forward, before
-    anything is changed.
+    Raises `ConfigError` for DTensors, and inside of a forward, before anything is changed.
     """
-    if engine.config.durability != "off":
-        raise ConfigError(
-            "the model got parameters after wrap, and the states that are committed are those of "
-            "before; with durability add adapters before wrap"
-        )
-    _check(engine.units)
+    _check(engine.units, what)
     engine.drain()
     kept: dict[int, KeptValue] = {}
     values = [_values_of(unit, kept) for unit in engine.units]
-    units = engine.units
+    units, model = engine.units, engine.model
     engine.close()
     for unit, data in zip(units, values, strict=True):
         unit.data.restore(data)
-    return KeptValues(model, kept)
+        for parameter in unit.parameters:
+            if id(parameter) in kept:
+                _KEPT[parameter] = kept[id(parameter)]
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.cpu()
 
 
-def _check(units: tuple[Unit, ...]) -> None:
+def rejoin(model: nn.Module, names: list[str], files: Path | None) -> None:
+    """The weights `names` of an unwrapped model are whole again, in unnamed files in `files`."""
+
+    def whole(weight: TiledWeight) -> nn.Parameter:
+        masters = [_KEPT[piece].data for piece in weight.pieces if piece in _KEPT]
+        with torch.no_grad():
+            made = nn.Parameter(mapped(weight.joined(), files), weight.requires_grad)
+        if len(masters) == len(weight.pieces):
+            _KEPT[made] = KeptValue(mapped(torch.cat(masters, weight.dimension), files))
+        return made
+
+    join_tiles(model, names, whole)
+
+
+def _check(units: tuple[Unit, ...], what: str) -> None:
     for unit in units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if is_dtensor(parameter):
                 raise ConfigError(
-                    f"{name} is a DTensor of a wrapped model, which cannot be wrapped once more: "
-                    "add what is missing before infinity.wrap"
+                    f"{name} is a DTensor of a wrapped model, which {what} cannot make a plain "
+                    "one: take state_dict(), and build the model again; what comes to it has to "
+                    "be there before infinity.wrap"
                 )
         if unit.blocks[Kind.PARAM].copy.pins:
             raise ConfigError(
-                f"{unit.name} is in use; call infinity.wrap outside of a forward, a backward and "
+                f"{unit.name} is in use; call {what} outside of a forward, a backward and "
                 "infinity.gathered"
             )
 
@@ -122,7 +170,9 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     found = unit.states.in_files()
     if found is not None:
         for parameter, value, place in zip(unit.parameters, found, unit.stored, strict=True):
-            kept[id(parameter)] = KeptValue(value, place if _is_there(place) else None)
+            if (descriptor := _opened(place)) is not None:
+                os.close(descriptor)
+                kept[id(parameter)] = KeptValue(value, place)
         return found
     found = _split(unit, unit.states.gather(Kind.PARAM))
     if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
@@ -132,13 +182,17 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     return found
 
 
-def _is_there(place: StoredBytes) -> bool:
-    """Whether the file can be opened again: the engine has it open, also when it was deleted."""
+def _opened(place: StoredBytes) -> int | None:
+    """A descriptor of the file; None where it cannot be opened again: the engine has it open, also
+    when it was deleted."""
     try:
-        os.close(place.file.open())
+        return place.file.open()
     except (OSError, WeightsError):
-        return False
-    return True
+        return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _split(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -1,11 +1,13 @@
 """Ranks that find each other, and start from the model of the first one, as with DeepSpeed, however
-they are seeded."""
+they are seeded. They save where the first one does."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import nn
 
 from infinity.deepspeed.communication import PORT, get_world_size, init_distributed
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.modules.taped import as_built
 from infinity.sharding.collectives import reaches
 
 
@@ -41,6 +44,18 @@ def several() -> bool:
     return get_world_size() > 1
 
 
+def directory_of_first(directory: Path) -> Path:
+    """The directory of the first rank, for ranks on its machine: a script may have made a temporary
+    one on each rank. Ranks on other machines keep theirs. All ranks call it."""
+    if not several():
+        return directory
+    mine = (socket.gethostname(), str(directory.absolute()))
+    places = [mine] * get_world_size()
+    dist.all_gather_object(places, mine)
+    host, first = places[0]
+    return Path(first) if mine != places[0] and mine[0] == host else directory
+
+
 def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:
     """What `values` are on `rank`: on the host there, of one shape on all ranks; all call it."""
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
@@ -59,7 +74,7 @@ def take_model(model: nn.Module) -> None:
     if not several():
         return
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    with torch.no_grad():
+    with torch.no_grad(), as_built():
         for each in tensors.values():
             if each.layout is torch.strided and not each.is_meta:
                 each.copy_(values_of(0, each))

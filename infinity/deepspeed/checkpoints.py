@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.deepspeed import zero_to_fp32
+from infinity.deepspeed.agree import directory_of_first
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.latest import LATEST, is_name, read_latest, write_latest
 from infinity.directories.drafts import replacing
@@ -48,7 +49,7 @@ class TaggedCheckpoints:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         if not is_name(name):
             raise DeepSpeedConfigError(f"tag={tag!r} must be a name without directories")
-        name = self._agreed(name)
+        name, directory = self._agreed(name), directory_of_first(directory)
         extra: dict[str, Any] = {
             "client_state": dict(client_state),
             "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
@@ -126,7 +127,7 @@ class TaggedCheckpoints:
         strict: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
-        engine = self._engine
+        engine, directory = self._engine, directory_of_first(directory)
         if tag is None:
             tag = read_latest(directory)
             if tag is None:

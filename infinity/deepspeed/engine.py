@@ -9,7 +9,10 @@ and the step was left out.
 from __future__ import annotations
 
 import inspect
+import math
 import os
+import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed import engine_names
+from infinity.deepspeed.agree import several
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
@@ -30,12 +34,28 @@ from infinity.deepspeed.monitor import Monitor
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.engine import Engine, engine
-from infinity.errors import EngineClosedError, in_words
+from infinity.errors import EngineClosedError, InfinityError, in_words
 from infinity.optim.optimizer import Optimizer
-from infinity.unwrapping import unwrap
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
+
+
+_DIRECTORIES: weakref.WeakKeyDictionary[Engine, Sequence[Path]] = weakref.WeakKeyDictionary()
+"""Those that were made for an engine of `initialize`, and go with it where they are empty."""
+
+
+def _remove_directories(ended: Engine) -> None:
+    for directory in _DIRECTORIES.pop(ended, ()):
+        with suppress(OSError):  # somebody keeps something there
+            directory.rmdir()
+
+
+def unwrap(model: nn.Module) -> None:
+    """`Engine.unwrap` of the engine of `model`; all ranks call it."""
+    found = engine(model)
+    found.unwrap()
+    _remove_directories(found)
 
 
 class DeepSpeedEngine(Answers, nn.Module):
@@ -52,10 +72,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         lr_scheduler: Any,
         training_dataloader: Any,
         directories: Sequence[Path] = (),
-        frozen: Sequence[str] = (),
     ) -> None:
-        """`directories` were made for this engine, and go with it where they are empty. The
-        parameters `frozen` take gradients again after it."""
+        """`directories` were made for this engine, and go with it where they are empty."""
         nn.Module.__init__(self)
         self.module = model
         self.training = model.training
@@ -79,9 +97,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        self._closed = False
-        self._directories = tuple(directories)
-        self._frozen = tuple(frozen)
+        _DIRECTORIES[self._kept] = directories
         self._checkpoints = TaggedCheckpoints(self)
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
@@ -104,9 +120,9 @@ class DeepSpeedEngine(Answers, nn.Module):
     @property
     def engine(self) -> Engine:
         """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
-        if self._closed:
+        if not self._kept.is_open:
             raise EngineClosedError(
-                "the engine was destroyed; build the model again and load a checkpoint"
+                "the engine was destroyed; give infinity.initialize the model once more"
             )
         return self._kept
 
@@ -266,8 +282,10 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The L2 norm of all gradients of the last optimizer step, before clipping; None before the
-        first."""
-        return None if self.optimizer is None else self.optimizer.grad_norm
+        first. It is infinite where they were not finite and the step was left out."""
+        if self.optimizer is None:
+            return None
+        return math.inf if self.optimizer.overflow else self.optimizer.grad_norm
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
@@ -414,23 +432,21 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Nothing; see `offload_states`."""
 
     def destroy(self) -> None:
-        """Finish updates, and give back memory, threads and files. May be called twice.
+        """Finish updates, and give back memory, threads and files; all ranks call it. May be called
+        twice.
 
-        The model has no data after that. Without an optimizer it is as it was before `initialize`,
-        in files that have no name, and may be initialized once more; then every rank calls this.
+        The model has its weights afterwards, as `Engine.unwrap` leaves them, and may be initialized
+        once more. Where they cannot be had it has no data: the engine has failed, or this is one of
+        several ranks, on which an exception is under way, so that others may not come here.
         """
-        if self._closed:
+        if not self._kept.is_open:
             return
-        self._closed = True
-        if self.optimizer is None:
-            unwrap(self._kept, self.module)
-            for name in self._frozen:
-                self.module.get_parameter(name).requires_grad_(True)
-        else:
-            self._kept.close()
-        for directory in self._directories:
-            with suppress(OSError):  # somebody keeps something there
-                directory.rmdir()
+        if not (several() and sys.exc_info()[0] is not None):
+            with suppress(InfinityError):
+                unwrap(self.module)
+                return
+        self._kept.close()
+        _remove_directories(self._kept)
 
 
 def _directory(path: object) -> Path:

@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.deepspeed.agree import check_counts, join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
-from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.engine import DeepSpeedEngine, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
@@ -25,7 +25,7 @@ from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.source import Source
 from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
-from infinity.engine import ATTRIBUTE
+from infinity.engine import is_wrapped
 from infinity.errors import PathInUseError, in_words
 from infinity.modules.check import refuse_lazy
 from infinity.modules.init import outside
@@ -62,8 +62,12 @@ def initialize(
     over, and its own groups are from now on those of the optimizer that is returned. It comes
     before the one in the configuration, which trains `model_parameters` (default: all that take
     gradients). `lr_scheduler` is one for that optimizer, or a function of an optimizer that makes
-    one; a scheduler in the configuration comes before it. Without an optimizer parameters are
-    frozen, and take no memory for gradients and states.
+    one; a scheduler in the configuration comes before it. Without an optimizer the model is for
+    inference, and takes no memory for gradients and states.
+
+    A model that has an engine, of an earlier call or of `infinity.wrap`, is unwrapped first: it
+    keeps its weights, and that engine ends. Moments do not outlive it, unless a checkpoint has
+    them.
 
     All ranks call it. Where torchrun has started several and torch.distributed is not initialized,
     that is done. Raises `ConfigError` for all that cannot work, before anything is changed, and
@@ -83,15 +87,16 @@ def initialize(
         log.info("%s", notice)
     found = recipe(settings, plain, optimizer, model_parameters)
     _check_scheduler(settings, lr_scheduler, found)
+    if is_wrapped(plain):
+        unwrap(plain)
     take_model(plain)
     batches = loader(settings, training_data, collate_fn)
-    frozen = [] if found is not None else _trained(plain)
-    with _wrapped(plain, settings, found, frozen) as directories:
+    with _wrapped(plain, settings, found) as directories:
         built = None if found is None else found.build(plain, options(settings))
         follower = _scheduler(settings, lr_scheduler, built)
     if settings.buffer_dtype is not None:
         _cast_buffers(plain, settings.buffer_dtype)
-    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories, frozen)
+    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories)
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
         engine.share_groups()
@@ -114,10 +119,10 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
 
 
 def _checked(model: object) -> nn.Module:
-    if isinstance(model, DeepSpeedEngine) or ATTRIBUTE in getattr(model, "__dict__", {}):
+    if isinstance(model, DeepSpeedEngine):
         raise DeepSpeedConfigError(
-            "the model is wrapped already: use the engine that it has, or destroy it and build the "
-            "model again"
+            "the model is an engine of infinity.initialize already; use that, or give its "
+            "engine.module, which gets another engine"
         )
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(
@@ -138,30 +143,18 @@ def _hidden_size(model: nn.Module) -> int | None:
 # The model
 
 
-def _trained(model: nn.Module) -> list[str]:
-    """The parameters that take gradients."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
 @contextmanager
-def _wrapped(
-    model: nn.Module, settings: Settings, found: Recipe | None, frozen: Iterable[str]
-) -> Iterator[list[Path]]:
+def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iterator[list[Path]]:
     """Wrap the model, and keep it so if the block ends well; gives the directories that were made
-    for it. The parameters `frozen` are, because what nobody trains needs no place for gradients."""
-    config = settings.config.model_copy(
-        update={"algorithm": "sgd" if found is None else found.algorithm}
-    )
+    for it. Without an optimizer it is for inference, with no place for gradients and states."""
+    update = {"inference": True} if found is None else {"algorithm": found.algorithm}
+    config = settings.config.model_copy(update=update)
     made: list[Path] = []
     try:
         config, directories = _with_own_directories(config, made)
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
         with wrapping(model, config, units_for(model, settings.leaf_modules)):
             yield directories
     except BaseException:
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(True)
         _remove(made)
         raise
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.zero import Init
 
 _MODULE = "transformers.modeling_utils"
@@ -65,7 +64,7 @@ def _replace(module: Any) -> None:
             setattr(module.PreTrainedModel, name, classmethod(_building(found.__func__)))
     resize = vars(module.PreTrainedModel).get(_RESIZE)
     if resize is not None and not hasattr(resize, "_infinity"):
-        setattr(module.PreTrainedModel, _RESIZE, _resizing(resize))
+        setattr(module.PreTrainedModel, _RESIZE, _without_notice(resize))
 
 
 def _building(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,19 +81,12 @@ def _building(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
-def _resizing(resize: Callable[..., Any]) -> Callable[..., Any]:
-    def resized(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
-        rows = model.get_input_embeddings().weight
-        if not rows.is_meta:
-            return resize(model, new_num_tokens, *args, **options)
-        if new_num_tokens not in (None, len(rows)) or args or options.get("pad_to_multiple_of"):
-            raise DeepSpeedConfigError(
-                "resize_token_embeddings at stage 3 of a DeepSpeed configuration: the parameters "
-                "have no data before initialize; resize a model that is loaded before the "
-                "configuration is read, save it, and load that one"
-            )
-        with _without_stage_3():  # where it returns what is there
-            return resize(model, new_num_tokens, **options)
+def _without_notice(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of a model without memory, which can be read and changed as any other."""
+
+    def resized(model: Any, *args: Any, **options: Any) -> Any:
+        with _without_stage_3():
+            return method(model, *args, **options)
 
     vars(resized)["_infinity"] = True
     return resized

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.deepspeed.agree import join_ranks, same_draws, several, values_of
+from infinity.deepspeed.agree import join_ranks, same_draws, several
+from infinity.deepspeed.agree import values_of as values_of_rank
 from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.fragments import (
     safe_get_full_fp32_param,
@@ -31,11 +32,11 @@ from infinity.deepspeed.fragments import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from infinity.directories.mapped import mapped
 from infinity.errors import in_words
 from infinity.modules.gathered import gathered
 from infinity.modules.grouping import find_owners
-from infinity.modules.init import TapedParameter, init_zero, is_building, reopened
+from infinity.modules.init import init_zero, is_building
+from infinity.modules.taped import NamedTapedParameter, shown, writes_of
 from infinity.sharding.use import place_of
 from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
 
@@ -127,7 +128,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         managed = [each for each in self._parameters if place_of(each) is not None]
-        taped = [each for each in self._parameters if isinstance(each, TapedParameter)]
+        taped = [each for each in self._parameters if isinstance(each, NamedTapedParameter)]
         if managed:
             self._inside.enter_context(gathered(managed, write_rank=self._rank))
         if taped:
@@ -143,29 +144,26 @@ class GatheredParameters:
 
 
 @contextmanager
-def _rebuilt(parameters: Sequence[TapedParameter], rank: int | None) -> Iterator[None]:
-    """Inside, parameters without memory can be read and changed; on all ranks they are what `rank`
+def _rebuilt(parameters: Sequence[NamedTapedParameter], rank: int | None) -> Iterator[None]:
+    """Inside, parameters without memory are said to be there; on all ranks they are what `rank`
     leaves in them."""
-    before = [parameter._version for parameter in parameters]
+    before = [writes_of(parameter) for parameter in parameters]
     is_free = is_building()  # a constructor writes what it likes
-    with reopened(parameters):
+    with shown(parameters):
         yield
-        changed = [parameter._version for parameter in parameters] != before
-        if rank is None and changed and not is_free:
-            raise DeepSpeedUsageError(
-                "in-place modification of a parameter inside of GatheredParameters without "
-                "modifier_rank; say which rank changes it, and build the model again"
-            )
-        if rank is None or not several():
-            return
-        for parameter in parameters:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
-            values.copy_(parameter.detach())
-            with type(parameter).taping.paused():
-                kept = mapped(values_of(rank, values), None)
-            if dist.get_rank() != rank:
-                with torch.no_grad():
-                    parameter.copy_(kept)
+    changed = [writes_of(parameter) for parameter in parameters] != before
+    if rank is None and changed and not is_free:
+        raise DeepSpeedUsageError(
+            "in-place modification of a parameter inside of GatheredParameters without "
+            "modifier_rank; say which rank changes it, and build the model again"
+        )
+    if rank is None or not several():
+        return
+    for parameter in parameters:
+        kept = values_of_rank(rank, parameter.detach().clone())
+        if dist.get_rank() != rank:
+            with torch.no_grad():
+                parameter.copy_(kept)
 
 
 def _listed(params: Any) -> list[torch.Tensor]:

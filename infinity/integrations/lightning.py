@@ -34,7 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError
-from infinity.integrations.lightning_callbacks import enable_pruning, thaws, trainable
+from infinity.integrations.lightning_callbacks import adjust, check_averaging, thaws, trainable
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
 from infinity.modules.init import init, is_building
@@ -124,7 +124,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         self._is_restored = False
         self._trained: list[nn.Parameter] = []  # before callbacks froze anything
         self._thaws = False
-        self._pruning = ExitStack()  # ends what was changed in callbacks
+        self._adjusted = ExitStack()  # ends what was changed in callbacks
 
     # Setting up
 
@@ -163,10 +163,11 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """As of every strategy; the module is wrapped, then its optimizers are made."""
         self._thaws = thaws(trainer.callbacks)
-        self._pruning = enable_pruning(trainer.callbacks)
+        self._adjusted = adjust(trainer.callbacks)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
+        check_averaging(trainer.callbacks, self.model)
 
     def model_to_device(self) -> None:
         """Nothing: the engine brings parameters where they are used."""
@@ -191,7 +192,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """As of DDP, but the module stays on its device."""
         module, self._lightning_module = self._lightning_module, None
-        self._pruning.close()
+        self._adjusted.close()
         try:
             super().teardown()
         finally:

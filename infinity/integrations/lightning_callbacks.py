@@ -9,6 +9,11 @@ as if it were trained, and frozen again.
 `torch.nn.utils.prune` reads a parameter, gives it another name, and in the end assigns its data.
 Inside of `infinity.gathered` all of that works. `ModelPruning` calls it in hooks that know no
 strategy. So its methods that do it are replaced on the callback, until the strategy ends.
+
+[Note: callbacks that average]
+`WeightAveraging` exchanges the parameters of the module with averages for each validation, and
+takes the averages in the end. That is done unit by unit. Masters that have more bits than
+parameters are kept meanwhile, and come back with the parameters.
 """
 
 from __future__ import annotations
@@ -20,13 +25,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.access import get_state, set_state
+from infinity.directories.mapped import mapped
+from infinity.engine import engine
 from infinity.errors import ConfigError
 from infinity.integrations.required import required
 from infinity.modules.gathered import gathered
 from infinity.modules.tiling import InTiles
 
 with required("lightning", "lightning"):
+    from lightning.pytorch import callbacks as callbacks_of_lightning
     from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+
+_AVERAGING: Any = getattr(callbacks_of_lightning, "WeightAveraging", ())  # since 2.6
 
 _RESET = "apply_lottery_ticket_hypothesis"
 _PRUNING = ("apply_pruning", _RESET, "make_pruning_permanent")
@@ -54,15 +65,80 @@ def trainable(frozen: Iterable[torch.Tensor], model: nn.Module) -> Iterator[None
             now[name].requires_grad_(False)
 
 
-def enable_pruning(callbacks: Iterable[Any]) -> ExitStack:
-    """Have `ModelPruning` gather what it prunes, until the result is closed."""
+def adjust(callbacks: Iterable[Any]) -> ExitStack:
+    """Have `ModelPruning` gather what it prunes, and `WeightAveraging` exchange unit by unit, until
+    the result is closed."""
     stack = ExitStack()
     for callback in callbacks:
+        replaced: dict[str, Callable[..., Any]] = {}
         if isinstance(callback, ModelPruning):
-            for name in _PRUNING:
-                vars(callback)[name] = _gathering(callback, getattr(callback, name))
-                stack.callback(vars(callback).pop, name, None)
+            replaced = {name: _gathering(callback, getattr(callback, name)) for name in _PRUNING}
+        elif isinstance(callback, _AVERAGING):
+            exchange = _AverageSwap(callback)
+            replaced = {"_swap_models": exchange.swap, "_copy_average_to_current": exchange.copy}
+        for name, method in replaced.items():
+            vars(callback)[name] = method
+            stack.callback(vars(callback).pop, name, None)
     return stack
+
+
+def check_averaging(callbacks: Iterable[Any], module: nn.Module) -> None:
+    """Raise `ConfigError` where a callback averages the parameters of a wrapped `module` that has
+    other ones than before, because weights lie in tiles."""
+    tiled = next((name for name, each in module.named_modules() if isinstance(each, InTiles)), None)
+    if tiled is not None and any(isinstance(callback, _AVERAGING) for callback in callbacks):
+        raise ConfigError(
+            f"WeightAveraging cannot average {tiled}, whose weight lies in tiles, which a wrapped "
+            "model never has whole; raise gpu_memory, or leave the callback out"
+        )
+
+
+class _AverageSwap:
+    """What `WeightAveraging` does to the parameters of a wrapped module: see [Note: callbacks that
+    average]."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+
+    def swap(self, module: nn.Module) -> None:
+        """The module has the averages, and the average model its parameters; or back."""
+        masters = {} if self._masters else self._read_masters(module)
+        self._write(module, give_back=True)
+        for parameter, master in self._masters.items():
+            set_state(parameter, "master", master)
+        self._masters = masters
+
+    def copy(self, module: nn.Module) -> None:
+        """The module has the averages."""
+        self._write(module, give_back=False)
+
+    def _read_masters(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+        directories = engine(module).config.nvme
+        return {
+            parameter: mapped(master, directories[0] if directories else None)
+            for unit in engine(module).units
+            if unit.trainable and unit.dtype != torch.float32
+            for parameter in unit.parameters
+            if (master := get_state(parameter, "master")) is not None
+        }
+
+    def _write(self, module: nn.Module, give_back: bool) -> None:
+        averages = self._callback._average_model.module
+        average_of = dict(zip(module.parameters(), averages.parameters(), strict=True))
+        for unit in engine(module).units:
+            with torch.no_grad(), gathered(list(unit.parameters), write=True):
+                for parameter in unit.parameters:
+                    _give(average_of[parameter], parameter, give_back)
+        for average, buffer in zip(averages.buffers(), module.buffers(), strict=True):
+            _give(average, buffer, give_back)
+
+
+def _give(average: torch.Tensor, current: torch.Tensor, give_back: bool) -> None:
+    before = average.data.clone()
+    if give_back:
+        average.data.copy_(current.data)
+    current.data.copy_(before)
 
 
 def _gathering(callback: Any, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,6 +73,13 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "adagrad": Counterpart(None),
     "rmsprop": Counterpart(None),
     "adafactor": Counterpart(None),
+    "ademamix": Counterpart(None),
+    "grokadamw": Counterpart(None),
+    "rmsprop_bnb": Counterpart(None),
+    "schedule_free_adamw": Counterpart(None),
+    "schedule_free_radam": Counterpart(None),
+    "schedule_free_sgd": Counterpart(None),
+    "stable_adamw": Counterpart(None),
 }
 
 

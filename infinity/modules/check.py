@@ -84,6 +84,13 @@ def _check_modules(model: nn.Module) -> None:
                 f"the forward of {name or 'the model'} was replaced by make_graphed_callables, "
                 "whose graphs read parameters where they were then; wrap the model without that"
             )
+        if getattr(vars(module).get("_hf_hook"), "offload", False):
+            raise ConfigError(
+                f"{name or 'the model'} was offloaded by accelerate (cpu_offload, disk_offload, or "
+                "a device_map), which moves its parameters itself: load the model without that, or "
+                "call accelerate.hooks.remove_hook_from_submodules(model); infinity.wrap places "
+                "parameters"
+            )
         if (
             isinstance(module, torch.jit.ScriptModule)
             and next(module.parameters(), None) is not None
@@ -139,8 +146,8 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None, trains: bool)
 def _refuse_managed(name: str, is_open: bool) -> None:
     if is_open:
         raise ConfigError(
-            f"{name} belongs to a model that is wrapped already: build both anew, and wrap "
-            "one module that holds them"
+            f"{name} belongs to a model that is wrapped already: call "
+            "infinity.engine(...).unwrap() of that, and wrap one module that holds both"
         )
     raise ConfigError(
         f"{name} has no data any more, because its engine was closed: build the model "

@@ -13,6 +13,7 @@ somebody puts around it. The class of a module stays what it is.
 | `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
 | `pickle`, `torch.save(model)`, `copy.deepcopy` | raises a sentence that names the way out |
 | `torch.jit.script` | the same |
+| `resize_token_embeddings` | the same, where the number of tokens would change |
 
 With several ranks all of them call `state_dict` and `load_state_dict`: each gets the whole, and
 gives the same.
@@ -48,6 +49,8 @@ _METHODS = (
     *("_apply", "state_dict", "load_state_dict", "_load_from_state_dict"),
     *("__reduce_ex__", "__deepcopy__", "__prepare_scriptable__"),
 )
+_RESIZE = "resize_token_embeddings"
+"""A method of models of transformers."""
 
 
 class Loads:
@@ -118,12 +121,14 @@ class Facade:
         for module in model.modules():
             facade = cls(module, loads, given, directory)
             vars(module).update((name, getattr(facade, name)) for name in _METHODS)
+            if hasattr(type(module), _RESIZE):
+                vars(module)[_RESIZE] = facade.resize_token_embeddings
 
     @staticmethod
     def detach(model: nn.Module) -> None:
         """The modules of `model` have their own methods again."""
         for module in model.modules():
-            for name in _METHODS:
+            for name in (*_METHODS, _RESIZE):
                 vars(module).pop(name, None)
 
     @property
@@ -246,6 +251,20 @@ class Facade:
     def __prepare_scriptable__(self) -> NoReturn:
         """What `torch.jit.script` asks a module for."""
         raise ShardedParameterError(self._refused("scripted", PLAIN_COPY))
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As of a model of transformers where the number of tokens stays."""
+        module: Any = self._reference()
+        stays = module is not None and not args and not kwargs.get("pad_to_multiple_of")
+        if not (stays and new_num_tokens in (None, len(module.get_input_embeddings().weight))):
+            raise ShardedParameterError(
+                "resize_token_embeddings would replace parameters of a wrapped model: "
+                "call it before infinity.wrap, or call infinity.engine(model).unwrap(), then it, "
+                "and wrap the model once more"
+            )
+        return type(module).resize_token_embeddings(module, new_num_tokens, *args, **kwargs)
 
     def _refused(self, what: str, way: str) -> str:
         return (

@@ -80,6 +80,8 @@ def find_owners(model: nn.Module, given: Units = None) -> dict[str, nn.Module]:
                 (f"{name}.{child_name}" if name else child_name, child, chosen and numel > 0)
             )
         pending += reversed(below)
+    if given is not None and not owners and _is_one_of(model, given):
+        return find_owners(model, [model])  # by its class, which no module inside is of
     if given is not None and not owners:
         raise ConfigError(
             "units=... matches no module of the model; give classes or modules that occur in it"

@@ -6,8 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +17,9 @@ from infinity.errors import ConfigError
 from infinity.modules.matching import StoredRead
 from infinity.modules.pretrained import streamed
 from infinity.modules.tape import Place, Tape, number_of
+from infinity.modules.taped import TapedParameter, as_built, kinds_for, stored_read
 from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
-from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 log = logging.getLogger("infinity")
 
@@ -42,14 +41,10 @@ class Origin(NamedTuple):
     def read(self) -> StoredRead | None:
         """What reads the values from a file, where they are the stored tensor as it is, or some of
         its rows; else None."""
-        operations = self.tape.slice(self.place.cell)
-        if self.problem or len(operations) != 1:
-            return None
-        read, (made, *_) = operations[0].function, operations[0].results or [None]
-        if not isinstance(read, StoredRead) or read.dtype is not self.place.dtype or made is None:
-            return None
-        rows = self.place.rows_of(made)
-        return None if rows is None else replace(read, bounds=rows)
+        return None if self.problem else stored_read(self.tape, self.place)
+
+    def __deepcopy__(self, memo: object) -> Origin:
+        return self
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """The values of `parameter`, or of the part of it that this rank has; not to be written."""
@@ -61,19 +56,6 @@ class Origin(NamedTuple):
 def part_of_values(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """What this rank has of `values`, which are those of all of `parameter`, or its own part."""
     return values if values.shape == local(parameter).shape else part_in(values, parameter)
-
-
-class TapedParameter(nn.Parameter, ZeroNames):
-    """A parameter without memory that was built in `init_zero`. Each of these has its own subclass,
-    so that the type knows the tape."""
-
-    taping: ClassVar[Taping]
-
-    @property
-    def ds_status(self) -> ZeroStatus:  # type: ignore[override]
-        """Whether its values can be read now."""
-        inside = type(self).taping in _get_current_dispatch_mode_stack()
-        return ZeroStatus.AVAILABLE if inside else ZeroStatus.NOT_AVAILABLE
 
 
 @contextmanager
@@ -92,9 +74,10 @@ def init(*, exact: bool = True) -> Iterator[None]:
     do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
     that are needed: faster before `weights=`, but with other values than plain constructors give.
 
-    What is written to parameters after `init` and before `wrap` is lost. `wrap` refuses it, unless
-    it was written through `.data`, which nobody can see. Ranks that train one model have to draw
-    the same numbers: seed them alike, or give `wrap` a seed.
+    After `init` and before `wrap` a model can be read, copied, changed and run: parameters answer
+    as if they lay on the host, with values that are made for each use. What is written to them is
+    kept in unnamed files where `tempfile` puts files. Ranks that train one model have to draw the
+    same numbers: seed them alike, or give `wrap` a seed.
 
     `from_pretrained` of transformers reads no weights: `wrap` streams them from their files. Import
     transformers before; otherwise the weights stay in memory until `wrap` is done.
@@ -107,7 +90,7 @@ def init(*, exact: bool = True) -> Iterator[None]:
 
 @contextmanager
 def init_zero() -> Iterator[None]:
-    """`init` for what knows DeepSpeed: parameters have its names, and `reopened` takes them."""
+    """`init` for what knows DeepSpeed: parameters have its names."""
     with _building(exact=True, named=True):
         yield
 
@@ -117,7 +100,7 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
     register = nn.Module.register_parameter
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
-    of_ours = type("TapedParameter", (TapedParameter,), {"taping": taping})
+    taping.tensor_kind, taping.parameter_kind = kinds_for(taping, named)
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -127,7 +110,7 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
         is_plain = number_of(parameter) is not None and not is_lazy(parameter)
         if parameter.device.type != "meta" and is_plain:  # others, such as sparse ones, stay
             kind, values = type(parameter), dict(vars(parameter))
-            kind = of_ours if named and kind is nn.Parameter else kind
+            kind = taping.parameter_kind if kind is nn.Parameter else kind
             handle = taping.handle(parameter)
             replaced = kind(handle, requires_grad=parameter.requires_grad)
             vars(replaced).update(values)
@@ -140,7 +123,8 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         taping.tape.end()
-        _note_all(taping)
+        with as_built():
+            _note_all(taping)
 
 
 @contextmanager
@@ -151,23 +135,9 @@ def outside() -> Iterator[None]:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Taping):
                 stack.enter_context(mode.paused())
-                _note_all(mode)
+                with as_built():
+                    _note_all(mode)
         yield
-
-
-@contextmanager
-def reopened(parameters: Sequence[TapedParameter]) -> Iterator[None]:
-    """Inside, what is done to `parameters` is noted as inside of their `init_zero`, and they can be
-    read: every time their values are made anew."""
-    tapings = dict.fromkeys(type(parameter).taping for parameter in parameters)
-    with ExitStack() as stack:
-        for taping in tapings:
-            if taping not in _get_current_dispatch_mode_stack():
-                stack.callback(taping.tape.end)
-                stack.enter_context(taping)
-        yield
-    for parameter in parameters:
-        type(parameter).taping.tape.versions[id(parameter)] = parameter._version
 
 
 def is_building() -> bool:
@@ -205,7 +175,7 @@ def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
     tapes = _tapes(model)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter.device.type != "meta":
+            if not parameter.is_meta:
                 continue
             if id(parameter) not in made:
                 form = form_of(parameter)
@@ -243,7 +213,8 @@ def _origin_of(
             continue
         place = tape.place(local(parameter))
         if known is not None and known.number == id(parameter):
-            seen = tape.versions[id(parameter)] == parameter._version
+            notes_all = isinstance(parameter, TapedParameter)
+            seen = notes_all or tape.versions[id(parameter)] == parameter._version
             return Origin(tape, place, problem="" if seen else "was given values")
         return Origin(tape, place)
     if known is not None and form_of(parameter) is not None:

@@ -158,7 +158,8 @@ def _read_later(taping: Taping, model: nn.Module, name: str, matches: Matches) -
         handle = torch.empty_like(given, device="meta", requires_grad=False)
         place = taping.tape.place(handle, torch.device("cpu"))
         taping.tape.note(Operation(read, [], {}, [place], []))
-        parameter = nn.Parameter(handle, requires_grad=given.requires_grad)
+        # As transformers does, whatever the constructor has frozen.
+        parameter = taping.parameter_kind(handle, requires_grad=given.is_floating_point())
         vars(parameter)[_INITIALIZED] = True
     setattr(module, key, parameter)
 

@@ -38,6 +38,11 @@ class Snapshot:
         ]
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of before."""
+        return [parameter for parameter, _, _ in self._parameters]
+
     def keep_contents(self, buffers: Iterable[torch.Tensor]) -> None:
         """Copy what is in `buffers`, which are going to be written in place."""
         self._contents = [(local(buffer), local(buffer).clone()) for buffer in buffers]

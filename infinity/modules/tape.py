@@ -60,6 +60,8 @@ class Cell:
         """Whether the handle was written, and the memory it was made from was not."""
         self.is_shown = False
         """Whether others may write the memory, out of sight."""
+        self.is_taken = False
+        """Whether a wrapped model has its values, and changes them."""
         self._is_kept = False
 
     def keep(self) -> None:
@@ -281,6 +283,10 @@ class Tape:
         for cell in operation.changed():
             self._writers.setdefault(id(cell), []).append(len(self.operations))
         self.operations.append(operation)
+
+    def writes(self, cell: Cell) -> int:
+        """How many operations have written the cell."""
+        return len(self._writers.get(id(cell), ()))
 
     def is_written(self, cell: Cell) -> bool:
         """Whether the cell ever got values."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -77,6 +78,11 @@ class Taping(TorchDispatchMode):
         self.is_paused = False
         self.holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         """The modules that registered parameters, and the names of these."""
+        self.tensor_kind: type[torch.Tensor] = torch.Tensor
+        self.parameter_kind: type[nn.Parameter] = nn.Parameter
+        """The classes of its handles; see `modules/taped`."""
+        self.gathered: Counter[int] = Counter()
+        """How often parameters, by their ids, are shown now."""
         self._functions = _Functions(self)
 
     def __enter__(self) -> Taping:
@@ -337,7 +343,7 @@ class _Functions(TorchFunctionMode):
         elif func == _IS_META and not taping.is_paused:
             caller = sys._getframe(1)
             if caller.f_globals.get("__name__") == "torch.nn.init":
-                taping.call(*_call_of(caller))
+                taping.call(*call_of(caller))
                 return True
             if taping.is_handle(args[0]):
                 return False  # `load_state_dict` would warn that it does nothing
@@ -363,7 +369,7 @@ def _with_values(index: Any, is_outermost: bool = True) -> Any:
     return found if found.numel() else found.long()
 
 
-def _call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
+def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that runs in `frame`, and the arguments it was given."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -33,6 +33,7 @@ from infinity.errors import ConfigError, in_words
 from infinity.modules.banks import TiledBank, used_everywhere
 from infinity.modules.init import divide_origin, outside
 from infinity.modules.load_target import load_into_targets
+from infinity.modules.taped import TapedParameter, as_built
 from infinity.modules.tile_math import embedding, linear
 from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
@@ -50,6 +51,8 @@ _EVEN = 64
 """Rows that a tile is a multiple of where it has more: kernels then take a row in the same way as
 in the whole weight."""
 _SHOWN = 5  # names in a log
+_BEFORE = "_before_tiles"
+"""The attribute of a module in tiles with its class, and the names of its parameters, of before."""
 
 
 class Tile(nn.Module):
@@ -318,7 +321,7 @@ def tile_largest(
             )
         else:
             whole[name] = f"one row of it has {format_bytes(row)}"
-    with outside():
+    with outside(), as_built():
         for weight, holders, known, lengths in cuts:
             _cut(weight, holders, known, lengths)
     return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most, apart)
@@ -517,10 +520,12 @@ def _cut(
         memory: torch.Tensor = weight.joined() if isinstance(weight, TiledWeight) else weight.data
         gradient = weight.grad
         parts = memory.split(list(lengths), dimension)
-    trained, marks = weight.requires_grad, dict(vars(pieces_of([weight])[0]))
+    piece = pieces_of([weight])[0]
+    trained, marks = weight.requires_grad, dict(vars(piece))
+    kind = type(piece) if isinstance(piece, TapedParameter) else nn.Parameter
     tiles = []
     for part in parts:
-        parameter = nn.Parameter(part, requires_grad=trained)
+        parameter = kind(part, requires_grad=trained)
         vars(parameter).update(marks)
         tiles.append(Tile(parameter))
     if gradient is not None:
@@ -535,12 +540,42 @@ def _cut(
         _take_over(holder.module, holder.name, made)
 
 
+def join_tiles(
+    model: nn.Module, names: Iterable[str], whole: Callable[[TiledWeight], nn.Parameter]
+) -> None:
+    """Put the parameter that `whole` makes of each of the weights `names` in its place again, in
+    all modules that have it."""
+    wanted = set(names)
+    for weight, holders in list(_weights_of(model)):
+        if isinstance(weight, TiledWeight) and holders[0].path in wanted:
+            made = whole(weight)
+            for _, module, name in holders:
+                _give_back(module, name, made)
+
+
+def _give_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """`module` has `weight` instead of tiles; it has its class again when none are left."""
+    kind, order = vars(module)[_BEFORE]
+    tiled = vars(module)["_in_tiles"]
+    del tiled[name], module._modules[f"{name}_tiles"]
+    held = module._parameters
+    held[name] = weight
+    for key in order:
+        if key in held:  # to its place among the others
+            held[key] = held.pop(key)
+    if not tiled:
+        module.__class__ = kind
+        for key in (_BEFORE, "_in_tiles", "_compute"):
+            vars(module).pop(key)
+
+
 def _take_over(module: nn.Module, name: str, weight: TiledWeight) -> None:
     """`module` becomes one whose `name` is `weight`."""
     if not isinstance(module, InTiles):
         known: Any = _tileable(module, name)
         kind: Any = type(module)
         module.__class__ = _class_in_tiles(kind, known)
+        vars(module)[_BEFORE] = kind, list(module._parameters)
         vars(module)["_in_tiles"] = {}
     module._parameters.pop(name, None)
     module.take(name, weight)  # type: ignore[operator]

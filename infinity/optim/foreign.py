@@ -28,7 +28,7 @@ from infinity.optim.state_dict import add_blocks, check_in_groups, misfit
 from infinity.optim.state_tensors import StateCopy, StateTensor
 from infinity.optim.state_view import Keeper
 from infinity.optim.step import Step
-from infinity.optim.trial import step_of, try_out
+from infinity.optim.trial import begin, has_modes, refuse_strange_states, step_of, try_out
 from infinity.optim.workbench import BenchStates, Carried, Workbench, host_copy
 from infinity.placement.spec import MOMENTS, Kind
 from infinity.sharding.recognize import is_dtensor
@@ -55,10 +55,13 @@ def adapt(
     For example `infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-3)`. Masters,
     clipping, loss scaling, groups, schedulers and state dicts are as in `infinity.AdamW`;
     parameters in bf16 or fp16 are updated in fp32. Slow: see the note in `infinity.optim.foreign`.
-    Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
+    Wrap with `Config(algorithm="other")`, so that no place is kept for other states. An optimizer
+    with `train()` and `eval()`, as those without a schedule, has them here, too: outside of a
+    forward, a backward and `infinity.gathered`.
 
-    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure or sparse
-    gradients. For wrong `settings`, raises the error of `optimizer` itself.
+    Raises `ConfigError` for an optimizer that is infinity's own, that needs a closure or sparse
+    gradients, or whose states are tensors of other classes, as those in 8 bits of torchao. For
+    wrong `settings`, raises the error of `optimizer` itself.
     """
     if not (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -79,7 +82,8 @@ def adapt(
             "here; use infinity.AdamW"
         )
     common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group)
-    return Adapted(optimizer, params, settings, *common)
+    adapted = AdaptedWithModes if has_modes(optimizer) else Adapted
+    return adapted(optimizer, params, settings, *common)
 
 
 class Adapted(Optimizer):
@@ -101,6 +105,7 @@ class Adapted(Optimizer):
         self._benches: dict[Unit, Workbench] = {}
         # Of two dimensions, because Muon takes no other ones.
         some = kind([nn.Parameter(torch.zeros(2, 2))], **settings)
+        refuse_strange_states(kind, settings)
         self._has_states_at_once = bool(some.state)
         super().__init__(params, some.defaults, *common)
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
@@ -247,6 +252,7 @@ class Adapted(Optimizer):
         optimizer.param_groups[0].update(
             (name, value) for name, value in group.items() if name != "params"
         )
+        begin(optimizer)
         optimizer.step()
         made = optimizer.state.get(stand, {})
         for name, value in state.items():
@@ -297,3 +303,52 @@ class Adapted(Optimizer):
                     }
             bench.clear()
             self._view.renew(key for key in map(id, unit.parameters) if key in self._steps)
+
+
+class AdaptedWithModes(Adapted):
+    """An `Adapted` whose torch optimizer has `train()` and `eval()`, which change parameters."""
+
+    _mode = ""
+    """The one that was switched to last; "" where the groups alone know."""
+
+    def train(self) -> None:
+        """As of the torch optimizer; every rank calls it. Raises `ShardedParameterError` inside of
+        a forward, a backward or `infinity.gathered`."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """As `train`."""
+        self._switch("eval")
+
+    def load_header(self, header: dict[str, Any]) -> None:
+        """As of every adapted optimizer; the mode is that of the groups."""
+        super().load_header(header)
+        self._mode = ""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As of every optimizer; the mode is that of the groups."""
+        super().load_state_dict(state_dict)
+        self._mode = ""
+
+    def _switch(self, mode: str) -> None:
+        if self._mode == mode:
+            return
+        for unit in self.units:
+            unit.states.check_unused(0, f"{self.kind.__name__}.{mode}()")
+        self.updater.drain()
+        carried = Carried(self.param_groups)
+        for unit in self.units:
+            kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
+            values = unit.states.gather(kept)
+            before, bench = values.clone(), self.bench(unit)
+            try:
+                optimizer: Any = bench.lay_out(self, values)
+                getattr(optimizer, mode)()
+                carried.note(self.kind, optimizer.param_groups)
+            finally:
+                bench.clear()
+            if not torch.equal(before, values):
+                unit.states.write(kept, unit.shard_of(values))
+                unit.renew()
+        carried.apply(self.param_groups)
+        self._mode = mode

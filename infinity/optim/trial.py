@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e-2, 1e3, 1.0, 0.1, 5.0, 1.0, 1e-2, 1.0)
 _WITHOUT = {3: (0,), 6: (1, 2), 8: (0, 1, 2)}
 """Which parameters have no gradient, by the step."""
 _RATE = 0.05
+_LARGE = (64, 128)
+"""The shape of a parameter whose states are in 8 bits where those of smaller ones are not."""
 
 
 class _Outcome(NamedTuple):
@@ -72,6 +74,40 @@ def try_out(
         ) from failure
 
 
+def has_modes(kind: type) -> bool:
+    """Whether optimizers of class `kind` change parameters between training and evaluation."""
+    return all(callable(getattr(kind, name, None)) for name in ("train", "eval"))
+
+
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer with modes train."""
+    if has_modes(type(optimizer)):
+        cast("Any", optimizer).train()
+
+
+def refuse_strange_states(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where `kind` keeps states in tensors of a class of its own, which lie in
+    no file as they are. It is asked with a parameter that is large enough for those that are not
+    used for small ones."""
+    parameter = nn.Parameter(torch.zeros(_LARGE))
+    parameter.grad = torch.zeros(_LARGE)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            optimizer = kind([parameter], **settings)
+            begin(optimizer)
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        except Exception:  # whatever a class of the user raises; `try_out` tells of it
+            return
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
+            raise ConfigError(
+                f"the state {name!r} of {kind.__name__} is a {type(value).__name__}, a tensor of a "
+                "class of its own, and infinity.adapt keeps plain tensors; use infinity.AdamW with "
+                "Config(moment_precision='int8')"
+            )
+
+
 def _parameter(shape: Sequence[int], seed: int = 0) -> nn.Parameter:
     return nn.Parameter(_numbers(shape, seed))
 
@@ -95,6 +131,8 @@ def _play(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         optimizers = [kind([dict(options_of(options), params=mine)], **settings) for mine in each]
+        for optimizer in optimizers:
+            begin(optimizer)
         after = []
         for step, scale in enumerate(_SCALES):
             for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
@@ -104,6 +142,8 @@ def _play(
             for optimizer in reversed(optimizers):
                 step_of(optimizer)
             after.append(_carried([optimizer.param_groups[0] for optimizer in optimizers]))
+        for made in optimizers if has_modes(kind) else ():
+            cast("Any", made).eval()
     states = [
         {name: host_copy(value) for name, value in optimizer.state.get(parameter, {}).items()}
         for number, parameter in enumerate(parameters)

@@ -28,6 +28,7 @@ from infinity.modules.check import check_model
 from infinity.modules.division import Division, divisions
 from infinity.modules.init import init
 from infinity.modules.snapshot import Snapshot
+from infinity.modules.taped import as_built
 from infinity.modules.tensors import cached
 from infinity.modules.tiling import Tile
 from infinity.placement.demand import UnitShape
@@ -220,7 +221,8 @@ def of_module(
     It may become tiles only to be looked at, when smaller units are asked for, and is as it was
     then.
     """
-    check_model(model, DTYPES.get(config.precision))
+    with as_built():
+        check_model(model, DTYPES.get(config.precision))
     return next(iter(PlannedDivisions(partial(_of_divisions, model, config, name, values))))
 
 

@@ -109,7 +109,7 @@ class Seen:
                 t.shape,
                 t.stride(),
                 t.device,
-                t.data_ptr(),
+                0 if t.is_meta else t.data_ptr(),
                 t.requires_grad,
                 dict(vars(t)),
             )

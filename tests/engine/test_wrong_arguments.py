@@ -321,8 +321,8 @@ def test_what_has_no_engine(wrapped: nn.Module) -> None:
 
 def test_a_model_that_is_wrapped_already(wrapped: nn.Module) -> None:
     with refuses(
-        "the model is wrapped already: use it as it is, or close its engine and build the model "
-        "again"
+        "the model is wrapped already: use it as it is, or call infinity.engine(model).unwrap() "
+        "before"
     ):
         infinity.wrap(wrapped)
     trains(wrapped)

@@ -69,7 +69,7 @@ def unchanged(
     meta = any(p.is_meta for p in parameters.values())
     values = {} if meta else {name: p.detach().clone() for name, p in parameters.items()}
     kinds = {
-        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.is_meta or p.data_ptr())
         for name, p in parameters.items()
     }
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -81,7 +81,7 @@ def unchanged(
     assert after.keys() == parameters.keys()
     assert all(after[name] is p for name, p in parameters.items())
     assert {
-        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.is_meta or p.data_ptr())
         for name, p in after.items()
     } == kinds
     assert all(torch.equal(after[name], value) for name, value in values.items())
@@ -580,7 +580,7 @@ def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathF
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(
         infinity.ConfigError,
-        match=r"^the model is wrapped already: use it as it is, or close its engine and b",
+        match=r"^the model is wrapped already: use it as it is, or call infinity\.eng",
     ):
         infinity.wrap(wrapped, config(other))
     assert files(other) == {}
@@ -791,7 +791,7 @@ def test_a_model_that_holds_a_wrapped_one(
     outer = nn.ModuleList([nn.Linear(8, 8), wrapped])
     with pytest.raises(
         infinity.ConfigError,
-        match=r"^1 is wrapped already, on its own: build it again, and wrap the model that",
+        match=r"^1 is wrapped already, on its own: call infinity\.engine\(\.\.\.\)\.unwrap",
     ):
         infinity.wrap(outer, config(directory))
     tied = nn.Embedding(64, 32)
@@ -805,7 +805,7 @@ def test_a_model_that_holds_a_wrapped_one(
             where,
             pytest.raises(
                 infinity.ConfigError,
-                match=r"weight belongs to a model that is wrapped already: build both",
+                match=r"weight belongs to a model that is wrapped already: call infinity\.eng",
             ),
         ):
             infinity.wrap(other, config(directory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,7 @@ def test_an_overflow_leaves_the_step_out(start: Start, static: bool) -> None:
     engine.step()
     assert optimizer.overflow and not engine.was_step_applied()
     assert engine.skipped_steps == 1 and engine.global_steps == 1
+    assert engine.get_global_grad_norm() == math.inf
     assert scheduler.last_epoch == rates
     assert engine.loss_scale() == (100.0 if static else 8.0)
     for name, value in engine.module_state_dict().items():
@@ -344,6 +346,7 @@ def test_an_overflow_leaves_the_step_out(start: Start, static: bool) -> None:
     engine.backward(engine(x, labels))
     engine.step()
     assert not optimizer.overflow and engine.was_step_applied()
+    assert 0 < engine.get_global_grad_norm() < math.inf
     assert scheduler.last_epoch == rates + 1
 
 

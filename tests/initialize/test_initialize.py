@@ -526,13 +526,6 @@ def test_a_model_that_is_none(given: Any) -> None:
         infinity.initialize(model=given, config=configuration())
 
 
-def test_a_model_that_is_wrapped(start: Start) -> None:
-    engine, *_ = start(model=net(), config=configuration())
-    for given in (engine, engine.module):
-        with pytest.raises(infinity.ConfigError, match="wrapped already"):
-            infinity.initialize(model=given, config=configuration())
-
-
 def test_without_an_optimizer_it_evaluates(start: Start) -> None:
     engine, optimizer, *_ = start(model=net(), config=without("optimizer"))
     assert optimizer is None
@@ -544,16 +537,59 @@ def test_without_an_optimizer_it_evaluates(start: Start) -> None:
             call()
 
 
-def test_a_model_is_trained_after_it_was_evaluated(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_a_model_is_trained_after_it_was_evaluated(
+    start: Start, tmp_path: Path, is_destroyed: bool
+) -> None:
     """As by a Trainer, which destroys the engine in between."""
     config = without("optimizer", nvme=tmp_path)
     model = net()
     engine, *_ = start(model=model, config=config)
     loss = engine(*batch(0)).item()
-    engine.destroy()
-    assert model(*batch(0)).item() == loss
+    if is_destroyed:
+        engine.destroy()
+        assert model(*batch(0)).item() == loss
+    else:  # as TRL's trainers, which ask before for what is trained
+        assert all(parameter.requires_grad for parameter in model.parameters())
     engine, *_ = start(model=model, config=configuration(tmp_path))
     close(engine_losses(engine, 3), plain_losses(net(), adamw, 3))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_a_model_is_initialized_once_more(
+    start: Start, tmp_path: Path, stage: int, is_destroyed: bool
+) -> None:
+    """The second engine goes on from the weights of the first one, with moments of its own."""
+    config = configuration(tmp_path, zero_optimization={"stage": stage})
+    model, plain = net(), net()
+    expected = plain_losses(plain, adamw, 2) + plain_losses(plain, adamw, 2)
+    first, *_ = start(model=model, config=config)
+    losses = engine_losses(first, 2)
+    if is_destroyed:
+        first.destroy()
+    second, *_ = start(model=model, config=config)
+    close(losses + engine_losses(second, 2), expected)
+    with pytest.raises(infinity.EngineClosedError, match="the engine was destroyed"):
+        first.zero_grad()
+    first.destroy()
+    assert second.engine.is_open
+
+
+def test_a_refused_optimizer_leaves_the_engine_before(start: Start) -> None:
+    model = net()
+    first, *_ = start(model=model, config=without("optimizer"))
+    other = adamw(net().parameters())
+    with pytest.raises(infinity.ConfigError, match="does not have"):
+        infinity.initialize(model=model, optimizer=other, config=without("optimizer"))
+    assert first(*batch(0)).isfinite()
+
+
+def test_an_engine_is_no_model() -> None:
+    engine, *_ = infinity.initialize(model=net(), config=configuration())
+    with pytest.raises(infinity.ConfigError, match=r"give its engine\.module, which gets another"):
+        infinity.initialize(model=engine, config=configuration())
+    engine.destroy()
 
 
 def test_without_an_optimizer_a_failure_freezes_nothing(tmp_path: Path) -> None:

@@ -171,6 +171,31 @@ def test_checkpoints_of_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert not [name for each in found for name in each["left"] if name.startswith("engine")]
 
 
+def apart(where: Path, rank: int) -> Any:
+    """A directory that the script has made on each rank, as with `TemporaryDirectory`."""
+    mine = where / f"made by rank {rank}"
+    mine.mkdir()
+    engine, *_ = infinity.initialize(model=net(), config=of_stage(3, where))
+    engine.backward(engine(*batch(rank)))
+    engine.step()
+    engine.save_checkpoint(mine)
+    other, *_ = infinity.initialize(model=net(1), config=of_stage(3, where))
+    path, _ = other.load_checkpoint(mine)
+    expected = engine.module_state_dict()
+    same = all(torch.equal(v, expected[k]) for k, v in other.module_state_dict().items())
+    engine.destroy()
+    other.destroy()
+    return path, same
+
+
+def test_ranks_of_a_machine_save_where_the_first_one_does(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    path = tmp_path / "made by rank 0" / "global_step1"
+    assert on_both(on_ranks, "apart", tmp_path) == [(str(path), True)] * RANKS
+    assert list((tmp_path / "made by rank 1").iterdir()) == []
+
+
 class Router(nn.Module):
     """Each rank uses a layer of its own."""
 

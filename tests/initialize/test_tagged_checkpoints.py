@@ -304,13 +304,10 @@ def test_what_a_load_that_is_not_strict_keeps_is_told(
 
 def test_a_destroyed_engine_says_so(start: Start, tmp_path: Path) -> None:
     engine, *_ = start(model=net(), config=configuration())
-    module = engine.module
     engine.destroy()
     for call in (lambda: engine.save_checkpoint(tmp_path), lambda: engine.zero_grad()):
-        with pytest.raises(infinity.EngineClosedError, match="the engine was destroyed; build"):
+        with pytest.raises(infinity.EngineClosedError, match="the engine was destroyed; give inf"):
             call()
-    with pytest.raises(infinity.ConfigError, match="has no data any more"):
-        infinity.initialize(model=module, config=configuration())
 
 
 def test_weights_are_loaded_from_a_state_dict(start: Start) -> None:

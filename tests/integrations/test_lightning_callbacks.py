@@ -18,6 +18,9 @@ lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
+SWAP = "_swap_models"
+
+
 class Module(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +39,13 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
-def fitted(directory: Path, make: Callable[[Module], Any], ours: bool) -> Module:
+def fitted(
+    directory: Path, make: Callable[[Module], Any], ours: bool, kind: type[Module] = Module
+) -> Module:
     from infinity.integrations.lightning import InfinityStrategy
 
     torch.manual_seed(0)
-    module = Module()
+    module = kind()
     drive = directory / "drive"
     drive.mkdir(exist_ok=True)
     tuning = infinity.Tuning(cache=0, device="cpu")
@@ -121,3 +126,56 @@ def test_what_stays_frozen_takes_no_states(tmp_path: Path) -> None:
     with pytest.raises(infinity.ConfigError, match="was frozen"):
         found.backbone[0].weight.requires_grad_(True)
     infinity.engine(found).close()
+
+
+class Validated(Module):
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.losses.append(self.head(self.backbone(batch)).square().mean().item())
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([torch.full((8,), float(i)) for i in range(4)], batch_size=2)  # type: ignore[arg-type]
+
+
+def test_averages_are_validated_and_kept(tmp_path: Path) -> None:
+    from lightning.pytorch import callbacks
+
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no averages of weights")
+
+    def make(module: Module) -> Any:
+        return callbacks.EMAWeightAveraging(decay=0.8)
+
+    plain = fitted(tmp_path, make, ours=False, kind=Validated)
+    found = fitted(tmp_path, make, ours=True, kind=Validated)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+    for value, expected in zip(
+        found.state_dict().values(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    infinity.engine(found).close()
+
+
+def test_masters_come_back_after_a_validation(tmp_path: Path) -> None:
+    """With the bits that a parameter in bf16 has no room for."""
+    from lightning.pytorch import callbacks
+    from torch.optim.swa_utils import AveragedModel
+
+    from infinity.integrations.lightning_callbacks import adjust
+
+    if not hasattr(callbacks, "WeightAveraging"):
+        pytest.skip("this Lightning has no averages of weights")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    callback, averages = callbacks.WeightAveraging(), AveragedModel(model.bfloat16())
+    vars(callback)["_average_model"] = averages
+    averages.module[0].weight.data.fill_(2)
+    model = infinity.wrap(model.float(), infinity.Config(nvme=tmp_path, precision="bf16"))
+    weight = model[0].weight
+    infinity.set(weight, "master", torch.full((8, 8), 1.00001))
+    with adjust([callback]), infinity.engine(model):
+        getattr(callback, SWAP)(model)
+        assert (infinity.get(weight, "master") == 2).all()
+        assert (averages.module[0].weight == 1).all()
+        getattr(callback, SWAP)(model)
+        assert (infinity.get(weight, "master") == torch.tensor(1.00001)).all()
+        assert (averages.module[0].weight == 2).all()

@@ -537,3 +537,17 @@ def test_units_that_are_given_stay_and_joining_changes_no_number_and_no_budget(t
         torch.equal(value, expected[name]) for name, value in weights.items()
     )
     assert (few, many) == (8, 14) and budget == least
+
+
+def test_a_class_that_the_model_alone_is_of_takes_it_whole() -> None:
+    """A module inside comes first, as ever."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    model = Root()
+    assert find_owners(model, [Root]) == {"": model}
+    nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert find_owners(nested, [nn.Sequential]) == {"1": nested[1]}

@@ -489,27 +489,6 @@ def test_one_inside_of_another_does_nothing(tmp_path: Path) -> None:
 # What is refused
 
 
-def test_values_written_between_init_and_wrap_are_refused(tmp_path: Path) -> None:
-    with infinity.init():
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    nn.init.normal_(model[1].weight)
-    with pytest.raises(
-        infinity.ConfigError,
-        match=r"^1\.weight was given values after infinity\.init\(\), when it had no memory",
-    ):
-        wrapped_values(model, tmp_path)
-
-
-def test_a_conversion_between_init_and_wrap_is_refused(tmp_path: Path) -> None:
-    with infinity.init():
-        model = nn.Sequential(nn.Linear(6, 6))
-    with pytest.raises(
-        infinity.ConfigError,
-        match=r"^0\.weight was converted or replaced after infinity\.init\(\), when it had no",
-    ):
-        wrapped_values(model.half(), tmp_path)
-
-
 def test_a_source_that_is_changed_before_wrap_is_refused(tmp_path: Path) -> None:
     source = torch.randn(6, 6)
     with infinity.init():

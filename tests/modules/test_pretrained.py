@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
     PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -217,3 +219,21 @@ def test_a_device_map_is_refused(saved: Callable[[str], Path]) -> None:
         patch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: True)
         AutoModelForCausalLM.from_pretrained(path, device_map={"": "disk"})
     assert vars(PreTrainedModel)["_load_pretrained_model"] is before
+
+
+def test_what_constructors_freeze_is_what_it_is_outside(tmp_path: Path) -> None:
+    """transformers thaws what it loads."""
+    small = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    small |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    small |= dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 8)
+    small |= dict.fromkeys(("max_source_positions", "max_target_positions", "num_mel_bins"), 8)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = WhisperConfig(vocab_size=16, decoder_start_token_id=1, **small, **tokens)
+    plain = WhisperForConditionalGeneration(config)
+    plain.save_pretrained(tmp_path)
+    loaded = WhisperForConditionalGeneration.from_pretrained(tmp_path)
+    with infinity.init():
+        models = WhisperForConditionalGeneration(config), type(plain).from_pretrained(tmp_path)
+    for model, other in zip(models, (plain, loaded), strict=True):
+        for name, parameter in other.named_parameters():
+            assert model.get_parameter(name).requires_grad == parameter.requires_grad, name

@@ -561,14 +561,19 @@ def test_tiles_without_memory_get_the_bits_of_constructors(seed: int | None, ins
         assert_same(model.state_dict(), built().state_dict())
 
 
-def test_what_was_written_to_a_weight_without_memory_is_refused() -> None:
+def test_what_was_written_to_a_weight_without_memory_is_kept() -> None:
+    """Before it was cut and after that; it can be read, too."""
     with infinity.init():
         model = Net()
     with torch.no_grad():
         model.up.weight.fill_(1)
-    infinity.tile(model, BYTES)
-    with pytest.raises(infinity.ConfigError, match=r"up\..* was given values after infinity.init"):
-        infinity.wrap(model, infinity.Config(gpu_memory=1 << 26, cpu_memory=1 << 26))
+        infinity.tile(model, BYTES)
+        model.up.weight_tiles[1].weight.mul_(3)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert expected["up.weight"].unique().tolist() == [1.0, 3.0]
+    infinity.wrap(model, infinity.Config(gpu_memory=1 << 26, cpu_memory=1 << 26))
+    with infinity.engine(model):
+        assert_same(model.state_dict(), expected)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -390,3 +390,95 @@ def test_a_state_dict_of_other_shapes_is_refused_before_anything_is_changed(
             for name, value in state.items()
             if isinstance(value, torch.Tensor)
         )
+
+
+class Averaging(torch.optim.SGD):
+    """As those of schedulefree: parameters are others in an evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("train_mode", False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() before")
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.detach().clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                p.lerp_(z, 0.3)
+
+    def _turn(self, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for p in (p for p in group["params"] if p in self.state):
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = mode
+
+    def train(self) -> None:
+        self._turn(True, 0.25)
+
+    def eval(self) -> None:
+        self._turn(False, -1 / 3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_optimizer_that_trains_and_evaluates(
+    precision: str, wrap: Callable[..., infinity.Engine]
+) -> None:
+    def losses(model: nn.Module, optimizer: Any) -> list[float]:
+        found = []
+        for number in range(3):
+            optimizer.train()
+            train(model, optimizer, range(number, number + 1))
+            optimizer.eval()
+            optimizer.eval()
+            with torch.no_grad():
+                found.append(model(**text_batch(9)).loss.item())
+        return found
+
+    plain = transformer()
+    expected = losses(plain, Averaging(plain.parameters()))
+    engine = wrap(transformer(), precision=precision)
+    optimizer = infinity.adapt(Averaging, engine.model.parameters())
+    found = losses(engine.model, optimizer)
+    assert found == (expected if precision == "fp32" else pytest.approx(expected, abs=0.05))
+    assert optimizer.param_groups[0]["train_mode"] is False
+    with pytest.raises(RuntimeError, match=r"call train\(\) before"):
+        train(engine.model, optimizer, range(1))
+
+
+def test_modes_are_not_changed_inside_of_gathered(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap(transformer())
+    optimizer = infinity.adapt(Averaging, engine.model.parameters())
+    optimizer.train()
+    train(engine.model, optimizer, range(1))
+    with (
+        infinity.gathered(engine.model.tokens.weight),
+        pytest.raises(infinity.ShardedParameterError, match=r"^Averaging\.eval\(\): "),
+    ):
+        optimizer.eval()
+
+
+class Packed(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class PackedStates(torch.optim.SGD):
+    """Keeps large states in a class of its own, as torchao does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() >= 4096:
+                    self.state[p]["mean"] = torch.zeros_like(p).as_subclass(Packed)
+
+
+def test_states_of_a_class_of_their_own_are_refused(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap(transformer())
+    with pytest.raises(
+        infinity.ConfigError, match=r"^the state 'mean' of PackedStates is a Packed, a tensor of a"
+    ):
+        infinity.adapt(PackedStates, engine.model.parameters(), lr=0.1)

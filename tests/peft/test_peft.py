@@ -107,6 +107,24 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.parametrize("init", [True, "gaussian", "olora", "pissa", "a head"])
+def test_adapters_that_come_between_init_and_wrap(
+    saved: Path, tmp_path: Path, closed: list[nn.Module], init: Any
+) -> None:
+    """Also those whose first values are made of the base, which they change, or copied from it."""
+    adapter = ADAPTERS[init]() if init == "a head" else lora(init_lora_weights=init)
+    expected = adapted(saved, adapter).state_dict()
+    torch.manual_seed(1)
+    with infinity.init():
+        model: Any = base(saved)
+    model = peft.get_peft_model(model, adapter)
+    closed.append(infinity.wrap(model, config(tmp_path)))
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_losses_and_adapters_of_plain_pytorch(
     kind: str, saved: Path, tmp_path: Path, closed: list[nn.Module]

@@ -1,0 +1,147 @@
+"""`python -m their_suites SOURCES`: run the suites of the libraries whose sources are in folders of
+`SOURCES`, and write the tally. Exits 1 where a test fails that `left_out` does not name, or passes
+that it names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from their_suites import hub
+from their_suites.left_out import LEFT_OUT
+
+TALLY = Path(__file__).with_name("tally.md")
+RUN = [sys.executable, "-m", "infinity_command", "run"]
+SUITES = {
+    "accelerate": ["tests/deepspeed"],
+    "trl": ["tests/distributed", "-k", "zero"],
+}
+"""What pytest is given of each library."""
+QUANTIZED = {
+    "training": [],
+    "training 4bit": ["--quant", "4bit"],
+    "training 8bit": ["--quant", "8bit"],
+}
+"""What PEFT's Makefile launches with DeepSpeed."""
+ON_CPU = {
+    'device_map={"": PartialState().process_index}': 'device_map={"": "cpu"}',
+    "bf16=True,": "bf16=True, use_cpu=True,",
+}
+"""What PEFT's script says otherwise on a machine without a GPU."""
+
+
+class Outcome(NamedTuple):
+    """What became of a test, `passed` or not, with the last line of its error."""
+
+    test: str
+    result: str
+    error: str
+
+
+def environment(models: Path, library: str) -> dict[str, str]:
+    """Variables for a suite that runs in the folder of models. With `ACCELERATE_USE_CPU` accelerate
+    uses no plugin for DeepSpeed that a test makes by itself."""
+    own = {
+        "ACCELERATE_USE_CPU": str(library != "accelerate"),
+        "HF_DATASETS_CACHE": str(models / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OUTCOMES": str(models / "outcomes.json"),
+        "RUN_SLOW": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(models / "metric"), *filter(None, sys.path)]),
+    }
+    return os.environ | own
+
+
+def of_pytest(sources: Path, library: str, models: Path) -> Iterator[Outcome]:
+    """Run the tests of a library."""
+    folder, *more = SUITES[library]
+    pytest = ["-m", "pytest", "-q", "-p", "their_suites.plugin", "-p", "no:cacheprovider"]
+    options = ["-c", os.devnull, "--rootdir", str(sources), "--timeout", "600", "--tb", "short"]
+    command = [*RUN, *pytest, *options, str(sources / library / folder), *more]
+    subprocess.run(command, cwd=models, env=environment(models, library), check=False)
+    outcomes = json.loads((models / "outcomes.json").read_text())
+    for test, (result, error) in outcomes.items():
+        yield Outcome(f"{library}/{test.rpartition('::')[2]}", result, error)
+
+
+def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:
+    """Launch the script that PEFT's Makefile launches, on two ranks."""
+    folder = sources / "peft/tests/training"
+    text = (folder / "training.py").read_text()
+    for before, after in ON_CPU.items():
+        text = text.replace(before, after)
+    (models / "training.py").write_text(text)
+    launch = ["accelerate", "launch", "--config_file", str(folder / "deepspeed_config.yaml")]
+    for name, words in QUANTIZED.items():
+        done = subprocess.run(
+            [*RUN, *launch, "training.py", *words],
+            cwd=models,
+            env=environment(models, "peft"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        errors = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
+        result = "failed" if done.returncode else "passed"
+        yield Outcome(f"peft/{name}", result, errors[-1] if errors else "")
+
+
+def version(sources: Path, library: str) -> str:
+    """The version that is installed, and the commit of the suite."""
+    describe = ["git", "-C", str(sources / library), "describe", "--tags", "--always"]
+    done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    return f"{importlib.metadata.version(library)} | {done.stdout.strip() or 'unknown'}"
+
+
+def tally(sources: Path, outcomes: list[Outcome]) -> str:
+    """A table of the libraries, and one of the tests that do not pass."""
+    lines = [
+        "# Suites of other libraries, by `make their-tests`",
+        "",
+        "| library | installed | suite | passed | of |",
+        "|---|---|---|---|---|",
+    ]
+    counts = Counter(each.test.partition("/")[0] for each in outcomes)
+    passed = Counter(each.test.partition("/")[0] for each in outcomes if each.result == "passed")
+    for library, count in counts.items():
+        row = f"| {library} | {version(sources, library)} | {passed[library]} | {count} |"
+        lines.append(row)
+    lines += ["", "| test | why not | reason |", "|---|---|---|"]
+    for each in outcomes:
+        if each.result != "passed":
+            word, reason = LEFT_OUT.get(each.test, ("**unknown**", each.error))
+            lines.append(f"| {each.test} | {word} | {reason} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    sources = Path(sys.argv[1]).absolute()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder) / "hub"
+        hub.make(models)
+        for library in (*SUITES, "peft"):
+            if not (sources / library / "tests").is_dir():
+                print(f"{sources / library} has no tests, and is left out; see CONTRIBUTING.md")
+            elif library == "peft":
+                outcomes += of_peft(sources, models)
+            else:
+                outcomes += of_pytest(sources, library, models)
+    TALLY.write_text(tally(sources, outcomes))
+    print(TALLY.read_text())
+    surprises = [each for each in outcomes if (each.result == "passed") == (each.test in LEFT_OUT)]
+    sys.exit(bool(surprises))
+
+
+if __name__ == "__main__":
+    main()

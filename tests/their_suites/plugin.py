@@ -1,0 +1,61 @@
+"""A plugin of pytest: it lets tests run without the GPUs that they ask for, and writes what became
+of each test to the file that `OUTCOMES` names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_OUTCOMES: dict[str, tuple[str, str]] = {}
+
+
+def _unmarked(test: Any) -> Any:
+    return test
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What the suites ask for is taken when they are imported."""
+    ask = importlib.import_module("accelerate.test_utils.testing")
+    for name in ("require_non_cpu", "require_multi_device", "require_fp16"):
+        setattr(ask, name, _unmarked)
+    importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2
+    libraries = importlib.import_module("trl.import_utils")
+    if not hasattr(libraries, "is_joblib_available"):  # the suite is of another version
+        libraries.is_joblib_available = lambda: False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """TRL launches scripts of its sources, where names of models are searched, too."""
+    for module in {item.module for item in items if hasattr(item.module, "run_command")}:
+        module.ROOT = Path.cwd()
+        module.run_command = _of_wheel(module.run_command)
+
+
+def _of_wheel(run: Callable[..., None]) -> Callable[[Sequence[object], Mapping[str, str]], None]:
+    """Run the installed script, which asks for a GPU unless it is told otherwise."""
+    installed = Path(str(importlib.import_module("trl").__file__)).parents[1]
+
+    def launch(command: Sequence[object], environment: Mapping[str, str]) -> None:
+        words = [*map(str, command), "--use_cpu"]
+        of_wheel = [str(installed / word) if word.startswith("trl/") else word for word in words]
+        run(of_wheel, environment)
+
+    return launch
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The worst of the three phases counts."""
+    if report.outcome == "passed" and (report.when != "call" or report.nodeid in _OUTCOMES):
+        return
+    text = str(report.longrepr or "").strip()
+    _OUTCOMES[report.nodeid] = (report.outcome, text.splitlines()[-1] if text else "")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    Path(os.environ["OUTCOMES"]).write_text(json.dumps(_OUTCOMES, indent=1))
