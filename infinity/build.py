@@ -64,7 +64,7 @@ from infinity.optim.updater import StepListeners, Updater
 from infinity.own_engines import beside_own_engines
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, describe_choice
-from infinity.placement.demand import Demand, demand_of
+from infinity.placement.demand import Demand, demand_of, in_one_pool
 from infinity.placement.treatment import ActivationRoom
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
@@ -386,6 +386,7 @@ class Build:
         """The bytes of the compute device that the engine may take at most."""
         config, ranks = self._config, ranks_of_this_node(self.ranks)
         self._available = Available(read_host(), self.device.memory(), ranks)
+        self._config = in_one_pool(config, self._available)
         return [most_of_device(config.gpu_memory, config.cpu_memory, self._available)]
 
     def group(self, given: Units, values: FirstValues | None, room: float) -> None:

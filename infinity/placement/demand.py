@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.config import Config, Tier
-from infinity.free_memory import Budgets
+from infinity.free_memory import Available, Budgets
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BF16, FP32, INT8, MOMENTS, SPLIT, BlockSpec, Format, Kind
@@ -146,6 +146,19 @@ class Demand:
             inside = [spans[unit] for unit in nesting if unit in spans]
             most = max(most, sum(inside) + largest * max(1, len(inside) - 1))
         return most
+
+
+def in_one_pool(config: Config, available: Available) -> Config:
+    """`config` as it is carried out with `available`.
+
+    Where a GPU computes in host memory (`free_memory`, [Note: one pool]), parameters at home in
+    host memory are used in place: their home is the part of it that `gpu_memory` counts. A copy
+    beside it would take the same memory once more. A stated `gpu_memory` stays a bound on copies.
+    """
+    is_shared = available.gpu is not None and available.is_one_pool
+    if not is_shared or config.parameters != "cpu" or config.gpu_memory != "auto":
+        return config
+    return config.model_copy(update={"parameters": "gpu"})
 
 
 def demand_of(

@@ -15,7 +15,7 @@ from infinity.modules.division import first_fitting
 from infinity.placement.activations import ActivationBytes, DecoderShape, activation_bytes
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Layout, Machine
-from infinity.placement.demand import Demand, demand_of
+from infinity.placement.demand import Demand, demand_of, in_one_pool
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.quantities import format_bytes, round_up
@@ -112,6 +112,7 @@ def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
     shapes = [unit.sharded(index, shards) for index, unit in enumerate(model.units)]
     exchanges = hardware.ranks > 1 or not hardware.unified
     machine = Machine(unified_memory=hardware.unified, has_kernels=not hardware.unified)
+    config = in_one_pool(config, hardware.available)
     return demand_of(shapes, model.nestings, config, machine, exchanges)
 
 

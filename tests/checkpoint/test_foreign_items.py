@@ -202,6 +202,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_what_is_packed_is_read() -> None:
     found = read_item(pack_item("it", legal()).getvalue())
     assert same(legal(), found)

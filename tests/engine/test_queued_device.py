@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,36 @@ def test_the_model_queues_a_whole_step_while_the_device_stands_still(
     assert not waits.keys() & {"MainThread", "a thread of autograd"}
     assert counts["uploads"] >= 2
     assert counts["downloads"] >= len(engine.units) - 1
+
+
+def test_a_gpu_that_computes_in_host_memory_gets_no_copy_of_parameters(
+    wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for in host memory, they are at home where the device reads them. A stated `gpu_memory`
+    stays a bound, for copies."""
+    host = HOST | {"gpu_memory": "auto", "cpu_memory": "auto"}
+
+    def moved(**options: Any) -> tuple[dict[str, Any], str, int]:
+        engine = wrap(**host | options)
+        found = train(engine)
+        engine.drain()
+        inputs = batch(0)
+        machine.synchronize()
+        machine.native.reset_counts()
+        with machine.held(), torch.no_grad():
+            engine.model(**inputs)
+            uploads = machine.native.counts()["uploads"]
+        return found, engine.config.parameters, uploads
+
+    expected, *_ = moved(**HOST)
+    pool = SimpleNamespace(is_integrated=True)
+    monkeypatch.setattr(machine, "get_device_properties", lambda device=None: pool)
+    found, home, uploads = moved()
+    assert differences(found, expected) == []
+    assert (home, uploads) == ("gpu", 0)
+    found, home, uploads = moved(gpu_memory=0)
+    assert differences(found, expected) == []
+    assert home == "cpu" and uploads > 0
 
 
 def test_closing_leaves_no_copy_behind(wrap: Wrap, machine: Any) -> None:

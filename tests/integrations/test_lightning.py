@@ -164,6 +164,7 @@ def test_an_accelerator(tmp_path: Path) -> None:
 
     from infinity.integrations.accelerate import Accelerator
 
+    accelerate.state.AcceleratorState._reset_state(True)  # another test may have chosen bf16
     runs = []
     for ours in (False, True):
         accelerator = (

@@ -554,7 +554,7 @@ class Rank:
 
         ways: list[Callable[[], object]] = [
             lambda: weight + 1,
-            weight.to_local,
+            lambda: weight.to_local().sum(),
             weight.full_tensor,
             lambda: weight._local_tensor.sum(),
             lambda: weight.redistribute(placements=[Replicate()]),

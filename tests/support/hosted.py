@@ -25,6 +25,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from support.children import CHILD
 
 
@@ -93,6 +95,7 @@ def _become(job: Job, environment: Mapping[str, str]) -> int:
     with Path(f"said{os.environ.get('RANK', '')}.txt").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    torch.manual_seed(0)  # not every script does
     sys.argv = list(job.words)
     sys.path.insert(0, str(Path(job.words[0]).parent))
     try:
