@@ -59,9 +59,9 @@ def adapt(
     with `train()` and `eval()`, as those without a schedule, has them here, too: outside of a
     forward, a backward and `infinity.gathered`.
 
-    Raises `ConfigError` for an optimizer that is infinity's own, that needs a closure or sparse
-    gradients, or whose states are tensors of other classes, as those in 8 bits of torchao. For
-    wrong `settings`, raises the error of `optimizer` itself.
+    Raises `ConfigError` for an optimizer that is infinity's own, that needs a closure, sparse
+    gradients or a backward of its own (LOMO), or whose states are tensors of other classes, as
+    those in 8 bits of torchao. For wrong `settings`, raises the error of `optimizer` itself.
     """
     if not (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -80,6 +80,12 @@ def adapt(
         raise ConfigError(
             f"{optimizer.__name__} updates by sparse gradients alone, and gradients are dense "
             "here; use infinity.AdamW"
+        )
+    if hasattr(optimizer, "fused_backward"):
+        raise ConfigError(
+            f"{optimizer.__name__} updates parameters in its own fused_backward, and infinity "
+            "updates them in step(); use infinity.AdamW, whose updates begin in the backward with "
+            "Tuning(update='speculative')"
         )
     common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group)
     adapted = AdaptedWithModes if has_modes(optimizer) else Adapted
