@@ -64,9 +64,9 @@ def try_out(
             raise ConfigError(
                 f"{kind.__name__} of {package} computes other numbers when it has few of the "
                 "parameters (it looks at all of them together, for a norm, an average or random "
-                "numbers), and infinity.adapt runs it for one unit of a wrapped model after the other; use "
-                "infinity.AdamW or one of its family, or an optimizer that looks at one parameter "
-                "at a time"
+                "numbers), and infinity.adapt runs it for one unit of a wrapped model after the "
+                "other; use infinity.AdamW or one of its family, or an optimizer that looks at one "
+                "parameter at a time"
             )
     if not ran:
         raise ConfigError(
