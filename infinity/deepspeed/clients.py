@@ -37,10 +37,6 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not bias_correction:
-            raise DeepSpeedConfigError(
-                f"{type(self).__name__}: bias_correction=False is not supported"
-            )
         super().__init__(
             model_params,
             lr=lr,
@@ -50,6 +46,20 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
             amsgrad=amsgrad,
             decoupled_weight_decay=adamw_mode,
         )
+        if not bias_correction:
+            self.defaults["bias_correction"] = False
+            for group in self.param_groups:
+                group.setdefault("bias_correction", False)
+
+    def step(self, closure: Any = None) -> Any:
+        """As of torch, which always corrects: raises `ConfigError` before anything is changed where
+        a group is not to be corrected."""
+        if not all(group.get("bias_correction", True) for group in self.param_groups):
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}(bias_correction=False) steps only in an engine of "
+                "infinity.initialize; give it that, or leave bias_correction out"
+            )
+        return super().step(closure)
 
 
 class FusedAdam(DeepSpeedCPUAdam):

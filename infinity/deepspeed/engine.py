@@ -31,6 +31,7 @@ from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.monitor import Monitor
+from infinity.deepspeed.offload_devices import StateMoves
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.engine import Engine, engine
@@ -99,6 +100,10 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._kept = engine(model)
         _DIRECTORIES[self._kept] = directories
         self._checkpoints = TaggedCheckpoints(self)
+        self._moves = StateMoves(settings.config)
+        if optimizer is not None:
+            vars(optimizer)["offload_states"] = self._moves.offload_states
+            vars(optimizer)["reload_states"] = self._moves.reload_states
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
 
@@ -426,10 +431,12 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Nothing: what the compute device holds is planned."""
 
     def offload_states(self, *states: Any, **options: Any) -> None:
-        """Nothing: states are where the configuration puts them, between steps, too."""
+        """`StateMoves.offload_states`: a warning where states lie on the GPU."""
+        self._moves.offload_states(*states, **options)
 
-    def reload_states(self, *states: Any, **options: Any) -> None:
-        """Nothing; see `offload_states`."""
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing: states are where the configuration puts them."""
+        self._moves.reload_states(non_blocking)
 
     def destroy(self) -> None:
         """Finish updates, and give back memory, threads and files; all ranks call it. May be called

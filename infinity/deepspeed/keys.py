@@ -328,7 +328,12 @@ _ZERO = (
         refused("zero_quantized_gradients", FLAG, False, _QUANTIZED),
         refused("mics_shard_size", whole(-1), -1, "a DeviceMesh (replicate, shard) does it", 0),
         ignored("mics_hierarchical_params_gather", FLAG, False, COMMUNICATION),
-        refused("save_muon_momentum_buffer_in_memory", FLAG, False, "there is no Muon"),
+        refused(
+            "save_muon_momentum_buffer_in_memory",
+            FLAG,
+            False,
+            "offload_optimizer says where momentum lies",
+        ),
     ),
 )
 
@@ -408,9 +413,26 @@ _ADAM = (
 )
 
 
+_MUON = (
+    exact("lr", number(), None, "lr={value}"),
+    exact("muon_lr", number(), None, "lr={value} of matrices"),
+    exact("adam_lr", number(), None, "lr={value} of what is updated by Adam"),
+    exact("weight_decay", number(), 0.0, "weight_decay={value}"),
+    exact("momentum", number(0, 1), 0.95, "momentum={value} of matrices"),
+    exact("ns_method", one_of("gram", "standard"), "gram", "the Newton-Schulz iteration: {value}"),
+    exact("betas", several(number(0, 1), 2), (0.9, 0.95), "betas={value} of Adam"),
+    exact("eps", number(), 1e-10, "eps={value} of Adam"),
+    exact("adam_w_mode", FLAG, True, "Adam's decay acts on the parameter: {value}"),
+    ignored("torch_adam", FLAG, False, "the numbers are the same"),
+    refused("per_head_muon", FLAG, False, "whole matrices are orthogonalized"),
+    refused("fp32_optimizer_states", FLAG, True, "states of Muon are fp32"),
+    refused("max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"),
+)
+
+
 @dataclass(frozen=True)
 class KnownOptimizer:
-    """An optimizer that the kernels have."""
+    """An optimizer that the kernels have, or that DeepSpeed alone has."""
 
     becomes: str
     algorithm: str
@@ -456,6 +478,9 @@ OPTIMIZERS = {
             exact("nesterov", FLAG, False, "nesterov={value}"),
         ),
     ),
+    "muon": KnownOptimizer(
+        "DeepSpeed's Muon by infinity.adapt, unit by unit on the host", "other", _MUON
+    ),
 }
 """By type, in lower case."""
 APPROXIMATE = "its updates are approximations of its own"
@@ -465,7 +490,6 @@ REFUSED_OPTIMIZERS = {
     "onebitlamb": APPROXIMATE,
     "lamb": "it needs a norm for each layer",
     "sparseadam": "gradients are dense here",
-    "muon": "it needs whole matrices",
     "muadam": "it needs the shapes of a base model",
     "muadamw": "it needs the shapes of a base model",
     "musgd": "it needs the shapes of a base model",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.muon import ClippedMuon, Muon, halves
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.deepspeed.settings import LossScale, Named, Settings
 from infinity.errors import ConfigError, in_words
@@ -134,6 +135,8 @@ def recipe(
             "the optimizer has no parameters: model_parameters is empty, or all of the model are "
             "frozen; thaw some, or leave out the block optimizer for evaluation"
         )
+    if settings.optimizer.type.lower() == "muon":
+        return _of_muon(settings, settings.optimizer, model, groups)
     return _of_configuration(settings.optimizer, groups)
 
 
@@ -214,6 +217,16 @@ def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
             "AdamW, Adagrad, Lion or SGD, or any name in torch.optim"
         )
     return Recipe(_adapting(of_torch), "other", groups, params)
+
+
+def _of_muon(
+    settings: Settings, named: Named, model: nn.Module, groups: list[dict[str, Any]]
+) -> Recipe:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    divided = list(halves(groups, parameters, named.params))
+    if settings.gradient_clipping and settings.config.stage > 0:
+        return Recipe(ClippedMuon, "other", divided, {"limit": settings.gradient_clipping})
+    return Recipe(_adapting(Muon), "other", divided)
 
 
 def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:

@@ -18,8 +18,17 @@ uses, so gradients wait for the end of its turn, which is the last one in the ba
 
 Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
 
-A unit that a whole backward leaves out on one rank, and that spans nothing, is still an error
+A unit that a whole backward leaves out on one rank, and that spans nothing, is an error at stage 3
 (`Exchange`): its ranks ran other modules, or dropped the output of one.
+
+[Note: one line of reductions]
+Where every rank has whole parameters (stages 0 and 2) their uses need no collective, so ranks may
+leave out modules, as with LayerDrop. There each backward reduces every trainable unit once, in one
+order (`Line`). A unit whose turn has ended waits until those before it are reduced, and its
+gradients stay where autograd made them. What had no turn when the backward ends brings zeros. So a
+rank that leaves nothing out, and uses units in that order, keeps no more than without the line.
+The order is that of the first forwards of the first rank, backwards. A reduction to which no rank
+brings anything moves no data.
 """
 
 from __future__ import annotations
@@ -32,8 +41,74 @@ from torch import nn
 
 from infinity.errors import EngineClosedError
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
+
+
+class Line:
+    """The order in which `units` are reduced in each backward, the same on all ranks; see [Note:
+    one line of reductions]."""
+
+    def __init__(self, units: Sequence[Unit], buffer: GradientBuffer, exchange: Exchange) -> None:
+        self._units, self._buffer, self._exchange = units, buffer, exchange
+        self._used: dict[Unit, None] = {}  # in the order of first uses
+        self._order: Sequence[Unit] = ()  # once ranks have agreed
+        self._ended: set[Unit] = set()
+        self._position = 0
+        self._begun = False
+
+    def use(self, unit: Unit) -> None:
+        """A forward that will have a backward uses `unit`."""
+        if not self._order:
+            self._used[unit] = None
+
+    def begin(self) -> None:
+        """The backward under way has a gradient, so it reduces all units."""
+        if self._begun:
+            return
+        if not self._order:
+            self._agree()
+        self._begun = True
+        self._advance()
+
+    def turn_ended(self, unit: Unit) -> None:
+        """`unit` has had its turn in the backward under way."""
+        self._ended.add(unit)
+        self._advance()
+
+    def end(self) -> None:
+        """The backward has ended: reduce what is left."""
+        if self._begun:
+            self._ended.update(self._order)
+            self._advance()
+        self._begun, self._position = False, 0
+        self._ended.clear()
+        self.open()
+
+    def open(self) -> None:
+        """Have the buffer collect gradients of the next unit alone."""
+        order = self._order
+        self._buffer.admit(order[self._position] if self._position < len(order) else None)
+
+    def _advance(self) -> None:
+        if not self._begun:
+            return
+        for unit in self._order[self._position :]:
+            if unit not in self._ended:
+                break
+            self._buffer.reduce_turn(unit)
+            self._position += 1
+        self.open()
+
+    def _agree(self) -> None:
+        places = dict(zip(reversed(self._used), range(len(self._used)), strict=True))
+        mine = [float(places.get(unit, len(places))) for unit in self._units]
+        exchange = self._exchange
+        values = mine if exchange.ranks.is_first else [0.0] * len(mine)
+        agreed = exchange.sum(values, "the order of reductions")
+        order = dict(zip(self._units, agreed, strict=True))
+        self._order = sorted(self._units, key=lambda unit: (order[unit], -unit.index))
 
 
 class Spans:
@@ -68,6 +143,8 @@ class Spans:
         # Of these, in the backward that is under way: turns that are left, and who has its last.
         self._left: dict[Unit, int] = {}
         self._due: Unit | None = None
+        self._line = self._line_of(users)
+        self._current: Unit | None = None  # whose turn it is in the line
         self._rests = False
         self.rest(False)
 
@@ -76,10 +153,24 @@ class Spans:
         self._rests = rests
         self._park()
 
+    def _line_of(self, users: Mapping[nn.Module, Sequence[Unit]]) -> Line | None:
+        reduced = {unit for units in users.values() for unit in units if _reduces(unit)}
+        units = sorted(reduced, key=lambda each: each.index)
+        exchange = next((unit.exchange for unit in units), None)
+        if self._buffer is None or exchange is None or not all(u.stays_whole for u in units):
+            return None
+        return Line(units, self._buffer, exchange)
+
     def _park(self) -> None:
-        if self._buffer is not None:
-            units = () if self._rests else (*self._inside, *self._reused)
-            self._buffer.park(filter(_reduces, units))
+        if self._buffer is None:
+            return
+        units = () if self._rests else (*self._inside, *self._reused)
+        self._buffer.park(filter(_reduces, units))
+        if self._line is not None:
+            if self._rests:
+                self._buffer.admit_all()
+            else:
+                self._line.open()
 
     def begin_forward(self, training: bool) -> None:
         """A forward begins, and `training` says whether it will have a backward."""
@@ -90,6 +181,8 @@ class Spans:
 
     def use(self, unit: Unit) -> None:
         """The forward is about to use `unit`."""
+        if self._uses is not None and self._line is not None:
+            self._line.use(unit)
         if self._uses is None or unit is self._last_used or unit in self._inside:
             return
         self._uses[unit] += 1
@@ -114,12 +207,14 @@ class Spans:
         is_inner = unit not in self._inside
         if closing or opening or (is_inner and unit.trainable and unit is not self._due):
             self._reduce_due()
-        if self._buffer is not None and (closing or opening):
-            self._buffer.flush()
+        if closing or opening:
+            self._end_current()
         self._close(closing)
         if is_inner:
             self._begin(unit)
-            if self._buffer is not None:
+            if self._line is not None:
+                self._begin_in_line(unit)
+            elif self._buffer is not None:
                 self._buffer.begin_turn(unit)
         for span in opening:
             if _moves(span):
@@ -138,17 +233,42 @@ class Spans:
             if self._left[unit] == 0:
                 self._due = unit
 
+    def _begin_in_line(self, unit: Unit) -> None:
+        """As `GradientBuffer.begin_turn`: frozen units come and go between gradients."""
+        if unit.trainable and unit is not self._current:
+            self._end_current()
+            self._current = unit if _reduces(unit) and unit not in self._reused else None
+
+    def _end_current(self) -> None:
+        """The turn of the unit whose gradients come has ended."""
+        current, self._current = self._current, None
+        if self._line is None and self._buffer is not None:
+            self._buffer.flush()
+        elif current is not None:
+            self._reduce(current)
+
+    def _reduce(self, unit: Unit) -> None:
+        """The turn of `unit` has ended: reduce it, in the line if there is one."""
+        if self._line is not None:
+            self._line.turn_ended(unit)
+        elif self._buffer is not None:
+            self._buffer.reduce_turn(unit)
+
     def _reduce_due(self) -> None:
         """The last turn of a unit that was used several times has ended."""
         due, self._due = self._due, None
-        if due is not None and self._buffer is not None and _reduces(due):
-            self._buffer.reduce_turn(due)
+        if due is not None and _reduces(due):
+            self._reduce(due)
 
     def collect(self, unit: Unit) -> None:
         """A gradient of `unit` has come. The backward may have had no use of it before: a layer
         whose input requires no gradient needs no weight. Where other parameters of the unit may be
         left out, another rank may have had one: it is used here, too."""
-        if self._rests or unit in self._inside or unit is self._latest:
+        if self._rests:
+            return
+        if self._line is not None and _reduces(unit):
+            self._line.begin()
+        if unit in self._inside or unit is self._latest:
             return
         self.turn(unit)
         if _moves(unit) and len(unit.parameters) > 1:
@@ -166,6 +286,9 @@ class Spans:
             for unit in sorted((u for u, n in left.items() if n > 0), key=lambda each: each.index):
                 self._due = unit
                 self._reduce_due()
+            self._current = None
+            if self._line is not None:
+                self._line.end()
             if self._buffer is not None:
                 self._buffer.reduce_parked()
 
@@ -177,8 +300,8 @@ class Spans:
                 self._runtime.held.remove(span)
                 span.release()
         for span in reversed(turns):
-            if self._buffer is not None and _reduces(span):
-                self._buffer.reduce_turn(span)
+            if _reduces(span):
+                self._reduce(span)
 
 
 def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]:

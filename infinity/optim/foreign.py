@@ -59,9 +59,9 @@ def adapt(
     with `train()` and `eval()`, as those without a schedule, has them here, too: outside of a
     forward, a backward and `infinity.gathered`.
 
-    Raises `ConfigError` for an optimizer that is infinity's own, that needs a closure or sparse
-    gradients, or whose states are tensors of other classes, as those in 8 bits of torchao. For
-    wrong `settings`, raises the error of `optimizer` itself.
+    Raises `ConfigError` for an optimizer that is infinity's own, that needs a closure, sparse
+    gradients or a backward of its own (LOMO), or whose states are tensors of other classes, as
+    those in 8 bits of torchao. For wrong `settings`, raises the error of `optimizer` itself.
     """
     if not (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -80,6 +80,12 @@ def adapt(
         raise ConfigError(
             f"{optimizer.__name__} updates by sparse gradients alone, and gradients are dense "
             "here; use infinity.AdamW"
+        )
+    if hasattr(optimizer, "fused_backward"):
+        raise ConfigError(
+            f"{optimizer.__name__} updates parameters in its own fused_backward, and infinity "
+            "updates them in step(); use infinity.AdamW, whose updates begin in the backward with "
+            "Tuning(update='speculative')"
         )
     common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group)
     adapted = AdaptedWithModes if has_modes(optimizer) else Adapted
@@ -182,23 +188,26 @@ class Adapted(Optimizer):
 
     def _update(self, unit: Unit, factor: float, carried: Carried) -> None:
         kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
-        values = unit.states.gather(kept)
-        gradients = unit.states.gather(Kind.GRAD).float()
-        bench, updated = self.bench(unit), self._updated(unit)
+        values, bench = unit.states.gather(kept), self.bench(unit)
         try:
             optimizer = bench.lay_out(self, values)
-            for index, (stand, place) in enumerate(
-                zip(bench.stands, unit.layout.places, strict=True)
-            ):
-                if updated[index][1] is not None:
-                    stand.grad = gradients[place.offset : place.end].view(place.shape)
-                    if (times := unit.gradients.factor(index, factor)) != 1.0:
-                        stand.grad.mul_(times)
+            self._give_gradients(unit, bench, factor)
             optimizer.step()
             carried.note(self.kind, optimizer.param_groups)
         finally:
             bench.clear()
         unit.states.write(kept, unit.shard_of(values))
+
+    def _give_gradients(self, unit: Unit, bench: Workbench, factor: float) -> None:
+        """Give the stand-ins the gradients of what is updated, clipped by `factor`."""
+        gradients = unit.states.gather(Kind.GRAD).float()
+        for index, (_, group) in enumerate(self._updated(unit)):
+            if group is not None:
+                place = unit.layout.places[index]
+                gradient = gradients[place.offset : place.end].view(place.shape)
+                if (times := unit.gradients.factor(index, factor)) != 1.0:
+                    gradient.mul_(times)
+                bench.stands[index].grad = gradient
 
     def _update_nothing(self, unit: Unit, carried: Carried) -> None:
         """A step for a unit without gradients: the torch optimizer may count it."""

@@ -60,12 +60,13 @@ def try_out(
             continue
         ran = True
         if not _agree(together, alone):
+            package = kind.__module__.partition(".")[0]
             raise ConfigError(
-                f"{kind.__name__} computes other numbers when it has few of the parameters "
-                "(it looks at all of them together, for a norm, an average or random numbers), and "
-                "infinity.adapt runs it for one unit of a wrapped model after the other; use "
-                "infinity.AdamW or one of its family, or an optimizer that looks at one parameter "
-                "at a time"
+                f"{kind.__name__} of {package} computes other numbers when it has few of the "
+                "parameters (it looks at all of them together, for a norm, an average or random "
+                "numbers), and infinity.adapt runs it for one unit of a wrapped model after the "
+                "other; use infinity.AdamW or one of its family, or an optimizer that looks at one "
+                "parameter at a time"
             )
     if not ran:
         raise ConfigError(

@@ -83,18 +83,16 @@ class Runtime:
 
     def stepped(self) -> None:
         """An optimizer step was started: take the places of what comes first, for its updates to
-        fill, in the order of the last forward, which is that of all ranks. Their backwards may have
-        ended at other units."""
+        fill."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
         self.trace.expect_again()
         self._renew()
         self.look_ahead()
 
     def _renew(self) -> None:
-        """Have what stays whole gathered in the order of the next forward, which is that of all
-        ranks. Their backwards may have used units in other orders."""
-        first = [self._units[index] for index in self.trace.first_uses()]
-        for unit in dict.fromkeys((*first, *self._units)):
+        """Have what stays whole gathered in the order of the units, which is that of all ranks.
+        Their forwards and backwards may have used units in other orders, or left some out."""
+        for unit in self._units:
             unit.renew()
 
     def enter(self, unit: Unit) -> torch.Tensor:

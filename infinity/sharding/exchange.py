@@ -98,6 +98,8 @@ class Collective:
         """The work of a stream device that it comes after, as `ComputeDevice.mark`."""
         self.order = self.alike = 0
         """`Calls.value` with this one; and what all ranks bring alike, else it is not joined."""
+        self.idle: Callable[[], Any] | None = None
+        """On a rank that brings zeros: what is called instead of `join` where all ranks do."""
         self.groups: Sequence[ProcessGroup] = ()
         """Among whom it is joined, one after the other."""
         self._watch = watch
@@ -126,6 +128,7 @@ class Collective:
         self._result, self._error, self.groups = result, error, ()
         self._copy = Copy()
         self.join = self.arrive = lambda: None
+        self.idle = None
         self._ended.set()
         self._queued.set()
 
@@ -207,6 +210,7 @@ class Exchange:
         tensor: bool = False,
         alone: bool = False,
         alike: int = 0,
+        idle: Callable[[], Any] | None = None,
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
@@ -214,11 +218,12 @@ class Exchange:
         among; with `tensor` among the tensor parallel ranks, too. What this rank does `alone` is
         not counted: others need not do it. On a stream device it runs after what the caller has
         queued so far. This rank sends `sent` bytes in it. Where ranks differ in `alike`, fewer than
-        64 bits, it is not joined on any of them, and gives None.
+        64 bits, it is not joined on any of them, and gives None. A rank that brings nothing but
+        zeros may say what is called instead of `join` where that is so on all ranks: `idle`.
         """
         groups = () if alone else self._groups(everywhere, tensor)
         collective = self._new(operation, unit, join, sent, arrive, groups)
-        collective.alike = alike
+        collective.alike, collective.idle = alike, idle
         with self._lock:
             if not alone:
                 self._calls.note(operation, unit)
@@ -437,11 +442,13 @@ class Exchange:
             start = time.perf_counter()
             if collective.groups:  # else nobody waits for others
                 collective.arrived = start
-            brought = collective.order, collective.alike
-            ordered, alike = collectives.same_values(brought, collective.groups)
+            idle = collective.idle
+            brought = collective.order, collective.alike, int(idle is None)
+            ordered, alike, as_here = collectives.same_values(brought, collective.groups)
             if not ordered:
                 raise InfinityError("the ranks have posted different collectives")
-            result = collective.join() if alike else None
+            call = collective.join if idle is None or not as_here else idle
+            result = call() if alike else None
         if self.bytes_per_second is not None:
             self._closing.wait(
                 start + collective.sent / self.bytes_per_second - time.perf_counter()

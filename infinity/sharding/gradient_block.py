@@ -134,9 +134,11 @@ class GradientBlock:
         arrive: Callable[[], object] = lambda: None,
         scatters: bool = True,
         averages: bool = True,
+        idle: Callable[[], object] | None = None,
     ) -> Collective:
         """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both,
-        when `arrive` has returned."""
+        when `arrive` has returned; by `idle`, which a rank without gradients may give, where none
+        of the ranks has any."""
         unit = self._unit
         nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
         replicas = collectives.size(unit.ranks.replicas)
@@ -144,7 +146,9 @@ class GradientBlock:
             scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas
         )
         operation = "reduce" if scatters else "average"
-        return self._partners().post(operation, unit.name, join, sent, arrive, everywhere=averages)
+        return self._partners().post(
+            operation, unit.name, join, sent, arrive, everywhere=averages, idle=idle
+        )
 
     def bring(
         self, join: Callable[[], object], arrive: Callable[[], object] = lambda: None

@@ -52,6 +52,9 @@ class GradientBuffer:
         # Of units that span others, what they have collected in their turn, which lies elsewhere.
         self._parks: frozenset[Unit] = frozenset()
         self._parked: dict[Unit, dict[int, torch.Tensor]] = {}
+        # Where units are reduced in a line, the one that is collected in the buffer.
+        self._in_line = False
+        self._next: Unit | None = None
 
     @property
     def holder(self) -> Unit | None:
@@ -60,7 +63,8 @@ class GradientBuffer:
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
-        if unit in self._parks:
+        waits = self._in_line and unit is not self._next and unit.reduces_each_turn
+        if waits or unit in self._parks or unit in self._parked:
             self._park(unit, index, gradient)
             return
         again = self._holder is unit and index in self._collected
@@ -93,6 +97,15 @@ class GradientBuffer:
         """From now on gradients of `units` lie beside the buffer until `reduce_turn`."""
         self._parks = frozenset(units)
 
+    def admit(self, unit: Unit | None) -> None:
+        """From now on of units that are reduced each turn `unit` alone is collected in the buffer;
+        gradients of others lie beside it until `reduce_turn`."""
+        self._in_line, self._next = True, unit
+
+    def admit_all(self) -> None:
+        """End `admit`."""
+        self._in_line, self._next = False, None
+
     def _park(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Keep the tensor that autograd made, which nothing changes in place: a hook of the user
         may have it, too."""
@@ -101,9 +114,12 @@ class GradientBuffer:
         parked[index] = parked[index] + gradient if index in parked else gradient
 
     def reduce_turn(self, unit: Unit) -> None:
-        """The turn of `unit`, one that spans others, has ended on all ranks: reduce what it has
-        parked, zeros if that is nothing."""
+        """The turn of `unit`, one that spans others or is in the line, has ended on all ranks:
+        reduce what it has collected, zeros if that is nothing."""
         parked = self._parked.pop(unit, {})
+        if self._holder is unit and not parked:
+            self.flush()
+            return
         if not (parked or unit.trains):
             return
         if not parked:
@@ -201,6 +217,7 @@ class GradientBuffer:
         """Give the memory back."""
         self._memory, self._holder = self._memory[:0].clone(), None
         self._parks = frozenset()
+        self.admit_all()
         self._parked.clear()
         self._free.clear()
         self._taken.clear()

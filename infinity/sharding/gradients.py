@@ -383,13 +383,14 @@ class Gradients:
             return Reduction(block.bring(came, leaving.wait), leaving)
         if unit.reduces_late:
             return Reduction(block.bring(functools.partial(block.add_up, full, first)))
+        idle = None if collected else functools.partial(self._bring_nothing, full, first)
         if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
             bring = functools.partial(self._bring_home, full, first, self._collected)
-            return Reduction(block.post(bring))
+            return Reduction(block.post(bring, idle=idle))
         averages = unit.exchange.averages
         self._is_apart = not averages
         add = functools.partial(self._scatter, full, first, averages)
-        return Reduction(block.post(add, averages=averages))
+        return Reduction(block.post(add, averages=averages, idle=idle))
 
     def join_reduction(self) -> None:
         """For the buffer: other ranks may have gradients for the reduction that comes, and this one
@@ -419,6 +420,10 @@ class Gradients:
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
         self._block.add_up(self._block.reduced(full), first)
         self._measure(collected)
+
+    def _bring_nothing(self, zeros: torch.Tensor, first: bool) -> None:
+        if first:
+            self._block.add_up(self._unit.shard_of(zeros), first)
 
     def _scatter(self, full: torch.Tensor, first: bool, averages: bool) -> None:
         self._block.add_up(self._block.scattered(full), first, averages)

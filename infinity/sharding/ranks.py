@@ -60,6 +60,11 @@ class Ranks(NamedTuple):
         return size(self.shards) * size(self.replicas)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one of all of them."""
+        return all(rank(group) == 0 for group in self)
+
+    @property
     def own(self) -> str:
         """The name of what several ranks of a node must not share: `rank<N>`, N among all
         processes; "" for one rank."""

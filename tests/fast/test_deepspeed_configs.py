@@ -418,7 +418,7 @@ def test_what_is_no_configuration_is_refused(source: Any, problem: str) -> None:
 POOL = [
     *(True, False, 0, 1, 2, 3, 0.5, 7, 12.5, 1e9, 1e-6, "/somewhere", ["A", "b"], [0.5, 0.75]),
     *("none", "cpu", "nvme", "fp32", "fp16", "bf16", "mean", "sum", "warn", "fail", "ignore"),
-    *("log", "linear"),
+    *("log", "linear", "gram", "standard"),
 ]
 SPECIAL = (*BATCH, "optimizer.type", "scheduler.type", "infinity.", "data_types.keep", "log_level")
 ALL = [key for key in KEYS.values() if not key.path.startswith(SPECIAL)]

@@ -149,7 +149,6 @@ def test_the_version_is_that_of_its_distribution(package: Any) -> None:
             lambda d: d.get_accelerator().use_host_timers(),
             "no 'use_host_timers'; use torch.acc",
         ),
-        (lambda d: d.ops.adam.FusedAdam([], bias_correction=False), "is not supported"),
     ],
 )
 def test_what_it_has_not_is_refused_in_one_sentence(package: Any, call: Any, problem: str) -> None:

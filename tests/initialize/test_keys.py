@@ -15,8 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import infinity
+from infinity.deepspeed import clients
 from infinity.deepspeed.consolidation import get_fp32_state_dict_from_zero_checkpoint
 from infinity.deepspeed.keys import FREE, KEYS, Key, Treatment
+from infinity.deepspeed.offload_devices import OffloadDeviceEnum, OffloadStateTypeEnum
 from support.deepspeed import batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,11 +116,14 @@ def test_every_ignored_key_is_tried(plain: tuple[Any, ...]) -> None:
 # Keys with numbers
 
 
-def test_a_bias_that_is_not_corrected(start: Start) -> None:
+@pytest.mark.parametrize("by", ["key", "DeepSpeedCPUAdam", "FusedAdam"])
+def test_a_bias_that_is_not_corrected(start: Start, by: str) -> None:
     """As DeepSpeed's Adam without `bias_correction`, which is torch's after very many steps."""
     params = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False}
     config = configuration(optimizer={"type": "AdamW", "params": params})
-    engine, *_ = start(model=net(), config=config)
+    model = net()
+    client = None if by == "key" else getattr(clients, by)(model.parameters(), **params)
+    engine, *_ = start(model=model, config=config, optimizer=client)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for parameter in model.parameters():
@@ -134,6 +139,57 @@ def test_a_bias_that_is_not_corrected(start: Start) -> None:
         optimizer.zero_grad()
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert not engine.optimizer.param_groups[0]["bias_correction"]
+
+
+def test_alone_a_bias_is_corrected_or_refused() -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = clients.FusedAdam(model.parameters(), bias_correction=False)
+    model(*batch(0)).backward()
+    with pytest.raises(infinity.ConfigError, match="steps only in an engine of"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_states_that_a_script_offloads(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """The call of OpenRLHF moves nothing and changes no loss; a warning says which key would."""
+    losses: list[list[float]] = [[], []]
+    for calls, mine in enumerate(losses):
+        config = configuration()
+        config["zero_optimization"] = {"stage": 3}
+        engine, optimizer, *_ = start(model=net(), config=config)
+        for number in range(3):
+            engine.backward(loss := engine(*batch(number)))
+            engine.step()
+            mine.append(loss.item())
+            for moved in (engine, optimizer) if calls else ():
+                moved.offload_states(
+                    include=[OffloadStateTypeEnum.optim_states, "lp_params"],
+                    device=OffloadDeviceEnum.cpu,
+                    pin_memory=True,
+                    non_blocking=True,
+                )
+                moved.reload_states(non_blocking=True)
+        told = [each.getMessage() for each in caplog.records if "offload_states" in each.msg]
+        assert len(told) == 2 * calls  # once for each key
+    assert losses[0] == losses[1]
+    assert told == [
+        f"offload_states leaves {name} on the GPU, where the configuration has them; give "
+        f'zero_optimization.{key} {{"device": "cpu"}} to keep them in host memory'
+        for name, key in (("optim_states", "offload_optimizer"), ("lp_params", "offload_param"))
+    ]
+
+
+def test_states_on_the_host_are_offloaded_without_a_word(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, optimizer, *_ = start(model=net(), config=configuration())
+    optimizer.offload_states()
+    assert "offload_states" not in caplog.text
+    with pytest.raises(RuntimeError, match="moves states to the host alone; for NVMe"):
+        engine.offload_states(device="nvme")
+    with pytest.raises(RuntimeError, match="has 'moments'; give some of optim_states"):
+        engine.offload_states(["moments"])
 
 
 @pytest.mark.parametrize("listed", [False, True])

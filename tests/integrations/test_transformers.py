@@ -161,6 +161,40 @@ def test_names_of_optimizers(outputs: Path, name: str, given: dict[str, Any]) ->
     infinity.engine(found.model).close()
 
 
+def all_names() -> list[str]:
+    training_args = pytest.importorskip("transformers.training_args")
+    return [each.value for each in training_args.OptimizerNames]
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_name_of_an_optimizer_trains_or_is_refused_by_name(outputs: Path, name: str) -> None:
+    """Where a package is missing, the error is that of transformers."""
+    from infinity.integrations.transformers import COUNTERPARTS
+
+    once: dict[str, Any] = {"optim": name, "max_steps": 1, "weight_decay": 0.1}
+    if name not in COUNTERPARTS:
+        with pytest.raises(infinity.ConfigError, match=f"no optimizer for optim='{name}'; choose"):
+            trained(outputs / "ours", wrapped=True, **once)
+        return
+    try:
+        expected = trained(outputs / "plain", wrapped=False, **once)
+    except (ImportError, ValueError) as error:
+        if COUNTERPARTS[name].kind is None:
+            with pytest.raises(type(error), match="install"):
+                trained(outputs / "ours", wrapped=True, **once)
+            return
+        expected = None
+    try:
+        found = trained(outputs / "ours", wrapped=True, **once)
+    except infinity.ConfigError as error:
+        assert f"{type(expected.optimizer.optimizer).__name__} of " in str(error)
+        return
+    assert isinstance(found.optimizer.optimizer, Optimizer)
+    if expected is not None and COUNTERPARTS[name].moments == "fp32":
+        agree(found, expected, atol=1e-5)
+    infinity.engine(found.model).close()
+
+
 def test_optimizers_with_narrow_moments(outputs: Path) -> None:
     found = trained(outputs / "ours", wrapped=True, optim="paged_adamw_8bit")
     assert infinity.engine(found.model).config.moment_precision == "int8"

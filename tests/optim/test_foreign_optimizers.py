@@ -482,3 +482,11 @@ def test_states_of_a_class_of_their_own_are_refused(wrap: Callable[..., infinity
         infinity.ConfigError, match=r"^the state 'mean' of PackedStates is a Packed, a tensor of a"
     ):
         infinity.adapt(PackedStates, engine.model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_with_a_backward_of_its_own_is_refused() -> None:
+    class Lomo(torch.optim.SGD):
+        def fused_backward(self, loss: torch.Tensor, lr: float) -> None: ...
+
+    with pytest.raises(infinity.ConfigError, match=r"^Lomo updates parameters in its own fused_b"):
+        infinity.adapt(Lomo, [nn.Parameter(torch.zeros(2))], lr=0.1)

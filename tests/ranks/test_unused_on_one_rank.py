@@ -1,5 +1,5 @@
-"""Parameters that the data of one rank leaves out, in units that span others, are trained as DDP
-with `find_unused_parameters` trains them."""
+"""Parameters that the data of one rank leaves out, in units that span others, and at stages 0 to 2
+whole units, are trained as DDP with `find_unused_parameters` trains them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,26 @@ class Sided(nn.Module):
         return self.last(x)
 
 
-MODELS = {"net": Net, "adapted": Adapted, "gated": Gated, "sided": Sided}
+class Dropping(nn.Module):
+    """A rank leaves out whole layers (LayerDrop), or what comes of one. The last one is never
+    used. The layer that is used first is made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.side, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.start = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, flags: list[bool], number: int) -> torch.Tensor:
+        x = torch.tanh(self.start(x))
+        for layer, kept in zip(self.layers, flags, strict=True):
+            x = layer(x, True) if kept else x
+        side = self.side(x)
+        x = self.head(x)
+        return x + side if number == 0 else x
+
+
+MODELS = {"dropping": Dropping, "net": Net, "adapted": Adapted, "gated": Gated, "sided": Sided}
 
 
 @dataclasses.dataclass
@@ -217,6 +236,12 @@ ON_GPU = {"parameters": "gpu", "gpu_memory": "16MiB"}
         Task("gated", "blocks"),
         Task("gated", "blocks", {"gpu_memory": "1MiB"}, micro_batches=2),
         Task("gated", "blocks", {"stage": 2} | ON_GPU),
+        Task("dropping", "blocks", {"stage": 2} | ON_GPU),
+        Task("dropping", config={"stage": 2} | ON_GPU, micro_batches=3),
+        Task("dropping", config={"stage": 2, "gradients": "nvme"} | ON_GPU, micro_batches=2),
+        Task("dropping", config={"stage": 1} | ON_GPU, micro_batches=2),
+        Task("dropping", "blocks", {"stage": 0, "gpu_memory": "1MiB"}, micro_batches=2),
+        Task("dropping", config={"stage": 0, "gpu_memory": "1MiB", "recompute": "all"}),
     ],
     ids=lambda task: f"{task.model} {task.units} {task.config} {task.micro_batches} {task.tiles}",
 )

@@ -1,0 +1,241 @@
+"""The optimizer that DeepSpeed makes of `"type": "Muon"`, as one of torch, for `infinity.adapt`.
+
+[Note: the numbers of Muon]
+Those of DeepSpeed 0.19.8: Nesterov momentum, five Newton-Schulz iterations, and a factor for tall
+matrices. "gram" iterates on the Gram matrix where a matrix is not square, and "standard" on the
+matrix itself. "standard" iterates in bf16. "gram" iterates in fp16 where the CPU computes in it,
+else in fp32, as DeepSpeed does on a CPU; on a GPU DeepSpeed takes fp16. Momentum is fp32, where
+DeepSpeed keeps it in the dtype of the gradients.
+
+A parameter without a gradient stays as it is, as with optimizers of torch.
+
+[Note: what is clipped]
+At stage 0 gradients are clipped before Muon sees them. At stages 1 to 3 DeepSpeed clips what Muon
+makes of them, by the norm of that and of the gradients for Adam (`ClippedMuon`).
+`get_global_grad_norm` gives that norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.optim.foreign import Adapted
+from infinity.optim.norm import clip_factor
+from infinity.optim.step import Step
+from infinity.sharding.unit import Unit
+
+_STEPS = 5
+_FACTORS = (3.4445, -4.7750, 2.0315)
+_RESTART = 2
+"""The iteration on the Gram matrix that begins with a matrix made anew."""
+_WITHOUT = ("embed", "lm_head")
+"""Parameters with these in their names are updated by Adam."""
+_MUON = ("lr", "momentum", "weight_decay", "ns_method")
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+_RATES = {True: 0.02, False: 3e-4}
+"""Learning rates that DeepSpeed takes where none is given."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for groups with `use_muon`, and Adam for others. See [Note: the numbers of Muon].
+
+    Parameters of groups with `use_muon` have two or more dimensions. Adam's weight decay acts on
+    the parameter with `adam_w_mode`, else on the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = _RATES[True],
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+        betas: Sequence[float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        adam_w_mode: bool = True,
+        use_muon: bool = True,
+        clip: float = 1.0,
+    ) -> None:
+        """`clip` multiplies what Muon makes of a gradient, and the gradients for Adam."""
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults |= {"ns_method": ns_method, "betas": tuple(betas), "eps": eps}
+        defaults |= {"adam_w_mode": adam_w_mode, "use_muon": use_muon, "clip": clip}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients; `closure` is not called."""
+        for group in self.param_groups:
+            update = self._by_muon if group["use_muon"] else self._by_adam
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update(group, parameter, parameter.grad)
+
+    @torch.no_grad()
+    def square(self) -> float:
+        """The sum of squares of what a step would clip; changes nothing."""
+        found = 0.0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                clipped = parameter.grad
+                if clipped is not None and group["use_muon"]:
+                    before = self.state.get(parameter, {}).get("momentum_buffer")
+                    momentum = torch.zeros_like(clipped) if before is None else before.clone()
+                    clipped = _muon_update(clipped, momentum, group["momentum"], group["ns_method"])
+                found += 0.0 if clipped is None else float(clipped.norm()) ** 2
+        return found
+
+    def _by_muon(
+        self, group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        update = _muon_update(
+            gradient, state["momentum_buffer"], group["momentum"], group["ns_method"]
+        )
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        clipped = update.reshape(parameter.shape) * group["clip"]
+        parameter.add_(clipped, alpha=-group["lr"])
+
+    def _by_adam(
+        self, group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+            state["step"] = 0
+        state["step"] += 1
+        first, second = group["betas"]
+        gradient = gradient * group["clip"]
+        if not group["adam_w_mode"]:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        state["exp_avg"].lerp_(gradient, 1 - first)
+        state["exp_avg_sq"].lerp_(gradient.square(), 1 - second)
+        mean = state["exp_avg"] / (1 - first ** state["step"])
+        square = state["exp_avg_sq"] / (1 - second ** state["step"])
+        if group["adam_w_mode"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(mean / (square.sqrt() + group["eps"]), alpha=-group["lr"])
+
+
+class ClippedMuon(Adapted):
+    """`Muon` by `infinity.adapt` at stages 1 to 3; see [Note: what is clipped]."""
+
+    def __init__(
+        self, groups: Iterable[Any], limit: float, max_grad_norm: float | None, **common: Any
+    ) -> None:
+        """`limit` is the norm to clip to, in place of `max_grad_norm`; gradients are measured."""
+        common = {"skip_nonfinite": False, "loss_scaler": None} | common
+        super().__init__(Muon, groups, {}, math.inf, *common.values(), False, "global", None)
+        self._limit = limit
+
+    def _post(self, step: Step) -> None:
+        factors = {share.unit: factor for share, factor in step.factors.items()}
+        shares = [share.unit for share in step.shares]
+        norm = math.sqrt(sum(self._square(unit, factors[unit]) for unit in shares))
+        factor = clip_factor(norm, self._limit)
+        self.grad_norm, self.clipped_grad_norm = norm, norm * factor
+        for group in self.param_groups:
+            group["clip"] = factor
+        super()._post(step)
+
+    def _square(self, unit: Unit, factor: float) -> float:
+        bench = self.bench(unit)
+        try:
+            optimizer: Any = bench.lay_out(self, None)
+            self._give_gradients(unit, bench, factor)
+            return float(optimizer.square())
+        finally:
+            bench.clear()
+
+
+def halves(
+    groups: Iterable[Mapping[str, Any]],
+    parameters: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Each of `groups`, of names in `parameters`, as one for Muon and one for Adam.
+
+    Muon has those of two or more dimensions, but for embeddings and the head, by their names.
+    `settings` are those of the configuration; what a group says comes first.
+    """
+    for group in groups:
+        names = [name for name in group["params"] if parameters[name].requires_grad]
+        for by_muon, keys in ((True, _MUON), (False, _ADAM)):
+            mine = [name for name in names if _is_for_muon(name, parameters[name]) is by_muon]
+            if not mine:
+                continue
+            found = {key: settings[key] for key in keys if key in settings}
+            rate = settings.get("muon_lr" if by_muon else "adam_lr", found.get("lr"))
+            found["lr"] = _RATES[by_muon] if rate is None else rate
+            found |= {key: group[key] for key in keys if key in group}
+            found["adam_w_mode"] = settings.get("adam_w_mode", True)
+            yield found | {"params": mine, "use_muon": by_muon}
+
+
+def _is_for_muon(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim >= 2 and not any(part in name.lower() for part in _WITHOUT)
+
+
+def _muon_update(
+    gradient: torch.Tensor, momentum: torch.Tensor, beta: float, method: str
+) -> torch.Tensor:
+    finite = torch.isfinite(gradient).all()
+    momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - beta), momentum))
+    blended = gradient.lerp(momentum, beta)
+    matrix = blended.view(len(blended), -1) if blended.ndim == 4 else blended  # of a convolution
+    iterated = (_by_gram if method == "gram" else _by_matrix)(matrix)
+    rows, columns = gradient.size(-2), gradient.size(-1)
+    iterated = iterated * (math.sqrt(rows / columns) if rows > columns else 1.0)
+    return torch.where(finite, iterated.to(gradient.dtype).view(blended.shape), blended)
+
+
+def _by_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    wide = matrix.to(torch.bfloat16)
+    tall = matrix.size(-2) > matrix.size(-1)
+    wide = wide.mT if tall else wide
+    wide = _iterated(wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    return wide.mT if tall else wide
+
+
+def _iterated(wide: torch.Tensor) -> torch.Tensor:
+    a, b, c = _FACTORS
+    for _ in range(_STEPS):
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide
+
+
+def _by_gram(matrix: torch.Tensor) -> torch.Tensor:
+    a, b, c = _FACTORS
+    tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if tall else matrix
+    wide = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(_gram_dtype())
+    if wide.size(-1) <= wide.size(-2):
+        return _iterated(wide)
+    gram, product = wide @ wide.mT, None
+    for number in range(_STEPS):
+        if number == _RESTART and product is not None:
+            wide = product @ wide
+            gram, product = wide @ wide.mT, None
+        update = b * gram + c * gram @ gram
+        if product is None:
+            product = update.clone()
+            product.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            product = a * product + update @ product
+        if number < _STEPS - 1 and number + 1 != _RESTART:
+            half = a * gram + update @ gram
+            gram = a * half + update @ half
+    assert product is not None
+    found: torch.Tensor = wide.mT @ product.mT if tall else product @ wide
+    return found
+
+
+def _gram_dtype() -> torch.dtype:
+    return torch.float16 if torch.ops.mkldnn._is_mkldnn_fp16_supported() else torch.float32
