@@ -30,7 +30,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls their-tests native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -110,6 +110,12 @@ planted-cuda-faults: $(VENV)/installed  ## Plant faults in the CUDA kernels, and
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m cuda_faults $(WORDS)
+
+roads-table: $(VENV)/installed  ## Run what docs/frameworks.md says is tried, and write its table
+	@mkdir -p build/empty
+	$(PIP) bitsandbytes
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/pytest" -c ../../pyproject.toml -p support.roads -m road $(addprefix ../../tests/,integrations initialize peft)
 
 their-tests: $(VENV)/installed  ## Run suites of other libraries with this engine as deepspeed; SUITES=build/their-suites has them (see CONTRIBUTING.md)
 	@mkdir -p build/empty
