@@ -21,6 +21,7 @@ PAIRS ?= 5000
 FILES ?= 1000000
 FAILING_ARGS ?=
 SUITES ?= build/their-suites
+VERSIONS ?= $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) newest
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -30,7 +31,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls their-tests native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test test-versions python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -62,6 +63,24 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	cd build/empty
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
 	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
+
+# The oldest torch is that of pyproject.toml, beside the other versions of constraints.txt. With the newest one comes what pip takes.
+test-versions: export OMP_WAIT_POLICY := passive
+test-versions: wheel  ## Run the Python tests on the oldest and the newest torch (VERSIONS), and write tests/versions.md
+	@rm -rf build/versions
+	mkdir -p build/versions build/empty
+	grep -v '^torch==' constraints.txt >build/others.txt
+	for version in $(VERSIONS); do
+	  python=$(CURDIR)/build/torch-$$version/bin/python
+	  "$(PYTHON)" -m venv "build/torch-$$version"
+	  held="-c build/others.txt torch==$$version.*"
+	  if [ $$version = newest ]; then held="--upgrade torch"; fi
+	  $$python -m pip --disable-pip-version-check install --quiet $$held "$$(echo dist/*.whl)[finetune,test,check,docs]"
+	  name=$$($$python -c 'import torch; print(torch.__version__.partition("+")[0])')
+	  log=$(CURDIR)/build/versions/$$name.log
+	  (cd build/empty && $$python -m pytest -c ../../pyproject.toml -n $$(nproc) --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))) | tee $$log || true
+	done
+	"$(PYTHON)" .ci/versions build/versions >tests/versions.md
 
 # Autograd counts the devices when it runs first, so the simulated one needs processes of its own.
 queued-test: export OMP_WAIT_POLICY := passive
@@ -111,9 +130,15 @@ planted-cuda-faults: $(VENV)/installed  ## Plant faults in the CUDA kernels, and
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m cuda_faults $(WORDS)
 
+roads-table: $(VENV)/installed  ## Run what docs/frameworks.md says is tried, and write its table
+	@mkdir -p build/empty
+	$(PIP) bitsandbytes
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/pytest" -c ../../pyproject.toml -p support.roads -m road $(addprefix ../../tests/,integrations initialize peft)
+
 their-tests: $(VENV)/installed  ## Run suites of other libraries with this engine as deepspeed; SUITES=build/their-suites has them (see CONTRIBUTING.md)
 	@mkdir -p build/empty
-	$(PIP) parameterized pytest-datadir
+	$(PIP) parameterized pytest-datadir fire loguru pytz sh tensorboard
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m their_suites "$(abspath $(SUITES))"
 

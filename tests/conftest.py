@@ -20,7 +20,7 @@ from hypothesis import settings
 from torch import nn
 
 import infinity
-from support import elsewhere, threads
+from support import elsewhere, roads, threads
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
@@ -41,8 +41,11 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On another device than the CPU leave out what cannot run there."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the roads of all tests. On another device than the CPU leave out what cannot run
+    there."""
+    config.stash[roads.COLLECTED] = roads.marked(items)
     for item in items:
         if not elsewhere.runs(item.path.relative_to(TESTS).as_posix(), item.name):
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))

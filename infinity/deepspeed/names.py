@@ -69,6 +69,7 @@ BACKED: dict[str, dict[str, str]] = {
         "log_summary",
         "torch.distributed": "inference_all_reduce=all_reduce *",
     },
+    "compression.helper": {_TOOLS: "recursive_getattr recursive_setattr"},
     "git_version_info": {_BUILDERS: "installed_ops=COMPATIBLE"},
     "launcher.runner": {
         "infinity.deepspeed.launching": "DEEPSPEED_ENVIRONMENT_NAME EXPORT_ENVS main"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +90,18 @@ def move_to_device(
     if isinstance(item, dict):
         return {key: move_to_device(item[key], device, criterion_func) for key in item}
     return item.to(device)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute under a name with dots. Raises `AttributeError` where a part is missing."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute under a name with dots, whose owner is there. Raises `AttributeError` where
+    it is not."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(attrgetter(owner)(model) if owner else model, name, module)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -64,6 +64,7 @@ runtime.lr_schedules.WARMUP_MAX_LR runtime.zero.utils.ZeRORuntimeException
 DeepSpeedConfig OnDevice DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable comm.log_summary
 runtime.config.DeepSpeedConfig runtime.config.ADAM_OPTIMIZER utils.nvtx.instrument_w_nvtx
 moe.utils.is_moe_param moe.utils.has_moe_layers
+compression.helper.recursive_getattr compression.helper.recursive_setattr
 moe.utils.split_params_into_different_moe_groups_for_optimizer
 runtime.zero.config.ZeroStageEnum runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig
 runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
@@ -231,6 +232,14 @@ def test_tools_of_scripts(package: Any) -> None:
     with pytest.raises(RuntimeError, match="the timer step has not been started"):
         timer("step").stop()
     assert not importlib.import_module("deepspeed.monitor.monitor").MonitorMaster(None).enabled
+    helper = importlib.import_module("deepspeed.compression.helper")
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert helper.recursive_getattr(model, "0.0") is model[0][0]
+    helper.recursive_setattr(model, "0.0", torch.nn.Tanh())
+    helper.recursive_setattr(model, "last", torch.nn.ReLU())
+    assert [type(each).__name__ for each in (model[0][0], model.last)] == ["Tanh", "ReLU"]
+    with pytest.raises(AttributeError, match="has no attribute '1'"):
+        helper.recursive_getattr(model, "0.1")
 
 
 INSTALLED = """

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from infinity.deepspeed.schedulers import WarmupDecayLR
+from support.roads import API, road
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +69,7 @@ def plain(config: dict[str, Any]) -> list[float]:
     return losses
 
 
+@road(API, "a loop", "`python`", 3)
 def test_its_losses_are_those_of_plain_pytorch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from infinity.deepspeed import fragments
 from infinity_command.run import shim
 from support.deepspeed import Net, batch, configuration, net
 from support.rank_group import RANKS, OnRanks
+from support.roads import API, road
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +102,7 @@ def plain(reduction: str) -> tuple[list[list[float]], float, dict[str, torch.Ten
     return losses, norm.item(), model.state_dict()
 
 
+@road(API, "a loop", "`torchrun`", "0, 1, 2, 3", ranks=2)
 def test_every_stage_has_the_numbers_of_one_process(on_ranks: OnRanks, tmp_path: Path) -> None:
     found = on_both(on_ranks, "stages", tmp_path)
     for each in zip(*found, strict=True):

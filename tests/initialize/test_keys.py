@@ -3,6 +3,7 @@ none."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -49,15 +50,17 @@ IGNORED = {path: taken(key) for path, key in KEYS.items() if key.treatment is Tr
     for path, block in FREE.items()
     if block.treatment is Treatment.IGNORED
 }
-BASE = {
-    "fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1},
-    "gradient_clipping": 0.5,
+PRECISIONS: dict[str, Parts] = {
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
 }
+"""Blocks that have IGNORED keys, too."""
 
 
-def with_keys(keys: Parts, nvme: Path) -> Parts:
+def with_keys(keys: Parts, precision: str, nvme: Path) -> Parts:
     """The configuration with keys of other blocks beside its own."""
-    config = configuration(nvme, **BASE)
+    config = configuration(nvme, **copy.deepcopy(PRECISIONS[precision]), gradient_clipping=0.5)
     for path, value in keys.items():
         place = config
         *blocks, name = path.split(".")
@@ -67,50 +70,60 @@ def with_keys(keys: Parts, nvme: Path) -> Parts:
     return config
 
 
-def trained(keys: Parts) -> tuple[Any, ...]:
+def trained(keys: Parts, precision: str) -> tuple[Any, ...]:
     """Losses, skipped steps, scale, and the files with what they hold, of three steps of which one
     is skipped."""
     with tempfile.TemporaryDirectory() as folder:
         nvme, saved = Path(folder, "nvme"), Path(folder, "saved")
         torch.manual_seed(1)
-        engine, *_ = infinity.initialize(model=net(), config=with_keys(keys, nvme))
+        engine, *_ = infinity.initialize(model=net(), config=with_keys(keys, precision, nvme))
+        dtype = engine.module.first.weight.dtype
         losses = []
         for number in range(3):
             x, labels = batch(number)
-            loss = engine(x.half() * (1e4 if number == 0 else 1.0), labels)
+            loss = engine(x.to(dtype) * TOO_LARGE[precision] ** (number == 0), labels)
             engine.backward(loss)
             engine.step()
-            losses.append(loss.item())
+            losses.append(str(loss.item()))  # "nan" is itself
         engine.save_checkpoint(saved, tag="last")
-        end = losses, engine.skipped_steps, engine.optimizer.loss_scale
+        end = losses, engine.skipped_steps, engine.loss_scale()
         engine.destroy()
         files = sorted(str(each.relative_to(folder)) for each in Path(folder).rglob("*"))
         weights = get_fp32_state_dict_from_zero_checkpoint(saved)
         return *end, files, {name: value.tolist() for name, value in weights.items()}
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[Any, ...]:
-    found = trained({})
+TOO_LARGE = {"fp16": 1e4, "bf16": float("inf"), "autocast": 1.0}
+"""What the first batch is multiplied with. Only 16 bits leave out a step."""
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def plain(request: pytest.FixtureRequest) -> tuple[str, tuple[Any, ...]]:
+    """A precision, and what it ends in without other keys."""
+    found = trained({}, request.param)
     dist.destroy_process_group()
-    return found
+    return request.param, found
 
 
 @settings(max_examples=8, deadline=None, phases=[Phase.generate])
 @given(st.data())
 def test_ignored_keys_change_neither_losses_nor_skipped_steps_nor_files(
-    plain: tuple[Any, ...], data: st.DataObject
+    plain: tuple[str, tuple[Any, ...]], data: st.DataObject
 ) -> None:
+    precision, expected = plain
     names = data.draw(st.sets(st.sampled_from(sorted(IGNORED)), min_size=8))
     keys = {name: data.draw(st.sampled_from(IGNORED[name])) for name in sorted(names)}
-    assert trained(keys) == plain
+    assert trained(keys, precision) == expected
 
 
-def test_every_ignored_key_is_tried(plain: tuple[Any, ...]) -> None:
-    """The last value of each, all at once; one step was skipped, so the comparison sees scales."""
+def test_every_ignored_key_is_tried(plain: tuple[str, tuple[Any, ...]]) -> None:
+    """The last value of each, all at once; in 16 bits one step was skipped, so the comparison sees
+    scales."""
+    precision, expected = plain
     assert len(IGNORED) > 60 and all(IGNORED.values())
-    assert plain[1] == 1
-    assert trained({path: values[-1] for path, values in IGNORED.items()}) == plain
+    assert expected[1] == (precision != "autocast")
+    found = trained({path: values[-1] for path, values in IGNORED.items()}, precision)
+    assert found == expected
 
 
 # Keys with numbers

@@ -15,6 +15,7 @@ import pytest
 from support import forked
 from support.children import CHILD
 from support.deepspeed_configs import AUTO
+from support.roads import API, LAUNCHED, road
 
 COMMAND = [
     sys.executable,
@@ -105,6 +106,7 @@ print(json.dumps({
 """
 
 
+@road(API, "a loop", "`infinity run`", 3)
 def test_a_script_for_deepspeed_runs_with_the_losses_of_plain_torch(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PLAIN)
     config = {
@@ -169,6 +171,7 @@ def trainer(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "script.py"), str(tmp_path / "model"), *options]
 
 
+@road("transformers", "`Trainer(deepspeed=...)`", "`infinity run`", 3)
 def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
     tmp_path: Path, trainer: list[str]
 ) -> None:
@@ -232,6 +235,7 @@ print(json.dumps({"plain": plain, "found": found, "names": names}))
 """
 
 
+@road("accelerate", "`DeepSpeedPlugin`", "`infinity run`", 3)
 def test_accelerate_with_a_deepspeed_plugin_runs_unmodified(tmp_path: Path) -> None:
     """Rates are those of the script's own scheduler, which drives an optimizer that accelerate has
     replaced."""
@@ -267,9 +271,13 @@ def test_a_module_runs_and_its_children_find_the_package(tmp_path: Path) -> None
         (["--help-me"], "run takes a script, or -m and a module"),
         (["nowhere.py"], "nowhere.py: no such script, and no command of that name"),
         (["./nowhere"], "./nowhere: no such script\n"),
-        (
+        pytest.param(
             ["deepspeed", "--num_nodes", "2", "x.py"],
             "deepspeed --num_nodes 2 asks for several node",
+            marks=road(
+                *(API, "a script", "`infinity run deepspeed --num_nodes 2`", "0 to 3"),
+                result="refused: start torchrun on each node",
+            ),
         ),
         ([""], ": no such script"),
         ([str(Path(__file__).parent)], "a directory without __main__.py; name a script in it"),
@@ -376,7 +384,7 @@ def test_the_command_says_which_of_two_packages_runs(tmp_path: Path) -> None:
     assert (again.stdout, again.stderr) == ("True\n", ""), "the first rank says it"
 
 
-LAUNCHED = """
+SCRIPT_OF_ACCELERATE = """
 import json
 import torch
 from accelerate import Accelerator
@@ -404,15 +412,26 @@ if accelerator.is_main_process:
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("way", ["module", "around"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("module", marks=road("accelerate", "`Accelerator`", LAUNCHED, 3)),
+        pytest.param(
+            "around",
+            marks=road(
+                *("accelerate", "`Accelerator`", "`accelerate launch infinity run`", 2), ranks=2
+            ),
+        ),
+    ],
+)
 def test_accelerate_launch_with_a_deepspeed_configuration(tmp_path: Path, way: str) -> None:
     """Inline keys and a file, one rank and two, inside of `infinity run` and around it, with the
     losses of one plain process. Without a GPU accelerate would count one rank, and with
     `ACCELERATE_USE_CPU` it would train with DDP."""
     pytest.importorskip("accelerate")
     ranks = 1 if way == "module" else 2
-    (tmp_path / "script.py").write_text(LAUNCHED.replace("COUNT", str(ranks)))
-    (tmp_path / "plain.py").write_text(LAUNCHED.replace("COUNT", "1"))
+    (tmp_path / "script.py").write_text(SCRIPT_OF_ACCELERATE.replace("COUNT", str(ranks)))
+    (tmp_path / "plain.py").write_text(SCRIPT_OF_ACCELERATE.replace("COUNT", "1"))
     (tmp_path / "infinity").write_text(
         f"#!{sys.executable}\nfrom infinity_command import main\nmain()\n"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import infinity
+from support.roads import OWN, road
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDED = {
@@ -23,6 +24,7 @@ NEEDED = {
     "lightning_module": "lightning",
     "fabric_loop": "lightning",
 }
+ROADS = NEEDED | {"trainer": "transformers", "sft": "TRL", "lora": "PEFT"}
 
 
 def plain(source: str) -> str:
@@ -42,7 +44,19 @@ def run(source: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=road(
+                *(library, f"`examples/{name}.py`", "`python`", OWN),
+                adapters="LoRA" if name == "lora" else "none",
+            ),
+        )
+        for name, library in ROADS.items()
+    ],
+)
 def test_losses_equal_those_of_the_plain_script(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

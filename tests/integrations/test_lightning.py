@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import infinity
 from support.models import FAMILIES, text_batch
+from support.roads import OWN, road
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -85,6 +86,7 @@ def fitted(directory: Path, strategy: Any, resume: Path | None = None) -> tuple[
     return module, trainer
 
 
+@road("lightning", "`Trainer`", "`python`", OWN)
 def test_a_trainer_and_its_checkpoints(tmp_path: Path) -> None:
     """Losses, weights, validation of the last checkpoint, a resume of one, and of a plain one."""
     from infinity.integrations.lightning import InfinityStrategy
@@ -117,6 +119,7 @@ def test_a_trainer_and_its_checkpoints(tmp_path: Path) -> None:
         infinity.engine(resumed).close()
 
 
+@road("lightning", "Fabric", "`python`", OWN)
 def test_fabric(tmp_path: Path) -> None:
     """Accumulation, clipping, a scheduler and a checkpoint. `init_module` builds without memory,
     so that the parameters are others after `setup`."""
@@ -158,6 +161,7 @@ def test_fabric(tmp_path: Path) -> None:
     infinity.engine(wrapped).close()
 
 
+@road("accelerate", "`Accelerator`", "`python`", OWN)
 def test_an_accelerator(tmp_path: Path) -> None:
     """It wraps in `prepare`, and converts the optimizer, whose scheduler goes with it."""
     import accelerate

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from support import hosted
 from support.children import CHILD
 from support.local_models import save_classifier, save_metric, sentence
+from support.roads import LAUNCHED, PASSES, road
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -179,8 +180,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
-        *((f"performance-zero{number}", "performance-plain") for number in (1, 2, 3)),
-        ("ranks-zero3", "ranks-plain"),
+        *(
+            pytest.param(
+                *(f"performance-zero{number}", "performance-plain"),
+                marks=road("accelerate", "`test_performance`", LAUNCHED, number),
+            )
+            for number in (1, 2, 3)
+        ),
+        pytest.param(
+            *("ranks-zero3", "ranks-plain"),
+            marks=road("accelerate", "`test_performance`", LAUNCHED, 3, ranks=2),
+        ),
     ],
 )
 def test_weights_and_accuracy_are_those_of_a_run_without_keys(
@@ -200,7 +210,13 @@ def test_weights_and_accuracy_are_those_of_a_run_without_keys(
         torch.testing.assert_close(tensor, others[key], rtol=1e-6, atol=1e-7, msg=key)
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(each, marks=road("accelerate", "`test_checkpointing`", LAUNCHED, each))
+        for each in (2, 3)
+    ],
+)
 def test_a_checkpoint_resumes_with_the_accuracy_and_rates_of_its_epoch(
     ran: Path, number: int
 ) -> None:
@@ -217,6 +233,11 @@ def test_a_checkpoint_resumes_with_the_accuracy_and_rates_of_its_epoch(
     assert written.exists(), "this engine wrote it"
 
 
+@road(
+    *("accelerate", "`test_ds_multiple_model`", LAUNCHED, "2 beside 3"),
+    precision="bf16",
+    result=PASSES,
+)
 def test_models_with_a_stage_each_learn_beside_each_other(ran: Path) -> None:
     """The script itself compares accuracies of epochs."""
     text = hosted.said(ran / "several models")
@@ -226,9 +247,21 @@ def test_models_with_a_stage_each_learn_beside_each_other(ran: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("metrics", ["**Test that `drop_last` is taken into account**"]),
-        ("script", ["DistributedType.DEEPSPEED", "Shuffled central dataloader passing."]),
-        ("operations", ["DistributedType.DEEPSPEED", "testing sending tensors across devices"]),
+        pytest.param(
+            *("metrics", ["**Test that `drop_last` is taken into account**"]),
+            marks=road("accelerate", "`test_metrics`", LAUNCHED, 3, result=PASSES),
+        ),
+        pytest.param(
+            *("script", ["DistributedType.DEEPSPEED", "Shuffled central dataloader passing."]),
+            marks=road("accelerate", "`test_script`", LAUNCHED, 2, ranks=2, result=PASSES),
+        ),
+        pytest.param(
+            *(
+                "operations",
+                ["DistributedType.DEEPSPEED", "testing sending tensors across devices"],
+            ),
+            marks=road("accelerate", "`test_ops`", LAUNCHED, 3, ranks=2, result=PASSES),
+        ),
     ],
 )
 def test_a_script_that_checks_itself_passes(ran: Path, name: str, texts: list[str]) -> None:

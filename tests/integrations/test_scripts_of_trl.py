@@ -18,6 +18,7 @@ import torch
 
 from support import hosted
 from support.local_models import save_causal, sentence
+from support.roads import road
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -173,7 +174,20 @@ def saved(top: Path, variant: Variant) -> tuple[list[float], dict[str, torch.Ten
     return losses, load_file(directory / "out" / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            each,
+            id=str(each),
+            marks=road(
+                *("TRL", f"`{each.script}`", "`infinity run`", each.stage),
+                adapters="LoRA" if each.adapters else "none",
+            ),
+        )
+        for each in VARIANTS
+    ],
+)
 def test_a_script_of_trl_runs_unmodified(ran: Path, variant: Variant) -> None:
     found, weights = saved(ran, variant)
     expected, plain = saved(ran, variant._replace(stage=0))

@@ -18,6 +18,7 @@ import infinity
 from infinity.optim.optimizer import Optimizer
 from support.models import FAMILIES, text_batch
 from support.rank_group import OnRanks
+from support.roads import OWN, road
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -123,6 +124,7 @@ OFTEN: dict[str, Any] = {
 }
 
 
+@road("transformers", "`InfinityTrainer`", "`python`", OWN)
 def test_a_run_with_evaluation_checkpoints_and_the_best_model(outputs: Path) -> None:
     """Accumulation, clipping, label smoothing, decay; then metrics of predict, and a resume."""
     expected = trained(outputs / "plain", wrapped=False, **OFTEN)
@@ -252,6 +254,7 @@ def test_a_model_without_memory_from_model_init(outputs: Path) -> None:
     infinity.engine(found.model).close()
 
 
+@road("transformers", "`InfinityTrainer`", "`python`", OWN, adapters="LoRA")
 def test_adapters_go_on_from_a_checkpoint(outputs: Path) -> None:
     """It holds the adapters alone, and what a plain Trainer saved is taken, too."""
     peft = pytest.importorskip("peft")
@@ -272,7 +275,16 @@ def test_adapters_go_on_from_a_checkpoint(outputs: Path) -> None:
         assert run("again", wrapped=True, resume=source) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("reference", ["model", "adapters off"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        pytest.param(
+            reference,
+            marks=road("TRL", "`DPOTrainer` with the mixin", "`python`", OWN, adapters),
+        )
+        for reference, adapters in {"model": "none", "adapters off": "LoRA"}.items()
+    ],
+)
 def test_preference_optimization_of_trl(
     outputs: Path, reference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +381,13 @@ def test_trials_of_a_search_over_hyperparameters(outputs: Path) -> None:
 REFUSED = [
     ({"optim": "galore_adamw"}, {}, "infinity has no optimizer for optim='galore_adamw'"),
     ({"bf16_full_eval": True}, {}, "bf16_full_eval=True converts the model"),
-    ({"fsdp": "full_shard"}, {}, "fsdp=.* leave out FSDP"),
+    pytest.param(
+        *({"fsdp": "full_shard"}, {}, "fsdp=.* leave out FSDP"),
+        marks=road(
+            *("transformers", "`InfinityTrainer(fsdp=...)`", "`python`", OWN),
+            result="refused: leave out FSDP",
+        ),
+    ),
     ({}, {"wrapped": True}, "the model is wrapped already, so infinity_config would change"),
 ]
 
@@ -448,6 +466,7 @@ def work(task: Any, where: Path, rank: int) -> None:
         os.environ.update(before)
 
 
+@road("transformers", "`InfinityTrainer`", "`torchrun`", OWN, ranks=2)
 def test_two_ranks(outputs: Path, on_ranks: OnRanks) -> None:
     """They train as one rank with batches of twice the size, save, and go on with the same bits."""
     assert on_ranks(None) == ["done", "done"]

@@ -18,6 +18,7 @@ from infinity.modules import merging
 from support.adapted import written_by_the_kernel
 from support.configs import config_of
 from support.models import FAMILIES
+from support.roads import OWN, road
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -107,6 +108,16 @@ ADAPTERS = {
 }
 
 
+NAMES = {
+    "lora": "LoRA",
+    "a head": "LoRA and a head",
+    "dora": "DoRA",
+    "ia3": "IA3",
+    "adalora": "AdaLoRA",
+}
+"""What `ADAPTERS` are called."""
+
+
 @pytest.mark.parametrize("init", [True, "gaussian", "olora", "pissa", "a head"])
 def test_adapters_that_come_between_init_and_wrap(
     saved: Path, tmp_path: Path, closed: list[nn.Module], init: Any
@@ -125,7 +136,13 @@ def test_adapters_that_come_between_init_and_wrap(
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=road("PEFT", "a loop", "`python`", OWN, name))
+        for kind, name in NAMES.items()
+    ],
+)
 def test_losses_and_adapters_of_plain_pytorch(
     kind: str, saved: Path, tmp_path: Path, closed: list[nn.Module]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,23 @@ import torch
 from torch import nn
 
 import infinity
+from support.roads import OWN, road
 from support.smallest import PLACEMENTS, Wrap, wrapping
 
 peft = pytest.importorskip("peft")
-bitsandbytes = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
 ]
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def build(nested: bool = True, kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
     """Adapters on a Llama of two layers, whose statistics are quantized, too, where `nested`."""
+    import bitsandbytes
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=96,
@@ -93,6 +97,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         ("device", "all", True),
     ],
 )
+@road("PEFT", "a loop", "`python`", OWN, "QLoRA (nf4)")
 def test_training_has_the_bits_of_plain_adapters(
     wrap: Wrap, placement: str, recompute: str, nested: bool
 ) -> None:
@@ -109,7 +114,16 @@ def test_training_has_the_bits_of_plain_adapters(
 
 @pytest.mark.parametrize(
     ("order", "kind"),
-    [("vertical", ("nf4", torch.bfloat16)), ("horizontal", ("fp4", torch.float32))],
+    [
+        pytest.param(
+            *("vertical", ("nf4", torch.bfloat16)),
+            marks=road("PEFT", "a loop", "`python`", OWN, "QLoRA (nf4)", precision="bf16"),
+        ),
+        pytest.param(
+            *("horizontal", ("fp4", torch.float32)),
+            marks=road("PEFT", "a loop", "`python`", OWN, "QLoRA (fp4)"),
+        ),
+    ],
 )
 def test_accumulation_in_both_orders(wrap: Wrap, order: Any, kind: Any) -> None:
     model, whole = build(True, *kind), build(True, *kind)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from their_suites import hub
+from infinity.deepspeed.names import VERSION
+from their_suites import examples, hub
 from their_suites.left_out import LEFT_OUT
 
 TALLY = Path(__file__).with_name("tally.md")
@@ -25,6 +26,7 @@ SUITES = {
     "trl": ["tests/distributed", "-k", "zero"],
 }
 """What pytest is given of each library."""
+EXAMPLES = "DeepSpeedExamples"
 QUANTIZED = {
     "training": [],
     "training 4bit": ["--quant", "4bit"],
@@ -96,11 +98,20 @@ def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:
         yield Outcome(f"peft/{name}", result, errors[-1] if errors else "")
 
 
+def of_examples(sources: Path, top: Path) -> Iterator[Outcome]:
+    """Run DeepSpeedExamples, with models and data in `top`."""
+    chat = sources / EXAMPLES / "applications/DeepSpeed-Chat"
+    paths = os.pathsep.join([str(top), str(chat), *filter(None, sys.path)])
+    for name, error in examples.outcomes(sources / EXAMPLES, top, {"PYTHONPATH": paths}):
+        yield Outcome(f"{EXAMPLES}/{name}", "failed" if error else "passed", error)
+
+
 def version(sources: Path, library: str) -> str:
-    """The version that is installed, and the commit of the suite."""
+    """The version that is installed, or of the interface, and the commit of the suite."""
     describe = ["git", "-C", str(sources / library), "describe", "--tags", "--always"]
     done = subprocess.run(describe, capture_output=True, text=True, check=False)
-    return f"{importlib.metadata.version(library)} | {done.stdout.strip() or 'unknown'}"
+    installed = VERSION if library == EXAMPLES else importlib.metadata.version(library)
+    return f"{installed} | {done.stdout.strip() or 'unknown'}"
 
 
 def tally(sources: Path, outcomes: list[Outcome]) -> str:
@@ -137,6 +148,8 @@ def main() -> None:
                 outcomes += of_peft(sources, models)
             else:
                 outcomes += of_pytest(sources, library, models)
+        if (sources / EXAMPLES).is_dir():
+            outcomes += of_examples(sources, Path(folder) / "examples")
     TALLY.write_text(tally(sources, outcomes))
     print(TALLY.read_text())
     surprises = [each for each in outcomes if (each.result == "passed") == (each.test in LEFT_OUT)]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_KEPT = (
+    "at the end, where `.data.cpu()` of a gathered parameter is kept: on the CPU that is no copy, "
+    "and the engine asks for `.clone()`"
+)
 LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "accelerate/test_deepspeed_alst_ulysses_sp_0": ("refused", "no sequence parallel training"),
     "accelerate/test_deepspeed_alst_ulysses_sp_1": ("refused", "no sequence parallel training"),
@@ -16,6 +20,34 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "peft/training 8bit": (
         "refused",
         "bitsandbytes replaces a weight of int8 inside of its first forward",
+    ),
+    **{
+        f"DeepSpeedExamples/{name}": ("refused", _KEPT)
+        for name in (
+            *("step 1, stage 3, offload", "step 1, stage 3, its LoRA"),
+            *("step 2, reward, stage 3", "step 2, DPO, stage 3"),
+        )
+    },
+    "DeepSpeedExamples/step 3, stage 3, EMA": (
+        "refused",
+        "`.data` of a gathered parameter is kept while the average is taken; the engine asks for "
+        "`.clone()`",
+    ),
+    "DeepSpeedExamples/step 3, hybrid engine": (
+        "refused",
+        "hybrid_engine.enabled=True: generate() runs on the wrapped model",
+    ),
+    "DeepSpeedExamples/train": ("CUDA", "calls torch.cuda.set_device"),
+    **{
+        f"DeepSpeedExamples/aio_{what}_cpu_tensor": (
+            "refused",
+            "AsyncIOBuilder.load(): use infinity.nvme for NVMe",
+        )
+        for what in ("load", "store")
+    },
+    "DeepSpeedExamples/deepspeed_save_model": (
+        "refused",
+        "deepspeed.io: infinity.nvme reads and writes tensors",
     ),
     **{
         f"trl/test_{name}_liger[zero{stage}]": ("skipped", "by the suite, without liger-kernel")
