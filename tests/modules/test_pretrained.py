@@ -247,6 +247,7 @@ def test_what_constructors_freeze_is_what_it_is_outside(tmp_path: Path) -> None:
             assert model.get_parameter(name).requires_grad == parameter.requires_grad, name
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT
 @pytest.mark.parametrize("way", ["gaussian", "orthogonal", "pissa", "olora"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_adapters_that_start_from_the_values_of_the_base(
