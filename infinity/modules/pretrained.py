@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -89,14 +90,18 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
     _check(model, options)
     rules = options.weight_mapping or []
     if state is not None:
+        sliced = {name: each for name, each in state.items() if _is_sliced(each)}
         tensors = Tensors("the state dict")
-        tensors.give(state, "state_dict")
+        tensors.give({n: each for n, each in state.items() if n not in sliced}, "state_dict")
+        tensors.offer(sliced)
     else:
         tensors = open_files(files or [])
     with taping.paused():
         there = model.state_dict()
         wanted = {name: tuple(value.shape) for name, value in there.items()}
-        matches = match(tensors, model, "", wanted, rules)
+        # Conversions look into the model, where other modules may be by the time that they run.
+        outline = model if options.hf_quantizer is None else deepcopy(model)
+        matches = match(tensors, outline, "", wanted, rules)
         wrong = {name for name, _, _ in matches.wrong}
         _convert_dtypes(model, options.dtype_plan or {})
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
@@ -116,16 +121,32 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
 def _check(model: Any, options: Any) -> None:
     """Raise `ConfigError` for what cannot be put off."""
     name = f"{type(model).__name__}.from_pretrained inside infinity.init()"
-    if options.hf_quantizer is not None:
+    if options.hf_quantizer is not None and not _is_dense(options.hf_quantizer):
+        config = options.hf_quantizer.quantization_config
+        kind = type(config).__name__
+        other = f", or give quantization_config={kind}(dequantize=True)"
         raise ConfigError(
-            f"{name} cannot quantize, because parameters have no memory yet; load the model "
-            "outside of init()"
+            f"{name} cannot keep weights as {kind} has them, because parameters have no memory "
+            f"yet; load the model outside of init(){other if hasattr(config, 'dequantize') else ''}"
         )
     if options.device_map is not None and set(map(str, options.device_map.values())) != {"cpu"}:
         raise ConfigError(
             f"{name} places nothing on devices; leave device_map out, infinity.wrap moves "
             "parameters to the compute device"
         )
+
+
+def _is_sliced(value: Any) -> bool:
+    """Whether `value` is read when it is indexed, as tensors of GGUF files are."""
+    return not isinstance(value, torch.Tensor) and hasattr(value, "shape")
+
+
+def _is_dense(quantizer: Any) -> bool:
+    """Whether parameters are plain tensors after `quantizer` has loaded them."""
+    if not quantizer.pre_quantized:
+        return False
+    keeps_blocks = getattr(quantizer, "supported", True)  # of a GGUF file; else unpacks them all
+    return not keeps_blocks or getattr(quantizer.quantization_config, "dequantize", False)
 
 
 def _convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:

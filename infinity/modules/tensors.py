@@ -102,13 +102,33 @@ class _OtherFile:
         return found
 
 
+class _Sliced:
+    """A tensor that another library reads when it is indexed, such as one of a GGUF file."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self._given.shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype, for which it is read."""
+        return self.read(name, ()).dtype
+
+    def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
+        """The tensor, or the part of it within `bounds`."""
+        found: torch.Tensor = self._given[...]
+        return found[bounds]
+
+
 class Tensors:
     """The tensors of `where`, which errors name. Those of safetensors files stay there until they
     are read, and files of `torch.save` are mapped."""
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._files: dict[str, _MappedFile | _OtherFile] = {}  # by names of tensors
+        self._files: dict[str, _MappedFile | _OtherFile | _Sliced] = {}  # by names of tensors
         self._originals: dict[str, OriginalFile] = {}  # the same files, by names of tensors
         self._entries: dict[OriginalFile, Mapping[str, Entry]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -170,6 +190,10 @@ class Tensors:
                     "tensors by name are needed"
                 )
             self._tensors[name] = tensor.detach()
+
+    def offer(self, sliced: Mapping[str, Any]) -> None:
+        """Also those that are read when they are indexed, and have a `shape` before."""
+        self._files.update({name: _Sliced(each) for name, each in sliced.items()})
 
 
 def _opened(path: Path, file: OriginalFile) -> _MappedFile | _OtherFile:

@@ -3,6 +3,7 @@ outside, and reads nothing before `wrap`."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    FineGrainedFP8Config,
+    GgufConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaForCausalLM,
+    Mxfp4Config,
     PreTrainedModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -237,3 +245,158 @@ def test_what_constructors_freeze_is_what_it_is_outside(tmp_path: Path) -> None:
     for model, other in zip(models, (plain, loaded), strict=True):
         for name, parameter in other.named_parameters():
             assert model.get_parameter(name).requires_grad == parameter.requires_grad, name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT
+@pytest.mark.parametrize("way", ["gaussian", "orthogonal", "pissa", "olora"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_adapters_that_start_from_the_values_of_the_base(
+    way: Any, inside: bool, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """PiSSA and OLoRA decompose weights, and write what is left of them."""
+    path = saved("llama")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=way)
+
+    def adapted(base: Any) -> nn.Module:
+        torch.manual_seed(3)
+        return get_peft_model(base, config)
+
+    plain = adapted(LlamaForCausalLM.from_pretrained(path))
+    with infinity.init():
+        model = LlamaForCausalLM.from_pretrained(path)
+        model = adapted(model) if inside else model
+    values = wrapped_values(model if inside else adapted(model), tmp_path)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(values[name], value), name
+
+
+def save_quantized(
+    model: Any, place: Path, method: dict[str, Any], parts: Callable[[str, Any], dict[str, Any]]
+) -> None:
+    """Write `model` to `place`, as `parts` of its tensors by `method`."""
+    model.config.save_pretrained(place)
+    state = {
+        n: each
+        for name, value in model.state_dict().items()
+        for n, each in parts(name, value).items()
+    }
+    save_file(state, place / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+
+
+def save_fp8(place: Path) -> None:
+    def parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "proj" not in name:
+            return {name: value.bfloat16()}
+        scales = torch.rand(value.shape[0] // 16, value.shape[1] // 16)
+        return {name: value.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+    method = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    save_quantized(FAMILIES["llama"].build(), place, method, parts)
+
+
+def save_mxfp4(place: Path) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 2)
+    config = GptOssConfig(**sizes, **heads, num_hidden_layers=1, head_dim=32, num_local_experts=4)
+
+    def parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return {name: value.bfloat16()}
+        shape = value.shape[0], value.shape[2], value.shape[1] // 32
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, shape, dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    save_quantized(GptOssForCausalLM(config), place, {"quant_method": "mxfp4"}, parts)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind"), [(save_fp8, FineGrainedFP8Config), (save_mxfp4, Mxfp4Config)]
+)
+def test_quantized_files_that_become_plain_parameters(
+    save: Callable[[Path], None], kind: Any, tmp_path: Path
+) -> None:
+    save(tmp_path / "saved")
+    options = {"quantization_config": kind(dequantize=True)}
+    check(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options), tmp_path)
+
+
+def test_weights_that_stay_quantized_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, transformers dequantizes."""
+    save_fp8(tmp_path)
+    module = "transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer"
+    monkeypatch.setattr(f"{module}.validate_environment", lambda *args, **options: None)
+    with (
+        pytest.raises(
+            infinity.ConfigError,
+            match=r"^LlamaForCausalLM\.from_pretrained inside infinity\.init\(\) cannot keep "
+            r"weights as FineGrainedFP8Config has them, because parameters have no memory yet; "
+            r"load the model outside of init\(\), or give "
+            r"quantization_config=FineGrainedFP8Config\(dequantize=True\)$",
+        ),
+        infinity.init(),
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def save_gguf(path: Path, architecture: str) -> None:
+    """A model with two layers; transformers reads the tensors of a Llama at once, and those of LFM2
+    one by one."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv([0, 2] if architecture == "lfm2" else 2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(64)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_token_list([f"word {number}" for number in range(64)])
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (64, 32)}
+    attention = {f"attn_{each}": (32, 32) for each in ("q", "k", "v", "output")}
+    mlp = {"ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    norms = {"attn_norm": (32,), "ffn_norm": (32,)}
+    blocks: list[dict[str, tuple[int, ...]]] = [attention | mlp | norms] * 2
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(3)
+        shapes["token_embd_norm"] = (32,)
+        conv = {"in_proj": (96, 32), "out_proj": (32, 32), "conv": (32, 3)}
+        blocks[0] = mlp | norms | {f"shortconv.{name}": shape for name, shape in conv.items()}
+        blocks[1] = blocks[1] | {"attn_q_norm": (16,), "attn_k_norm": (16,)}
+    else:
+        shapes["output_norm"] = (32,)
+    for number, block in enumerate(blocks):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        value = torch.randn(shape).numpy()
+        if shape[-1] % 32 or len(shape) < 2:
+            writer.add_tensor(f"{name}.weight", value)
+        else:
+            quantized = gguf.quants.quantize(value, kind)
+            writer.add_tensor(f"{name}.weight", quantized, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gguf_file(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    save_gguf(tmp_path / "tiny.gguf", architecture)
+
+    def make() -> Any:
+        options = {"gguf_file": "tiny.gguf", "quantization_config": GgufConfig(dequantize=True)}
+        return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options)
+
+    check(make, tmp_path)
