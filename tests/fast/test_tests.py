@@ -28,9 +28,9 @@ def test_every_test_is_in_a_folder() -> None:
 # Private names
 
 FOREIGN = re.compile(
-    r"^(torch|os|sys)\.|\._(replace|fields|modules|parameters|\w+_hooks|local_tensor)$"
+    r"^(accelerate|torch|os|sys)\.|\._(replace|fields|modules|parameters|\w+_hooks|local_tensor)$"
 )
-"""What is private of torch and of the standard library, or only looks private."""
+"""What is private of other libraries and of the standard library, or only looks private."""
 
 LEFT: dict[str, int] = {
     "bench/test_bench_io.py": 2,
