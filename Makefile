@@ -64,12 +64,12 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
 	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
-# The oldest torch is that of pyproject.toml, beside the other versions of constraints.txt. With the newest one comes what pip takes.
+# The oldest torch is that of pyproject.toml, beside versions of constraints.txt (2.11 wants an older setuptools). With the newest one comes what pip takes.
 test-versions: export OMP_WAIT_POLICY := passive
 test-versions: wheel  ## Run the Python tests on the oldest and the newest torch (VERSIONS), and write tests/versions.md
 	@rm -rf build/versions
 	mkdir -p build/versions build/empty
-	grep -v '^torch==' constraints.txt >build/others.txt
+	grep -vE '^(torch|setuptools)==' constraints.txt >build/others.txt
 	for version in $(VERSIONS); do
 	  python=$(CURDIR)/build/torch-$$version/bin/python
 	  "$(PYTHON)" -m venv "build/torch-$$version"
