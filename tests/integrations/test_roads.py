@@ -22,7 +22,9 @@ def test_the_page_has_the_roads_of_the_tests(request: pytest.FixtureRequest) -> 
 
 def files_with_roads() -> set[Path]:
     return {
-        path for path in TESTS.rglob("test_*.py") if "from support.roads import" in path.read_text()
+        path
+        for path in TESTS.rglob("test_*.py")
+        if "\nfrom support.roads import" in path.read_text()
     }
 
 
