@@ -390,16 +390,16 @@ def test_a_gradient_that_is_not_finite_stops_all_stages(results: list[dict[str, 
         assert f"the gradient of {culprit} is not finite" in said
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="its schedule sends to its own rank, which gloo cannot do"
+)
 def test_a_backward_in_two_parts_is_refused_where_ranks_share_a_stage(
     results: list[dict[str, Any]],
 ) -> None:
-    for name in REFUSED if len(results) == 4 else ():
-        said = [result["refused"][name] for result in results]
-        ways = [
-            "use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B" in each for each in said
-        ]
-        # Ranks that wait for one that was refused end in errors of gloo before torch 2.13.
-        assert any(ways) if torch.__version__ < "2.13" else all(ways)
+    for result in results if len(results) == 4 else ():
+        assert result["refused"].keys() == REFUSED.keys()
+        for said in result["refused"].values():
+            assert "use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B" in said
 
 
 def test_what_is_no_group_is_refused(tmp_path: Path) -> None:
