@@ -62,7 +62,7 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	@mkdir -p build/empty
 	cd build/empty
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
-	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
+	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile --durations=40 $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
 # The oldest torch is that of pyproject.toml, beside versions of constraints.txt (2.11 wants an older setuptools). With the newest one comes what pip takes.
 test-versions: export OMP_WAIT_POLICY := passive
