@@ -44,6 +44,13 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def _others_of_this_name() -> list[str]:
+    """Other distributions that install a package `infinity`, as MegaTrain does. Files of both then
+    lie in one folder."""
+    found = importlib.metadata.packages_distributions().get("infinity", [])
+    return sorted({*found} - {_PACKAGES[0]})
+
+
 def _isa() -> list[str]:
     flags = next(
         (line.split() for line in lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))),
@@ -159,6 +166,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "kernel": platform.release(),
         "machine": platform.machine(),
         "versions": {name: installed_version(name) for name in _PACKAGES},
+        "others_of_this_name": _others_of_this_name(),
         "device": device,
         "cpus": len(os.sched_getaffinity(0)),
         "isa": _isa(),
@@ -184,6 +192,14 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
         *(
             (version is not None, name, version or "not installed")
             for name, version in facts["versions"].items()
+        ),
+        *(
+            (
+                False,
+                name,
+                "installs a package infinity, too: uninstall it, install this one again",
+            )
+            for name in facts["others_of_this_name"]
         ),
         (True, "compute device", facts["device"]),
         (

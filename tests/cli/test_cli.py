@@ -944,6 +944,18 @@ def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
     assert "With --nvme DIR" in run("doctor").stdout
 
 
+def test_doctor_knows_of_another_package_infinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(run("doctor", "--json").stdout)["others_of_this_name"] == []
+    folder = tmp_path / "megatrain-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: megatrain\nVersion: 1.0\n")
+    (folder / "top_level.txt").write_text("infinity\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "megatrain installs a package infinity, too" in " ".join(run("doctor").stdout.split())
+
+
 @pytest.mark.parametrize(
     ("name", "value", "is_on"),
     [
