@@ -222,6 +222,8 @@ def _is_blank(content: bytes | None) -> bool:
 
 
 def encoded(sequence: int, content: bytes) -> bytes:
+    """The record of commit number `sequence`, as a file has it: a head with a digest, and
+    `content`."""
     head = _HEAD.pack(_MAGIC, sequence, len(content), _digest(sequence, content))
     return head + content
 

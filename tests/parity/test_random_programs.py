@@ -279,10 +279,12 @@ def test_an_engine_closes_after_ranks_have_used_units_in_different_orders(
     tmp_path: Path, one_thread: None
 ) -> None:
     model = recipes.Model((LINEAR, GATE), (("checkpoint", False, (0, 1)),))
-    recipe = recipes.Recipe(model, (("train", 5),), SGD, ("stage 0",), ranks=2, own=True)
+    recipe = recipes.Recipe(model, (("train", 5),), SGD, ("stage 3",), ranks=2, own=True)
     with Ranks(tmp_path) as ranks:
         assert ranks.difference(recipe) is None
         assert ranks.refused == 1
+        assert ranks.difference(dataclasses.replace(recipe, placements=("stage 0",))) is None
+        assert ranks.refused == 1, "at stages 0 to 2 it trains, as with DDP"
 
 
 def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None) -> None:
