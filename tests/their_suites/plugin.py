@@ -24,7 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     ask = importlib.import_module("accelerate.test_utils.testing")
     for name in ("require_non_cpu", "require_multi_device", "require_fp16"):
         setattr(ask, name, _unmarked)
-    importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2
+    ask = importlib.import_module("transformers.testing_utils")
+    ask.backend_device_count = lambda device: 2
+    for name in ("accelerator", "multi_accelerator", "fp16"):
+        setattr(ask, f"require_torch_{name}", _unmarked)
     libraries = importlib.import_module("trl.import_utils")
     if not hasattr(libraries, "is_joblib_available"):  # the suite is of another version
         libraries.is_joblib_available = lambda: False
