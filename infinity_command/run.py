@@ -30,8 +30,7 @@ def shim() -> Path:
 
 def prepare() -> None:
     """Put the package and the command first on their paths, and give this process the number that
-    a launcher gave it,
-    or let it be the only rank.
+    a launcher gave it, or let it be the only rank.
 
     Raises `ValueError` where one of several processes does not know which of them it is.
     """

@@ -182,7 +182,10 @@ def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
     config = json.loads(json.dumps(AUTO["trainer, zero3"]))
     del config["scheduler"]
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    found = answers(run(*trainer, "--deepspeed", tmp_path / "ds.json"))
+    told = {"TRANSFORMERS_VERBOSITY": "info"}
+    ended = run(*trainer, "--deepspeed", tmp_path / "ds.json", env=told)
+    found = answers(ended)
+    assert ended.stderr.count("Detected DeepSpeed ZeRO-3: activating zero.init()") == 1
     assert (plain["is_empty"], found["is_empty"]) == (False, True)
     assert (plain["kind"], found["kind"]) == ("NO", "DEEPSPEED")
     assert found["log"] == pytest.approx(plain["log"], rel=1e-6)

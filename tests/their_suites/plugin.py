@@ -28,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     ask.backend_device_count = lambda device: 2
     for name in ("accelerator", "multi_accelerator", "fp16"):
         setattr(ask, f"require_torch_{name}", _unmarked)
+    arguments = importlib.import_module("transformers.training_args")
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    models = importlib.import_module("transformers")
+    for name in ("GlueDataset", "GlueDataTrainingArguments"):
+        if not hasattr(models, name):  # the suite is older, and imports what it does not use
+            setattr(models, name, None)
     libraries = importlib.import_module("trl.import_utils")
     if not hasattr(libraries, "is_joblib_available"):  # the suite is of another version
         libraries.is_joblib_available = lambda: False
