@@ -18,7 +18,7 @@ class Accuracy:
         right, self.right = self.right, []
         return {"accuracy": sum(right) / len(right)}
 
-def load(*names):
+def load(*names, **options):
     return Accuracy()
 """
 _SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]

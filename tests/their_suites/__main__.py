@@ -24,7 +24,7 @@ RUN = [sys.executable, "-m", "infinity_command", "run"]
 SUITES = {
     "accelerate": ["tests/deepspeed"],
     "trl": ["tests/distributed", "-k", "zero"],
-    "transformers": ["tests/deepspeed"],
+    "transformers": ["tests/deepspeed/test_deepspeed.py", "-k", "Core or TrainerIntegration"],
 }
 """What pytest is given of each library."""
 EXAMPLES = "DeepSpeedExamples"

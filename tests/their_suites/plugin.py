@@ -44,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if hasattr(item.module, "run_command")}:
         module.ROOT = Path.cwd()
         module.run_command = _of_wheel(module.run_command)
+    for module in {item.module for item in items if hasattr(item.module, "get_launcher")}:
+        module.execute_subprocess_async = _on_cpu(module.execute_subprocess_async)
+
+
+def _on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an example of transformers, which asks for a GPU unless it is told otherwise."""
+    return lambda command, **options: run([*command, "--use_cpu"], **options)
 
 
 def _of_wheel(run: Callable[..., None]) -> Callable[[Sequence[object], Mapping[str, str]], None]:
