@@ -138,7 +138,7 @@ roads-table: $(VENV)/installed  ## Run what docs/frameworks.md says is tried, an
 
 their-tests: $(VENV)/installed  ## Run suites of other libraries with this engine as deepspeed; SUITES=build/their-suites has them (see CONTRIBUTING.md)
 	@mkdir -p build/empty
-	$(PIP) parameterized pytest-datadir fire loguru pytz sh tensorboard
+	$(PIP) parameterized optuna pytest-datadir fire loguru pytz sh tensorboard
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m their_suites "$(abspath $(SUITES))"
 

@@ -2,7 +2,8 @@
 project backs. Imports neither `infinity` nor torch, which the script does when it needs them.
 
 The package lies in a directory of the wheel that is on no path. Here it comes first: on the path of
-this process, and in PYTHONPATH for those that the script starts.
+this process, and in PYTHONPATH for those that the script starts. The command `deepspeed` of scripts
+of the shell is found in PATH, likewise.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def shim() -> Path:
 
 
 def prepare() -> None:
-    """Put the package first on the path, and give this process the number that a launcher gave it,
-    or let it be the only rank.
+    """Put the package and the command first on their paths, and give this process the number that
+    a launcher gave it, or let it be the only rank.
 
     Raises `ValueError` where one of several processes does not know which of them it is.
     """
@@ -38,6 +39,9 @@ def prepare() -> None:
     sys.path.insert(0, directory)
     paths = [directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    programs = [str(shim() / "bin"), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    os.environ["PATH"] = os.pathsep.join(dict.fromkeys(programs))
+    os.environ["INFINITY_PYTHON"] = sys.executable
     launched.adopt(os.environ)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         launched.keep_deepspeed_on_cpu(os.environ)

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from infinity.build import wrapping
 from infinity.config import Config
 from infinity.deepspeed.agree import check_counts, join_ranks, take_model
-from infinity.deepspeed.communication import PORT, get_world_size
+from infinity.deepspeed.communication import PORT, get_rank, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.names import VERSION
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import Settings
@@ -31,8 +32,11 @@ from infinity.modules.check import refuse_lazy
 from infinity.modules.init import outside
 from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
+from infinity.version import __version__
 
 log = logging.getLogger("infinity")
+_INFO = "DeepSpeed info: version=%s, git-hash=unknown, git-branch=unknown, with infinity %s"
+"""What DeepSpeed logs first, and this engine adds."""
 
 _MOST_ENGINES = 64  # in one NVMe directory
 
@@ -82,6 +86,8 @@ def initialize(
     plain = _checked(model)
     join_ranks(distributed_port, dist_init_required)
     check_counts()
+    if get_rank() == 0:
+        log.info(_INFO, VERSION, __version__)
     settings = Settings.read(source, get_world_size(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any
 from infinity.deepspeed.zero import Init
 
 _MODULE = "transformers.modeling_utils"
+_NOTICE = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+"""What transformers logs of such a model."""
 _BUILDERS = ("from_pretrained", "_from_config")
 _RESIZE = "resize_token_embeddings"
 CHANGED = (*_BUILDERS, _RESIZE)
@@ -73,6 +76,7 @@ def _building(build: Callable[..., Any]) -> Callable[..., Any]:
 
         if not is_deepspeed_zero3_enabled():
             return build(cls, *args, **options)
+        logging.getLogger(_MODULE).info(_NOTICE)
         with _without_stage_3(), Init():
             # `Init` may have replaced it, so it is asked again.
             return getattr(cls, build.__name__)(*args, **options)

@@ -193,6 +193,15 @@ def test_states_that_a_script_offloads(start: Start, caplog: pytest.LogCaptureFi
     ]
 
 
+def test_the_first_line_of_a_log_is_that_of_deepspeed(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="infinity"):
+        start(model=net(), config=configuration())
+    first = caplog.messages[0]
+    assert first.startswith("DeepSpeed info: version=0.19.8, git-hash=unknown, git-branch=unknown")
+
+
 def test_states_on_the_host_are_offloaded_without_a_word(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

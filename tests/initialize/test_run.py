@@ -182,7 +182,10 @@ def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
     config = json.loads(json.dumps(AUTO["trainer, zero3"]))
     del config["scheduler"]
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    found = answers(run(*trainer, "--deepspeed", tmp_path / "ds.json"))
+    told = {"TRANSFORMERS_VERBOSITY": "info"}
+    ended = run(*trainer, "--deepspeed", tmp_path / "ds.json", env=told)
+    found = answers(ended)
+    assert ended.stderr.count("Detected DeepSpeed ZeRO-3: activating zero.init()") == 1
     assert (plain["is_empty"], found["is_empty"]) == (False, True)
     assert (plain["kind"], found["kind"]) == ("NO", "DEEPSPEED")
     assert found["log"] == pytest.approx(plain["log"], rel=1e-6)
@@ -341,14 +344,17 @@ def test_ranks_of_mpi_and_slurm_join(tmp_path: Path, launcher: str) -> None:
     assert first[3] == second[3] > 0
 
 
-def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["direct", "in a shell script"])
+def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path, way: str) -> None:
     (tmp_path / "script.py").write_text(
         "import importlib.util, os, sys\n"
         "found = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
         "is_ours = 'infinity' in importlib.util.find_spec('deepspeed').origin\n"
         "print(*found, *sys.argv[1:], is_ours, flush=True)\n"
     )
-    done = run("deepspeed", "--num_gpus", 2, "--master_port", 0, tmp_path / "script.py", "--x")
+    line = ["deepspeed", "--num_gpus", "2", "--master_port", "0", str(tmp_path / "script.py")]
+    (tmp_path / "train.sh").write_text(" ".join([*line, '"$@"']))
+    done = run(*(line if way == "direct" else ["sh", tmp_path / "train.sh"]), "--x")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "0 0 2 --local_rank=0 --x True",

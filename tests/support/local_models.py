@@ -14,11 +14,12 @@ class Accuracy:
         self.right = []
     def add_batch(self, predictions, references):
         self.right += (predictions == references).tolist()
-    def compute(self):
+    def compute(self, predictions=(), references=()):
+        self.right += [one == other for one, other in zip(predictions, references)]
         right, self.right = self.right, []
-        return {"accuracy": sum(right) / len(right)}
+        return {name: float(sum(right) / len(right)) for name in ("accuracy", "score")}
 
-def load(*names):
+def load(*names, **options):
     return Accuracy()
 """
 _SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]

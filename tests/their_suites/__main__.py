@@ -24,6 +24,7 @@ RUN = [sys.executable, "-m", "infinity_command", "run"]
 SUITES = {
     "accelerate": ["tests/deepspeed"],
     "trl": ["tests/distributed", "-k", "zero"],
+    "transformers": ["tests/deepspeed/test_deepspeed.py", "-k", "Core or TrainerIntegration"],
 }
 """What pytest is given of each library."""
 EXAMPLES = "DeepSpeedExamples"
@@ -52,7 +53,7 @@ def environment(models: Path, library: str) -> dict[str, str]:
     """Variables for a suite that runs in the folder of models. With `ACCELERATE_USE_CPU` accelerate
     uses no plugin for DeepSpeed that a test makes by itself."""
     own = {
-        "ACCELERATE_USE_CPU": str(library != "accelerate"),
+        "ACCELERATE_USE_CPU": str(library not in ("accelerate", "transformers")),
         "HF_DATASETS_CACHE": str(models / "cache"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

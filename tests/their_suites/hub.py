@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from support.local_models import VOCABULARY, save_metric, save_tokenizer, sentence
+from their_suites.zoo import CAUSAL, CLASSES, WIDTH, ZOO
 
-WIDTH = 16
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 _LLAMA = _HEADS | {"hidden_size": WIDTH, "intermediate_size": 32, "max_position_embeddings": 512}
 _BERT = {
@@ -25,8 +25,7 @@ _BERT = {
 _DISTILBERT = {"dim": WIDTH, "hidden_dim": 32, "n_heads": 2, "n_layers": 2}
 _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "vocab_size": 1024}
 _EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "sshleifer/tiny-gpt2": (CAUSAL, "gpt2", _GPT2),
     "gpt2": (CAUSAL, "gpt2", _GPT2),
     "hf-internal-testing/tiny-random-gpt2": (CAUSAL, "gpt2", _GPT2),
@@ -41,10 +40,12 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "llama",
         _LLAMA | {"num_labels": 1},
     ),
+    **ZOO,
 }
 """The class, the kind and the sizes of each. Those of TRL are no Qwen2: tokenizers of that class
 have no words."""
 CHAT = "{% for turn in messages %}{{ turn['role'] + ' ' + turn['content'] + ' ' }}{% endfor %}"
+MARKS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<s>"}
 
 
 def make(directory: Path) -> None:
@@ -54,13 +55,13 @@ def make(directory: Path) -> None:
     for name, (kind, model_type, sizes) in MODELS.items():
         torch.manual_seed(0)
         given = {"vocab_size": VOCABULARY, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
-        config = transformers.AutoConfig.for_model(model_type, **given | sizes)
+        config = transformers.AutoConfig.for_model(model_type, **given | dict(sizes))
         model = getattr(transformers, kind).from_config(config)
-        if hasattr(model, "classifier"):
+        if isinstance(getattr(model, "classifier", None), nn.Linear) and model.num_labels == 2:
             nn.init.zeros_(model.classifier.weight)
             model.classifier.bias.data = torch.tensor([0.0, 1e-2])
         model.save_pretrained(directory / name)
-        save_tokenizer(directory / name, chat_template=CHAT)
+        save_tokenizer(directory / name, chat_template=CHAT, **(MARKS if name in ZOO else {}))
     transformers.MobileViTConfig().save_pretrained(directory / "apple/mobilevit-xx-small")
     for name, configurations in data().items():
         _write_data(directory / name, configurations)

@@ -24,7 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
     ask = importlib.import_module("accelerate.test_utils.testing")
     for name in ("require_non_cpu", "require_multi_device", "require_fp16"):
         setattr(ask, name, _unmarked)
-    importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2
+    ask = importlib.import_module("transformers.testing_utils")
+    ask.backend_device_count = lambda device: 2
+    for name in ("accelerator", "multi_accelerator", "fp16"):
+        setattr(ask, f"require_torch_{name}", _unmarked)
+    arguments = importlib.import_module("transformers.training_args")
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    models = importlib.import_module("transformers")
+    for name in ("GlueDataset", "GlueDataTrainingArguments"):
+        if not hasattr(models, name):  # the suite is older, and imports what it does not use
+            setattr(models, name, None)
     libraries = importlib.import_module("trl.import_utils")
     if not hasattr(libraries, "is_joblib_available"):  # the suite is of another version
         libraries.is_joblib_available = lambda: False
@@ -35,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if hasattr(item.module, "run_command")}:
         module.ROOT = Path.cwd()
         module.run_command = _of_wheel(module.run_command)
+    for module in {item.module for item in items if hasattr(item.module, "get_launcher")}:
+        module.execute_subprocess_async = _on_cpu(module.execute_subprocess_async)
+
+
+def _on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an example of transformers, which asks for a GPU unless it is told otherwise."""
+    return lambda command, **options: run([*command, "--use_cpu"], **options)
 
 
 def _of_wheel(run: Callable[..., None]) -> Callable[[Sequence[object], Mapping[str, str]], None]:
