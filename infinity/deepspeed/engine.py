@@ -92,7 +92,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.skipped_steps = 0
         self.mpu = None
         self.monitor = Monitor()
-        self.timers, self.tput_timer = SynchronizedWallClockTimer(), ThroughputTimer()
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         self._given_boundary: bool | None = None
         self._stepped = False
         self._apart = False  # inside of `no_sync`

@@ -259,6 +259,7 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "changes the numbers"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio=0.1: upd"),
+        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow={}: updates that lea"),
         ({"fp16": {"enabled": True, "loss_scale": math.inf}}, "fp16.loss_scale=inf must be finite"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale=0 must be a power of"),
         (

@@ -28,6 +28,7 @@ def test_values_that_scripts_and_loggers_read(start: Start) -> None:
     engine, *_ = start(model=model, optimizer=optimizer, config=config)
     assert engine.mpu is None and not engine.monitor.enabled
     engine.monitor.write_events([("loss", 1.0, 1)])
+    assert engine.tput_timer.batch_size == engine.train_batch_size() == 2
     engine.tput_timer.update_epoch_count()
     assert engine.tput_timer.epoch_count == 1
     assert (engine.wall_clock_breakdown(), engine.dump_state()) == (True, False)
