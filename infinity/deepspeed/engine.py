@@ -105,6 +105,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         if optimizer is not None:
             vars(optimizer)["offload_states"] = self._moves.offload_states
             vars(optimizer)["reload_states"] = self._moves.reload_states
+            vars(optimizer)["dynamic_loss_scale"] = self.dynamic_loss_scale()
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from their_suites import of_deepspeed
+
 _KEPT = (
     "at the end, where `.data.cpu()` of a gathered parameter is kept: on the CPU that is no copy, "
     "and the engine asks for `.clone()`"
@@ -17,6 +19,7 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
         "looks for its configurations beside the wheel; tests/integrations runs the script",
     ),
     "accelerate/test_peak_memory_usage": ("skipped", "by the suite, since DeepSpeed 0.12.7"),
+    **{f"DeepSpeed/{name}": why for name, why in of_deepspeed.LEFT_OUT.items()},
     "peft/training 8bit": (
         "refused",
         "bitsandbytes replaces a weight of int8 inside of its first forward",
@@ -56,3 +59,10 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
     },
 }
 """A word and its reason, by library and test."""
+
+
+def reason_of(test: str) -> tuple[str, str] | None:
+    """A word and its reason; a test may have that of its class, or of all its parameters."""
+    start = test.partition("[")[0]
+    names = (test, start, start.rpartition("::")[0])
+    return next((LEFT_OUT[name] for name in names if name in LEFT_OUT), None)
