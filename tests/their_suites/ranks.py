@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import queue
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -60,19 +60,46 @@ def _run_here(test: Any, calls: list[tuple[Any, ...]]) -> None:
 
 
 def _run_apart(test: Any, calls: list[tuple[Any, ...]]) -> None:
-    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with multiprocessing.get_context("forkserver").Pool(len(calls)) as pool:
-        for call in calls:
-            pool.apply_async(test._dist_run, call, callback=ended.put, error_callback=ended.put)
-        for _ in calls:
-            try:
-                end = ended.get(timeout=LIMIT)
-            except queue.Empty:
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in calls]
+    ranks = [
+        context.Process(target=_rank, args=(test, call, end), daemon=True)
+        for call, (_, end) in zip(calls, pipes, strict=True)
+    ]
+    for rank, (_, end) in zip(ranks, pipes, strict=True):
+        rank.start()
+        end.close()
+    try:
+        left = [start for start, _ in pipes]
+        while left:
+            ready = connection.wait(left, LIMIT)
+            if not ready:
                 pytest.fail(f"not done after {LIMIT} seconds", pytrace=False)
-            if isinstance(end, BaseException):
-                raise end
-            if end:
-                pytest.skip(end)
+            for start in ready:
+                left.remove(start)
+                _check(start.recv())
+    except EOFError:
+        pytest.fail("a rank died", pytrace=False)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _check(end: Any) -> None:
+    if isinstance(end, BaseException):
+        raise end
+    if end:
+        pytest.skip(end)
+
+
+def _rank(test: Any, call: tuple[Any, ...], end: Connection) -> None:
+    """The process of a rank: it sends what the test says, or its error."""
+    try:
+        said = test._dist_run(*call)
+    except Exception as error:
+        said = error
+    end.send(said)
 
 
 _stand_in()
