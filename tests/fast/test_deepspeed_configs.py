@@ -336,6 +336,14 @@ def test_old_and_misplaced_keys_are_moved_with_a_notice() -> None:
     assert PLAIN["old names"]["zero_optimization"]["cpu_offload"] is True, "the source is not ours"
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_narrow_masters_are_wide_with_a_notice(kind: str) -> None:
+    key = f"{kind}_master_weights_and_grads"
+    settings = Settings.read(small(**{kind: {"enabled": True, key: True}}))
+    (notice,) = settings.notices
+    assert notice == f"{kind}.{key}=True: masters stay in fp32, where small updates are not lost"
+
+
 def test_a_key_under_both_names_is_refused() -> None:
     found = refusal(small(aio={"thread_count": 1, "intra_op_parallelism": 1}))
     assert "aio.intra_op_parallelism is there twice, once under an old name" in found
