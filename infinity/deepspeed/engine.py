@@ -92,7 +92,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.skipped_steps = 0
         self.mpu = None
         self.monitor = Monitor()
-        self.timers, self.tput_timer = SynchronizedWallClockTimer(), ThroughputTimer()
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         self._given_boundary: bool | None = None
         self._stepped = False
         self._apart = False  # inside of `no_sync`
@@ -104,6 +105,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         if optimizer is not None:
             vars(optimizer)["offload_states"] = self._moves.offload_states
             vars(optimizer)["reload_states"] = self._moves.reload_states
+            vars(optimizer)["dynamic_loss_scale"] = self.dynamic_loss_scale()
         if optimizer is not None and settings.config.stage == 3:
             vars(optimizer)["parameter_offload"] = ParameterOffload()
 

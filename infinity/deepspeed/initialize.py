@@ -111,8 +111,8 @@ def initialize(
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    by_args = getattr(args, "deepspeed_config", None)
-    given = [each for each in (config, config_params, by_args) if each is not None]
+    by_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    given = [each for each in (config, config_params, *by_args) if each is not None]
     if not given:
         raise DeepSpeedConfigError(
             "infinity.initialize needs a configuration: give config=, a dict or a path"

@@ -77,13 +77,14 @@ class FreeBlock:
     """A block that is refused or ignored as a whole, with keys that nobody reads.
 
     It counts where a key of `switches` in it is true, or a number above 1, at any depth. Without
-    switches it counts where it is not empty.
+    switches it counts where it is not empty, or `empty_counts`.
     """
 
     path: str
     treatment: Treatment
     reason: str
     switches: tuple[str, ...] = ("enabled",)
+    empty_counts: bool = False
 
 
 def exact(path: str, kind: ValueKind, default: Any, becomes: str) -> Key:
@@ -597,7 +598,6 @@ _REFUSED_WHERE_PRESENT = (
     ("pipeline", "there is no pipeline parallelism"),
     ("sparse_attention", _REMOVED),
     ("weight_quantization", "it is for inference"),
-    ("zero_optimization.zenflow", "updates that leave out gradients change the numbers"),
     ("zero_optimization.zeropp_loco_param", _QUANTIZED),
 )
 FREE: dict[str, FreeBlock] = {
@@ -607,6 +607,13 @@ FREE: dict[str, FreeBlock] = {
         FreeBlock("checkpoint.writer", Treatment.IGNORED, FILES, ()),
         *(FreeBlock(name, Treatment.REFUSED, reason) for name, reason in _REFUSED_BLOCKS),
         *(FreeBlock(name, Treatment.REFUSED, why, ()) for name, why in _REFUSED_WHERE_PRESENT),
+        FreeBlock(
+            "zero_optimization.zenflow",
+            Treatment.REFUSED,
+            "updates that leave out gradients change the numbers",
+            (),
+            empty_counts=True,  # DeepSpeed takes its defaults
+        ),
         FreeBlock("compile", Treatment.REFUSED, _COMPILE, ("enabled", "deepcompile")),
         FreeBlock(
             "tensor_parallel",

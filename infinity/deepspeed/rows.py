@@ -142,6 +142,7 @@ def _auto(key: Key, hidden: int | None) -> KeyRow:
 
 def _free(block: FreeBlock, path: str, value: Any) -> Iterator[KeyRow]:
     counts = _is_on(value, block.switches) if block.switches else bool(value)
+    counts |= block.empty_counts and value == {}
     treatment = block.treatment if counts else Treatment.EXACT
     becomes = "" if counts else "off"
     if not isinstance(value, Mapping) or not value:

@@ -338,6 +338,10 @@ def _loss_scale(values: _Values) -> LossScale:
 def _config(
     values: _Values, precision: Precision, optimizer: Named | None, notices: list[str]
 ) -> Config:
+    for kind in ("bf16", "fp16"):
+        path = f"{kind}.{kind}_master_weights_and_grads"
+        if values[path]:
+            notices.append(f"{path}=True: masters stay in fp32, where small updates are not lost")
     chosen: dict[str, Any] = {
         "stage": values["zero_optimization.stage"],
         "precision": "auto" if precision == "fp32" else precision,

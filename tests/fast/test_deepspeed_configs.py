@@ -259,6 +259,7 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "changes the numbers"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio=0.1: upd"),
+        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow={}: updates that lea"),
         ({"fp16": {"enabled": True, "loss_scale": math.inf}}, "fp16.loss_scale=inf must be finite"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale=0 must be a power of"),
         (
@@ -333,6 +334,14 @@ def test_old_and_misplaced_keys_are_moved_with_a_notice() -> None:
         assert f"{old} is read as" in moved
     assert "aio.thread_count is read as aio.intra_op_parallelism" in moved
     assert PLAIN["old names"]["zero_optimization"]["cpu_offload"] is True, "the source is not ours"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_narrow_masters_are_wide_with_a_notice(kind: str) -> None:
+    key = f"{kind}_master_weights_and_grads"
+    settings = Settings.read(small(**{kind: {"enabled": True, key: True}}))
+    (notice,) = settings.notices
+    assert notice == f"{kind}.{key}=True: masters stay in fp32, where small updates are not lost"
 
 
 def test_a_key_under_both_names_is_refused() -> None:

@@ -21,6 +21,13 @@ from support.deepspeed import configuration, net
 Start = Callable[..., tuple[Any, Any, Any, Any]]
 
 
+@pytest.mark.parametrize("scale", [0, 128])
+def test_the_optimizer_says_whether_its_loss_scale_changes(start: Start, scale: int) -> None:
+    fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 7}
+    _, optimizer, *_ = start(model=net(), config=configuration(fp16=fp16))
+    assert (optimizer.dynamic_loss_scale, optimizer.loss_scale) == (scale == 0, 128)
+
+
 def test_values_that_scripts_and_loggers_read(start: Start) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -28,6 +35,7 @@ def test_values_that_scripts_and_loggers_read(start: Start) -> None:
     engine, *_ = start(model=model, optimizer=optimizer, config=config)
     assert engine.mpu is None and not engine.monitor.enabled
     engine.monitor.write_events([("loss", 1.0, 1)])
+    assert engine.tput_timer.batch_size == engine.train_batch_size() == 2
     engine.tput_timer.update_epoch_count()
     assert engine.tput_timer.epoch_count == 1
     assert (engine.wall_clock_breakdown(), engine.dump_state()) == (True, False)

@@ -156,7 +156,7 @@ def test_autocast_is_that_of_torch(start: Start) -> None:
     assert {p.dtype for p in engine.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("how", ["path", "args", "config_params"])
+@pytest.mark.parametrize("how", ["path", "args", "old args", "config_params"])
 def test_a_configuration_comes_in_several_ways(start: Start, tmp_path: Path, how: str) -> None:
     config = configuration(tmp_path)
     path = tmp_path / "ds_config.json"
@@ -164,6 +164,7 @@ def test_a_configuration_comes_in_several_ways(start: Start, tmp_path: Path, how
     given = {
         "path": {"config": str(path)},
         "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
+        "old args": {"args": argparse.Namespace(deepscale_config=str(path))},
         "config_params": {"config_params": config},
     }[how]
     engine, *_ = start(model=net(), **given)

@@ -16,17 +16,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.deepspeed.names import VERSION
-from their_suites import examples, hub
-from their_suites.left_out import LEFT_OUT
+from their_suites import examples, hub, of_deepspeed
+from their_suites.left_out import LEFT_OUT, reason_of
 
 TALLY = Path(__file__).with_name("tally.md")
 RUN = [sys.executable, "-m", "infinity_command", "run"]
+DEEPSPEED = "DeepSpeed"
+
+
+class Suite(NamedTuple):
+    """What pytest is given: paths in the sources of a library, options, and a plugin that adapts
+    the tests."""
+
+    paths: list[str]
+    options: list[str]
+    plugin: str = "plugin"
+
+
 SUITES = {
-    "accelerate": ["tests/deepspeed"],
-    "trl": ["tests/distributed", "-k", "zero"],
-    "transformers": ["tests/deepspeed/test_deepspeed.py", "-k", "Core or TrainerIntegration"],
+    "accelerate": Suite(["tests/deepspeed"], []),
+    "trl": Suite(["tests/distributed"], ["-k", "zero"]),
+    "transformers": Suite(
+        ["tests/deepspeed/test_deepspeed.py"], ["-k", "Core or TrainerIntegration"]
+    ),
+    DEEPSPEED: Suite(of_deepspeed.PATHS, ["-m", "not nightly and not sequential"], "ranks"),
 }
-"""What pytest is given of each library."""
 EXAMPLES = "DeepSpeedExamples"
 QUANTIZED = {
     "training": [],
@@ -67,14 +81,16 @@ def environment(models: Path, library: str) -> dict[str, str]:
 
 def of_pytest(sources: Path, library: str, models: Path) -> Iterator[Outcome]:
     """Run the tests of a library."""
-    folder, *more = SUITES[library]
-    pytest = ["-m", "pytest", "-q", "-p", "their_suites.plugin", "-p", "no:cacheprovider"]
+    paths, more, plugin = SUITES[library]
+    pytest = ["-m", "pytest", "-q", "-p", "their_suites.outcomes", "-p", f"their_suites.{plugin}"]
     options = ["-c", os.devnull, "--rootdir", str(sources), "--timeout", "600", "--tb", "short"]
-    command = [*RUN, *pytest, *options, str(sources / library / folder), *more]
+    places = [str(sources / library / path) for path in paths]
+    command = [*RUN, *pytest, "-p", "no:cacheprovider", *options, *places, *more]
     subprocess.run(command, cwd=models, env=environment(models, library), check=False)
     outcomes = json.loads((models / "outcomes.json").read_text())
     for test, (result, error) in outcomes.items():
-        yield Outcome(f"{library}/{test.rpartition('::')[2]}", result, error)
+        start = "tests/unit/" if library == DEEPSPEED else "::"
+        yield Outcome(f"{library}/{test.rpartition(start)[2]}", result, error)
 
 
 def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:
@@ -111,7 +127,7 @@ def version(sources: Path, library: str) -> str:
     """The version that is installed, or of the interface, and the commit of the suite."""
     describe = ["git", "-C", str(sources / library), "describe", "--tags", "--always"]
     done = subprocess.run(describe, capture_output=True, text=True, check=False)
-    installed = VERSION if library == EXAMPLES else importlib.metadata.version(library)
+    installed = VERSION if library in (EXAMPLES, DEEPSPEED) else importlib.metadata.version(library)
     return f"{installed} | {done.stdout.strip() or 'unknown'}"
 
 
@@ -129,10 +145,14 @@ def tally(sources: Path, outcomes: list[Outcome]) -> str:
         row = f"| {library} | {version(sources, library)} | {passed[library]} | {count} |"
         lines.append(row)
     lines += ["", "| test | why not | reason |", "|---|---|---|"]
+    rows: Counter[tuple[str, tuple[str, str]]] = Counter()
     for each in outcomes:
         if each.result != "passed":
-            word, reason = LEFT_OUT.get(each.test, ("**unknown**", each.error))
-            lines.append(f"| {each.test} | {word} | {reason} |")
+            known = reason_of(each.test)
+            name = each.test.partition("[")[0] if known and each.test not in LEFT_OUT else each.test
+            rows[name, known or ("**unknown**", each.error)] += 1
+    for (name, (word, reason)), count in rows.items():
+        lines.append(f"| {name}{f', {count} times' if count > 1 else ''} | {word} | {reason} |")
     return "\n".join([*lines, ""])
 
 
@@ -153,7 +173,11 @@ def main() -> None:
             outcomes += of_examples(sources, Path(folder) / "examples")
     TALLY.write_text(tally(sources, outcomes))
     print(TALLY.read_text())
-    surprises = [each for each in outcomes if (each.result == "passed") == (each.test in LEFT_OUT)]
+    surprises = [
+        each
+        for each in outcomes
+        if (each.test in LEFT_OUT if each.result == "passed" else reason_of(each.test) is None)
+    ]
     sys.exit(bool(surprises))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from their_suites import of_deepspeed
+
 LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "accelerate/test_deepspeed_alst_ulysses_sp_0": ("refused", "no sequence parallel training"),
     "accelerate/test_deepspeed_alst_ulysses_sp_1": ("refused", "no sequence parallel training"),
@@ -13,6 +15,7 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
         "looks for its configurations beside the wheel; tests/integrations runs the script",
     ),
     "accelerate/test_peak_memory_usage": ("skipped", "by the suite, since DeepSpeed 0.12.7"),
+    **{f"DeepSpeed/{name}": why for name, why in of_deepspeed.LEFT_OUT.items()},
     "peft/training 8bit": (
         "refused",
         "bitsandbytes replaces a weight of int8 inside of its first forward",
@@ -76,3 +79,10 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
     },
 }
 """A word and its reason, by library and test."""
+
+
+def reason_of(test: str) -> tuple[str, str] | None:
+    """A word and its reason; a test may have that of its class, or of all its parameters."""
+    start = test.partition("[")[0]
+    names = (test, start, start.rpartition("::")[0])
+    return next((LEFT_OUT[name] for name in names if name in LEFT_OUT), None)

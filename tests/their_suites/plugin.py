@@ -1,18 +1,13 @@
-"""A plugin of pytest: it lets tests run without the GPUs that they ask for, and writes what became
-of each test to the file that `OUTCOMES` names."""
+"""A plugin of pytest: it lets tests run without the GPUs that they ask for."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-_OUTCOMES: dict[str, tuple[str, str]] = {}
 
 
 def _unmarked(test: Any) -> Any:
@@ -63,15 +58,3 @@ def _of_wheel(run: Callable[..., None]) -> Callable[[Sequence[object], Mapping[s
         run(of_wheel, environment)
 
     return launch
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """The worst of the three phases counts."""
-    if report.outcome == "passed" and (report.when != "call" or report.nodeid in _OUTCOMES):
-        return
-    text = str(report.longrepr or "").strip()
-    _OUTCOMES[report.nodeid] = (report.outcome, text.splitlines()[-1] if text else "")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    Path(os.environ["OUTCOMES"]).write_text(json.dumps(_OUTCOMES, indent=1))
