@@ -141,6 +141,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "integrations/lightning.py InfinityStrategy": RANKS,
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading._take": COLLECTIVE,
+    "modules/gathered.py _Reading.end": STORE,
     "modules/partitions.py Partitions.gather": (
         COLLECTIVE[0],
         "test_partitions.py::test_others_end_where_a_rank_brings_nothing",
