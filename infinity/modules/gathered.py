@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,36 +45,12 @@ def gathered(
     `RuntimeError` while another thread is inside of a forward, and `ConfigError` for what is no
     parameter.
     """
-    with _gathered(_parameters(target), write, write_rank, keeps=False):
-        yield
-
-
-@contextmanager
-def gathered_to_keep(
-    parameters: Sequence[torch.Tensor], write_rank: int | None = None
-) -> Iterator[None]:
-    """`gathered`, where views may outlive the block if all parameters of a model lie in one unit.
-
-    The parameters then have memory of their own inside: that of their unit once more, beside the
-    budgets. Views keep what was there at the end of the block.
-    """
-    with _gathered(_parameters(parameters), write_rank is not None, write_rank, keeps=True):
-        yield
-
-
-@contextmanager
-def _gathered(
-    parameters: Sequence[torch.Tensor], write: bool, write_rank: int | None, keeps: bool
-) -> Iterator[None]:
-    """`gathered`, or `gathered_to_keep`."""
+    parameters = _parameters(target)
     if write_rank is not None:
         _check_rank(write_rank, parameters)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
     del parameters
-    of_stores = Counter(unit.store for unit in units)
-    reads = [
-        _Reading(unit, write, write_rank, keeps and of_stores[unit.store] == 1) for unit in units
-    ]
+    reads = [_Reading(unit, write or write_rank is not None, write_rank) for unit in units]
     with ExitStack() as stack:
         for read in reads:
             read.begin()
@@ -136,14 +111,11 @@ def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
 
 
 class _Reading:
-    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take. With
-    `keeps` views may outlive it."""
+    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take."""
 
-    def __init__(self, unit: Unit, write: bool, write_rank: int | None, keeps: bool) -> None:
+    def __init__(self, unit: Unit, write: bool, write_rank: int | None = None) -> None:
         self._unit, self._write, self._write_rank = unit, write, write_rank
-        self._keeps = keeps and not unit.data.shown
         self._use: Showing | None = None
-        self._shown: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
         self.changed: list[str] = []
         """The parameters that were changed and may not be, after `end`."""
@@ -166,31 +138,28 @@ class _Reading:
             self._before = unit.states.read(Kind.PARAM)
         unit.start()
         try:
-            self._shown = unit.wait().clone() if self._keeps else unit.wait()
-            self._use = Showing(unit, self._shown, Unit.release, self._write)
+            self._use = Showing(unit, unit.wait(), Unit.release, self._write)
         except BaseException:
             unit.release()
             raise
 
     def end(self) -> None:
         """Let the unit go, and write back or undo what was changed."""
-        unit, use, shown = self._unit, self._use, self._shown
-        if use is None or shown is None:
+        unit, use = self._unit, self._use
+        if use is None:
             return
         after = None
         try:
             if self._write:
                 self.misfits = unit.data.views.take_assigned()
-                self._take(shown)
-                after = unit.shard_of(shown).detach().cpu().clone()
+                self._take(unit.wait())
+                after = unit.shard_of(unit.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()
-            if sys.exc_info()[0] is None and not self._keeps:  # else frames refer to what they had
+            if sys.exc_info()[0] is None:  # else its frames refer to what they had
                 self.left = collected(use)
         finally:
             use.end()
-            if self._keeps:
-                unit.data.views.close()
         if after is not None:
             before = unit.states.read(Kind.PARAM) if self._before is None else self._before
             _write_back(unit, before, after)

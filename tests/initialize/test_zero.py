@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
 from infinity.deepspeed.generation import unwrap_model_for_generation
@@ -126,44 +125,6 @@ def test_gathered_parameters_are_read_and_changed(start: Start, tmp_path: Path) 
         pass
     with pytest.raises(infinity.ConfigError, match="GatheredParameters takes a module"):
         infinity.zero.GatheredParameters("first.weight")
-
-
-@pytest.mark.parametrize("home", ["nvme", "gpu"])
-def test_views_of_one_unit_may_be_kept(start: Start, tmp_path: Path, home: str) -> None:
-    """Scripts keep `.data` until the next turn of a loop, and `.data.cpu()`, which is a view on a
-    CPU, until they save it."""
-    config = configuration(tmp_path)
-    if home == "gpu":
-        del config["zero_optimization"]["offload_param"]
-    engine, *_ = start(model=net(), config=config)
-    model, kept = engine.module, {}
-    for name, parameter in model.named_parameters():
-        with infinity.zero.GatheredParameters([parameter]):
-            kept[name] = parameter.data.cpu()
-    with infinity.zero.GatheredParameters([model.last.bias], modifier_rank=0), torch.no_grad():
-        data = model.last.bias.data
-        data.mul_(2)
-    step(engine)
-    for name, parameter in net().named_parameters():
-        assert torch.equal(kept[name], parameter)
-    assert torch.equal(data, 2 * net().last.bias)
-    plain = net()
-    with torch.no_grad():
-        plain.last.bias.mul_(2)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    plain(*batch(0)).backward()
-    optimizer.step()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(engine.module_state_dict()[name], value)
-
-
-def test_memory_of_a_view_that_is_not_kept_is_free(start: Start, tmp_path: Path) -> None:
-    engine, *_ = start(model=net(), config=configuration(tmp_path))
-    weight = engine.module.first.weight
-    with infinity.zero.GatheredParameters(weight):
-        storage = StorageWeakRef(weight.data.untyped_storage())
-        assert not storage.expired()
-    assert storage.expired()
 
 
 def test_external_parameters_need_nothing(start: Start) -> None:
