@@ -154,9 +154,11 @@ def in_one_pool(config: Config, available: Available) -> Config:
     Where a GPU computes in host memory (`free_memory`, [Note: one pool]), parameters at home in
     host memory are used in place: their home is the part of it that `gpu_memory` counts. A copy
     beside it would take the same memory once more. A stated `gpu_memory` stays a bound on copies.
+    A delayed update needs the copies, which hold the old parameters.
     """
     is_shared = available.gpu is not None and available.is_one_pool
-    if not is_shared or config.parameters != "cpu" or config.gpu_memory != "auto":
+    needs_copies = config.gpu_memory != "auto" or config.tuning.update == "delayed"
+    if not is_shared or config.parameters != "cpu" or needs_copies:
         return config
     return config.model_copy(update={"parameters": "gpu"})
 

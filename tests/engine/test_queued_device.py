@@ -171,7 +171,7 @@ def test_a_gpu_that_computes_in_host_memory_gets_no_copy_of_parameters(
     wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for in host memory, they are at home where the device reads them. A stated `gpu_memory`
-    stays a bound, for copies."""
+    stays a bound, for copies, and a delayed update keeps old parameters beside those in use."""
     host = HOST | {"gpu_memory": "auto", "cpu_memory": "auto"}
 
     def moved(**options: Any) -> tuple[dict[str, Any], str, int]:
@@ -195,6 +195,7 @@ def test_a_gpu_that_computes_in_host_memory_gets_no_copy_of_parameters(
     found, home, uploads = moved(gpu_memory=0)
     assert differences(found, expected) == []
     assert home == "cpu" and uploads > 0
+    assert moved(update="delayed")[1] == "cpu"
 
 
 def test_closing_leaves_no_copy_behind(wrap: Wrap, machine: Any) -> None:
