@@ -20,6 +20,7 @@ KILLS ?= 200
 PAIRS ?= 5000
 FILES ?= 1000000
 FAILING_ARGS ?=
+FILE ?= build/hashes.json
 SUITES ?= build/their-suites
 VERSIONS ?= $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) newest
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
@@ -31,7 +32,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test test-versions python-test queued-test random-programs simulate planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test test-versions python-test queued-test random-programs simulate hashes planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -98,6 +99,11 @@ simulate: $(VENV)/installed  ## Run SEEDS=5000 simulations of durable steps from
 	@mkdir -p build/empty
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/python" -m simulation --seeds $(SEEDS) --first $(FIRST)
+
+hashes: $(VENV)/installed  ## Hash what random programs and simulated machines see into FILE=build/hashes.json, or compare with it
+	@mkdir -p build/empty
+	cd build/empty
+	PYTHONPATH=../../tests "$(BIN)/python" -m hashes $(abspath $(FILE))
 
 planted-seeds: $(VENV)/installed  ## Look for the first seed that finds each bug of tests/simulation/planted.py (BUGS=words of one)
 	@mkdir -p build/empty
