@@ -32,7 +32,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test test-versions python-test queued-test random-programs simulate hashes planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan lint format docs wheel try-wheel clean system
+.PHONY: help demo check test test-versions python-test queued-test random-programs simulate hashes planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan sanitized lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -161,6 +161,13 @@ asan: $(VENV)/tools  ## Run the native tests under the address and undefined-beh
 tsan: SANITIZE := thread
 tsan: $(VENV)/tools  ## Run the native tests under the thread sanitizer
 	@$(SANITIZED)
+
+# Another compiler or CPU could find more; `make asan tsan` always runs them.
+sanitized:  ## Run the native tests under both sanitizers, unless they passed on these very files (.ci/sanitized)
+	@files=$$(find native tests/native CMakeLists.txt -type f -not -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum)
+	if [ "$$(cut -d' ' -f1 .ci/sanitized)" = "$${files%% *}" ]; then echo "the sanitizers passed on these files: $$(cat .ci/sanitized)"; exit 0; fi
+	$(MAKE) --no-print-directory -k asan tsan
+	echo "$${files%% *} $$(date +%F)" >.ci/sanitized
 
 define SANITIZED
 setarch -R true 2>/dev/null && fixed="setarch -R" || fixed=
