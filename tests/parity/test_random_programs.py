@@ -32,8 +32,8 @@ EACH = 10
 SEEDS = 2  # `make random-programs` runs thousands
 USES = 60
 """Programs with uses of one seed."""
-SEEDS_OF_USES = 5
-SAVES, SEEDS_OF_SAVES = 20, 10
+SEEDS_OF_USES = 2
+SAVES, SEEDS_OF_SAVES = 20, 3
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
