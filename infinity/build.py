@@ -248,7 +248,8 @@ def _take_apart(engine: Engine) -> None:
             "the model got parameters after wrap, and the states that are committed are those of "
             "before; with durability add adapters before wrap"
         )
-    unwrap(engine, "infinity.wrap")
+    engine.drain()
+    unwrap(engine.model, engine.units, engine.close, "infinity.wrap")
 
 
 class Build:

@@ -542,7 +542,8 @@ class Engine:
         self.refuse_inside("engine.unwrap()")
         self._executions.end_interrupted()
         model, files = self.model, self._state_directory
-        unwrap(self, "engine.unwrap()")
+        self.drain()
+        unwrap(model, self.units, self.close, "engine.unwrap()")
         rejoin(model, self._tiled, files)
         return model
 

@@ -32,7 +32,7 @@ from infinity.checkpoint.inert import read_item
 from infinity.device import ComputeDevice
 from infinity.errors import first_problem, in_words
 from infinity.tiers.durable import Count
-from infinity.tiers.store import Version
+from infinity.tiers.home import Version
 
 VERSION = 3
 _COUNT = struct.Struct("<Q")

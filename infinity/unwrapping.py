@@ -16,9 +16,10 @@ the parameter. What was written to the parameter meanwhile comes first.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,9 +34,6 @@ from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 from infinity.tiers.originals import StoredBytes
-
-if TYPE_CHECKING:
-    from infinity.engine import Engine
 
 
 class KeptValue(NamedTuple):
@@ -113,18 +111,16 @@ def forget_kept(model: nn.Module, undo: ExitStack) -> None:
             undo.callback(_KEPT.__setitem__, parameter, _KEPT.pop(parameter))
 
 
-def unwrap(engine: Engine, what: str) -> None:
-    """Close `engine`, whose parameters are plain ones then, in tiles if they were. `what` the
-    caller runs. Every rank calls it.
+def unwrap(model: nn.Module, units: tuple[Unit, ...], close: Callable[[], None], what: str) -> None:
+    """End the engine of `model` by `close`. Its parameters, those of `units`, are plain ones then,
+    in tiles if they were. The caller runs `what`, and has drained the engine. Every rank calls it.
 
     Raises `ConfigError` for DTensors, and inside of a forward, before anything is changed.
     """
-    _check(engine.units, what)
-    engine.drain()
+    _check(units, what)
     kept: dict[int, KeptValue] = {}
-    values = [_values_of(unit, kept) for unit in engine.units]
-    units, model = engine.units, engine.model
-    engine.close()
+    values = [_values_of(unit, kept) for unit in units]
+    close()
     for unit, data in zip(units, values, strict=True):
         unit.data.restore(data)
         for parameter in unit.parameters:

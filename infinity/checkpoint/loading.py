@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from torch.futures import Future
 
 from infinity.checkpoint import earlier, manifest
-from infinity.checkpoint import state as layout
 from infinity.checkpoint.data_file import ReadAhead
 from infinity.checkpoint.digest import as_text, crc32c
 from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
@@ -51,14 +50,14 @@ from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
 from infinity.checkpoint.progress import CheckpointProgress, Told
+from infinity.checkpoint.series import Box, Series, ShardPiece, boxes
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
     PieceCursor,
-    Series,
-    ShardPiece,
     in_words,
     one_error,
+    with_tiles,
 )
 from infinity.device import copy_alone
 from infinity.errors import CheckpointError
@@ -334,7 +333,7 @@ class Loading(LoadPlanner):
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
         self._pieces: dict[Series, list[ShardPiece]] = {}
         # What is seen so of what is stored flat.
-        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}
+        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, Box | None]] = {}
         self.extra: dict[str, Any] = {}
         self.begun = False
         """Whether anything was changed."""
@@ -453,7 +452,7 @@ class Loading(LoadPlanner):
                 )
         for saved, optimizer in zip(there if here else [], self._state.optimizers, strict=False):
             keys, tiles = self._state.keys_in(optimizer), self._state.tiles_in(optimizer)
-            layout.with_tiles(saved, keys, tiles)  # before anything is changed
+            with_tiles(saved, keys, tiles)  # before anything is changed
 
     def _items_of(self, series: Series) -> list[ReadItem]:
         """The reads that fill `series`; none for moments that are zeros, and what is kept."""
@@ -509,7 +508,7 @@ class Loading(LoadPlanner):
             )
         chunks = []
         for chunk in found.chunks:
-            for box in layout.boxes(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], size[-1]):
+            for box in boxes(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], size[-1]):
                 offsets = torch.Size((box.row, box.column))
                 sizes = torch.Size((box.rows, box.columns))
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
@@ -540,7 +539,7 @@ class Loading(LoadPlanner):
                 self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
             ):
                 keys, tiles = state.keys_in(optimizer), state.tiles_in(optimizer)
-                optimizer.load_header(layout.with_tiles(header, keys, tiles))
+                optimizer.load_header(with_tiles(header, keys, tiles))
             if state.optimizers:
                 self._count_steps(state.updater)
             self._fill_all()
@@ -632,7 +631,7 @@ class Loading(LoadPlanner):
             found = found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
         return found[_slices(item.storage_offsets, item.lengths)]
 
-    def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, layout.Box | None]:
+    def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, Box | None]:
         """The tensor that the checkpoint has, and which box of it is wanted."""
         return self._boxes.get(index, (index, None))
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from infinity.checkpoint.series import Series
 from infinity.device import huge_pages, zero_alone
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
@@ -26,9 +27,6 @@ from infinity.tiers.block import Block
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.pins import PinnedStates
 from infinity.tiers.staging import ChunkRequest
-
-if TYPE_CHECKING:
-    from infinity.checkpoint.state import Series
 
 READ_BYTES = 1 << 20
 """The most bytes of a chunk that a snapshot reads."""

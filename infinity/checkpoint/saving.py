@@ -59,10 +59,10 @@ from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
 from infinity.checkpoint.progress import CheckpointProgress, Told
 from infinity.checkpoint.readers import StatesReader
+from infinity.checkpoint.series import Series
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
-    Series,
     in_words,
     one_error,
 )

@@ -20,7 +20,8 @@ view of a part keeps all of a storage in plain PyTorch, too.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -30,13 +31,34 @@ from infinity.sharding.tensor_parallel import local
 from infinity.tiers.activations import Activations
 from infinity.tiers.saved_storage import SavedStorage
 
-if TYPE_CHECKING:
-    from infinity.modules.partitions import Partition, PartitionedDTensor, Partitions
-
 LEAST_BYTES = 64 << 10
 """Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for
 the copy. Such small storages, statistics of norms and the like, are a hundredth of all."""
 _PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, wants more than bytes
+
+
+class StorageHolder(Protocol):
+    """A storage that comes back when it is asked for."""
+
+    def fetch(self) -> torch.UntypedStorage:
+        """Its content on the compute device."""
+
+
+class Packed(Protocol):
+    """What autograd keeps of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+
+
+class Divider(Protocol):
+    """Divides saved tensors among tensor parallel ranks."""
+
+    def entering(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the inputs of `module` are saved."""
+
+    def pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed | None:
+        """This rank's part of `tensor`, which has `storage`; None where it is not divided."""
 
 
 class _OffloadedStorage:
@@ -83,7 +105,7 @@ class OffloadedTensor:
         "version",
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage | Partition) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: StorageHolder) -> None:
         self.storage, self.version = storage, tensor._version
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -124,7 +146,7 @@ class SavedTensorOffloader:
         tier: Activations | None,
         model: nn.Module,
         device: torch.device,
-        partitions: Partitions | None = None,
+        partitions: Divider | None = None,
     ) -> None:
         self._tier, self._device, self.partitions = tier, device, partitions
         self._known: weakref.WeakValueDictionary[
@@ -150,9 +172,7 @@ class SavedTensorOffloader:
         """Like `pack`, of what stays where it is."""
         return tensor if _storage_of(tensor) is None else SavedInPlace(tensor)
 
-    def pack(
-        self, tensor: torch.Tensor
-    ) -> torch.Tensor | SavedInPlace | OffloadedTensor | PartitionedDTensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """What autograd keeps of `tensor`, which is no view of a parameter."""
         if (divided := self._divide(tensor)) is not None:
             return divided
@@ -179,7 +199,7 @@ class SavedTensorOffloader:
         self._known.setdefault(key, in_place)
         return in_place
 
-    def _divide(self, tensor: torch.Tensor) -> OffloadedTensor | PartitionedDTensor | None:
+    def _divide(self, tensor: torch.Tensor) -> Packed | None:
         """Of what all tensor parallel ranks hold alike, this rank's part."""
         if self.partitions is None:
             return None

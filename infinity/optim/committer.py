@@ -33,7 +33,8 @@ from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
 from infinity.sharding.agreement import CLOSING_SECONDS, Agreement
 from infinity.tiers.durable import RecordKey
-from infinity.tiers.store import Store, Version
+from infinity.tiers.home import Version
+from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 

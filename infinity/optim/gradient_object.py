@@ -9,22 +9,46 @@ gets its values. When it is forgotten, what is left of it raises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from infinity.errors import ShardedParameterError
+from infinity.optim.lazy_norm import NormSource, NormTaken
 from infinity.optim.step import UnitShare
 from infinity.sharding.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.optim.lazy_gradient import LazyGradients
+
+class GradientStore(NormSource, Protocol):
+    """Has the gradients of all parameters of an engine."""
+
+    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """A copy of that of parameter `index`; None where there is none."""
+
+    def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
+        """`values` are what it is from now on, in place."""
+
+    def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """The memory of `value` is its memory from now on."""
+
+    def share(self, unit: Unit, index: int, gradient: GradientObject | None) -> None:
+        """`gradient` is that of several parameters, of which this is one; None: it is no more."""
+
+    def take_norm(self, unit: Unit, index: int) -> NormTaken:
+        """The L2 norm of it, as it is now."""
+
+    def scale(self, shares: Sequence[UnitShare], factor: float) -> None:
+        """Multiply these gradients by `factor`, as a clip does."""
+
+    def zero(self, shares: Sequence[UnitShare]) -> None:
+        """These gradients are zeros."""
 
 
 class GradientPlace(NamedTuple):
     """The gradient of one parameter, until it is forgotten, or another one takes its place."""
 
-    answers: LazyGradients
+    answers: GradientStore
     unit: Unit
     position: int
     generation: int
@@ -72,7 +96,7 @@ class GradientObject:
         """Whether it is the gradient of this parameter."""
         return any(place.unit is unit and place.position == index for place in self.places())
 
-    def enter(self, answers: LazyGradients, unit: Unit, index: int) -> None:
+    def enter(self, answers: GradientStore, unit: Unit, index: int) -> None:
         """It is the gradient of this parameter, too, which has its values."""
         self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
         self._name, self.values = unit.names[index], None

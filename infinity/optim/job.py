@@ -43,7 +43,8 @@ from infinity.optim.kernels import Segment
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.store import Store, Version
+from infinity.tiers.home import Version
+from infinity.tiers.store import Store
 
 
 @dataclass(frozen=True)

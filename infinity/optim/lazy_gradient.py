@@ -99,7 +99,7 @@ class LazyGradients(Grads):
         self._leave(unit, index)
         self._write(unit, index, values)
         if given is not None:
-            self._share(given, unit, index)
+            self._join(given, unit, index)
         else:
             self._keep(unit, index, value)
 
@@ -181,15 +181,20 @@ class LazyGradients(Grads):
         if old is not None and old.is_at(unit, index):
             old.leave(unit, index)
 
-    def _share(self, gradient: GradientObject, unit: Unit, index: int) -> None:
+    def _join(self, gradient: GradientObject, unit: Unit, index: int) -> None:
         """`gradient` is that of this parameter from now on, and maybe of others, too."""
         gradient.enter(self, unit, index)
         self._objects[unit, index] = gradient
-        for place in gradient.places():
-            if len(gradient.places()) > 1:
-                place.answers._shared[place.unit, place.position] = gradient
-            else:
-                place.answers._shared.pop((place.unit, place.position), None)
+        places = gradient.places()
+        for place in places:
+            shared = gradient if len(places) > 1 else None
+            place.answers.share(place.unit, place.position, shared)
+
+    def share(self, unit: Unit, index: int, gradient: GradientObject | None) -> None:
+        """`gradient` is that of several parameters, of which this is one; None: it is no more."""
+        self._shared.pop((unit, index), None)
+        if gradient is not None:
+            self._shared[unit, index] = gradient
 
     # Before a gradient changes
 

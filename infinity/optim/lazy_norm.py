@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,18 +24,31 @@ from infinity.optim.step import UnitShare
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.optim.lazy_gradient import LazyGradients
-
 _ATEN: Any = torch.ops.aten
 L2 = 2.0
 """The order of the norms that are lazy."""
 
 
+class NormSource(Protocol):
+    """Computes norms of gradients of an engine."""
+
+    device: torch.device
+    """Where the plain model would have the gradients."""
+
+    def squares_here(self, share: UnitShare) -> float:
+        """The sum of squares of this rank's part."""
+
+    def over_ranks(self, squares: float) -> float:
+        """The sum of `squares` over the ranks; all ranks call."""
+
+    def norm(self, shares: Sequence[UnitShare]) -> float:
+        """The L2 norm over all ranks; all ranks call."""
+
+
 class NormTaken:
     """The norm of the gradient of one parameter, as it was when this object was made."""
 
-    def __init__(self, answers: LazyGradients, unit: Unit, index: int) -> None:
+    def __init__(self, answers: NormSource, unit: Unit, index: int) -> None:
         self.answers = answers
         self.share = UnitShare(unit, (index,))
         """The gradient."""

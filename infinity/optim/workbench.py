@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from infinity.optim.kernel_states import KernelStates
 from infinity.optim.state_tensors import Slot
 from infinity.quantities import round_up
 from infinity.sharding.unit import Unit
-
-if TYPE_CHECKING:
-    from infinity.optim.foreign import Adapted
 
 PAGE = 4096  # states begin at a multiple, so that they move with O_DIRECT
 
@@ -90,6 +87,21 @@ class Shelf:
         return "" if self._file is None else f"/proc/self/fd/{self._file.fileno()}"
 
 
+class ForeignRule(Protocol):
+    """An adapted optimizer, as its benches see it."""
+
+    kind: type[torch.optim.Optimizer]
+    settings: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many updates each parameter has had, by its id."""
+
+    def bench(self, unit: Unit) -> Workbench:
+        """The torch optimizer of `unit`."""
+
+
 class Workbench:
     """The torch optimizer of one unit, over stand-ins for its parameters that have data only while
     it is used."""
@@ -108,7 +120,7 @@ class Workbench:
         for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
             stand.data, stand.grad = torch.zeros(()).expand(place.shape), None
 
-    def lay_out(self, adapted: Adapted, values: torch.Tensor | None) -> torch.optim.Optimizer:
+    def lay_out(self, adapted: ForeignRule, values: torch.Tensor | None) -> torch.optim.Optimizer:
         """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
         and the groups of now."""
         if values is not None:
@@ -164,7 +176,7 @@ class Workbench:
         return value.detach().clone()
 
     @contextmanager
-    def edited(self, adapted: Adapted) -> Iterator[dict[torch.Tensor, Any]]:
+    def edited(self, adapted: ForeignRule) -> Iterator[dict[torch.Tensor, Any]]:
         """All states of the optimizer, to be changed inside."""
         optimizer = self.lay_out(adapted, None)
         self.edits += 1
@@ -177,7 +189,7 @@ class Workbench:
 class BenchSlot(Slot):
     """A tensor among the states of parameter `index` of a bench."""
 
-    def __init__(self, adapted: Adapted, bench: Workbench, index: int, name: str) -> None:
+    def __init__(self, adapted: ForeignRule, bench: Workbench, index: int, name: str) -> None:
         shape, self.dtype = bench.form(index, name) or ((), torch.float32)
         self.shape = shape
         self.name = f"optimizer.state[parameter][{name!r}] of {bench.unit.names[index]}"
@@ -215,11 +227,11 @@ class BenchStates:
 
     changes_values = True
 
-    def __init__(self, adapted: Adapted, places: KernelStates) -> None:
+    def __init__(self, adapted: ForeignRule, places: KernelStates) -> None:
         self._adapted = weakref.ref(adapted)
         self._places = places
 
-    def _bench(self, parameter: torch.Tensor) -> tuple[Adapted, Workbench, int]:
+    def _bench(self, parameter: torch.Tensor) -> tuple[ForeignRule, Workbench, int]:
         adapted = self._adapted()
         if adapted is None:
             raise ConfigError("the optimizer of these states of a wrapped model is gone")

@@ -21,7 +21,7 @@ first. A block that is cached as a whole has an empty spare.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.placement.spec import Placed
 from infinity.tiers.originals import FileExtent
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 SPARE = 2
 """Which of the extents is the spare one, where there is one."""
+
+
+class Version(NamedTuple):
+    """What a block has after some step: which of its extents, and whether that was ever written."""
+
+    extent: int
+    is_written: bool
 
 
 class Home:

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
+from infinity.tiers.home import Version
 from infinity.tiers.originals import FileExtent
-
-if TYPE_CHECKING:
-    from infinity.tiers.store import Version
 
 
 class PinnedStates:

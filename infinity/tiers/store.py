@@ -47,7 +47,7 @@ from infinity.tiers.durable import (
     RecordKey,
     StoredBlock,
 )
-from infinity.tiers.home import SPARE
+from infinity.tiers.home import SPARE, Version
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.pins import PinnedStates
@@ -56,13 +56,6 @@ from infinity.tiers.staging import ChunkRequest, Staging
 from infinity.tiers.states_files import Extent
 
 log = logging.getLogger("infinity")
-
-
-class Version(NamedTuple):
-    """What a block has after some step: which of its extents, and whether that was ever written."""
-
-    extent: int
-    is_written: bool
 
 
 class LastCommit(NamedTuple):

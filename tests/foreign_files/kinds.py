@@ -26,7 +26,7 @@ from infinity.models.reading import parse_json
 from infinity.nvme import safetensors
 from infinity.record import CommittedStep, RandomStates, pack
 from infinity.tiers.durable import Member, StatesManifest, StoredBlock
-from infinity.tiers.store import Version
+from infinity.tiers.home import Version
 from support.configs import config_of
 
 STEP = 3
