@@ -33,7 +33,7 @@ from infinity.deepspeed.fragments import (
     safe_update_full_grad_vectorized,
 )
 from infinity.errors import in_words
-from infinity.modules.gathered import gathered
+from infinity.modules.gathered import gathered_to_keep
 from infinity.modules.grouping import find_owners
 from infinity.modules.init import init_zero, is_building
 from infinity.modules.taped import NamedTapedParameter, shown, writes_of
@@ -109,8 +109,9 @@ class GatheredParameters:
     """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):` as `infinity.gathered`.
 
     Without `modifier_rank` parameters can be read; a change is undone, and raises. With one, what
-    that rank leaves in them becomes their value on all ranks. Parameters that were built in `Init`,
-    and are not initialized yet, can be read and changed, too. Others are left as they are.
+    that rank leaves in them becomes their value on all ranks. `.data` and `.detach()` may be kept:
+    they are memory beside the budgets. Parameters that were built in `Init`, and are not
+    initialized yet, can be read and changed, too. Others are left as they are.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class GatheredParameters:
         managed = [each for each in self._parameters if place_of(each) is not None]
         taped = [each for each in self._parameters if isinstance(each, NamedTapedParameter)]
         if managed:
-            self._inside.enter_context(gathered(managed, write_rank=self._rank))
+            self._inside.enter_context(gathered_to_keep(managed, self._rank))
         if taped:
             self._inside.enter_context(_rebuilt(taped, self._rank))
 

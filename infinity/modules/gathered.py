@@ -45,20 +45,47 @@ def gathered(
     `RuntimeError` while another thread is inside of a forward, and `ConfigError` for what is no
     parameter.
     """
-    parameters = _parameters(target)
+    with _gathered(_parameters(target), write or write_rank is not None, write_rank, keeps=False):
+        yield
+
+
+@contextmanager
+def gathered_to_keep(
+    parameters: Sequence[torch.Tensor], write_rank: int | None = None
+) -> Iterator[None]:
+    """`gathered`, where `.data` and `.detach()` of parameters may outlive the block.
+
+    Parameters of which these are taken have memory of their own, beside the budgets, for as long as
+    they are kept. They keep what was there at the end of the block.
+    """
+    with _gathered(_parameters(parameters), write_rank is not None, write_rank, keeps=True):
+        yield
+
+
+@contextmanager
+def _gathered(
+    parameters: Sequence[torch.Tensor], write: bool, write_rank: int | None, keeps: bool
+) -> Iterator[None]:
+    """`gathered`, or with `keeps` `gathered_to_keep`."""
     if write_rank is not None:
         _check_rank(write_rank, parameters)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
     del parameters
-    reads = [_Reading(unit, write or write_rank is not None, write_rank) for unit in units]
+    reads = [_Reading(unit, write, write_rank, keeps) for unit in units]
     with ExitStack() as stack:
         for read in reads:
             read.begin()
             stack.callback(read.end)
-        if units:  # for a loss that is built here and goes backward when the units have moved
-            stack.enter_context(units[0].listeners.border.packing())
+        # For a loss that is built here and goes backward when the units have moved.
+        for border in dict.fromkeys(unit.listeners.border for unit in units):
+            stack.enter_context(border.packing())
         yield
     changed = [name for read in reads for name in read.changed]
+    if changed and keeps:
+        raise ShardedParameterError(
+            f"{described(changed)} was changed inside of GatheredParameters without modifier_rank; "
+            "the change was undone. Use GatheredParameters(..., modifier_rank=0)"
+        )
     if changed:
         raise ShardedParameterError(
             f"{described(changed)} was changed inside of infinity.gathered without write=True; the "
@@ -71,6 +98,11 @@ def gathered(
             "infinity.gathered, which was left out: a wrapped model keeps both"
         )
     left = [name for read in reads for name in read.left]
+    if left and keeps:
+        raise ShardedParameterError(
+            f"a view of {described(left)} outlives GatheredParameters, which ends the right to its "
+            "memory; keep .data, .detach() or a copy (.clone())"
+        )
     if left:
         raise ShardedParameterError(
             f"a view of {described(left)} outlives infinity.gathered, which ends the right "
@@ -111,10 +143,12 @@ def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
 
 
 class _Reading:
-    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take."""
+    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take. With
+    `keeps` aliases may outlive it."""
 
-    def __init__(self, unit: Unit, write: bool, write_rank: int | None = None) -> None:
+    def __init__(self, unit: Unit, write: bool, write_rank: int | None, keeps: bool) -> None:
         self._unit, self._write, self._write_rank = unit, write, write_rank
+        self._keeps = keeps
         self._use: Showing | None = None
         self._before: torch.Tensor | None = None
         self.changed: list[str] = []
@@ -142,17 +176,21 @@ class _Reading:
         except BaseException:
             unit.release()
             raise
+        unit.data.views.keepers += self._keeps
 
     def end(self) -> None:
         """Let the unit go, and write back or undo what was changed."""
         unit, use = self._unit, self._use
         if use is None:
             return
-        after = None
+        after, views = None, unit.data.views
+        views.keepers -= self._keeps
         try:
             if self._write:
-                self.misfits = unit.data.views.take_assigned()
+                self.misfits = views.take_assigned()
+                views.settle()
                 self._take(unit.wait())
+                views.follow()
                 after = unit.shard_of(unit.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()

@@ -476,16 +476,19 @@ class Hooks(Border):
             self._executions.interleaver.switch_at(unit)
         self._executions.begin_turn(unit)
         index, offset = saved.place()
-        use = Unpacking(unit, index, self._flat(unit), Unit.release)
-        view = use.window.tensor(
-            saved.size, saved.stride, offset // saved.dtype.itemsize, saved.dtype
-        )
-        # A backward that is recorded keeps what it unpacks.
-        if found is None or torch.is_grad_enabled():
-            view = view.clone()
-            use.end()
+        geometry = saved.size, saved.stride, offset // saved.dtype.itemsize, saved.dtype
+        own = unit.data.views.own(index)
+        if own is not None:
+            view = own.tensor(*geometry)
         else:
-            found.uses.append(use)
+            use = Unpacking(unit, index, self._flat(unit), Unit.release)
+            view = use.window.tensor(*geometry)
+            # A backward that is recorded keeps what it unpacks.
+            if found is None or torch.is_grad_enabled():
+                view = view.clone()
+                use.end()
+            else:
+                found.uses.append(use)
         restored = saved.restore(view)
         if saved.is_whole() and saved.kind is nn.Parameter and _asked_by_hand():
             return LentParameter.of(unit.parameters[index], restored)

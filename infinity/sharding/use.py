@@ -10,6 +10,13 @@ a tensor saved by hooks of the model's own. A write shows in the parameter's ver
 its data pointer when `.data` was assigned. The alias that `.data` returns shares memory without the
 counter. So a read of `.data` makes the unit note a digest of the content, which is compared at the
 end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
+
+[Note: what may be kept]
+Scripts of DeepSpeed keep `.data` and `.detach()` of gathered parameters. Inside of
+`gathered_to_keep` the first of these on a parameter moves that parameter, and with it the alias, to
+memory of its own, which lives as long as its last view. It is no part of any budget. The unit's
+bytes have the old content until the end of a block that may write (`Views.settle`). Autograd finds
+the unit by the address of both (`Residency.block_at`).
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from infinity.placement.spec import Kind
 from infinity.sharding.compiled import makes_graph
 from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.lazy_tensor import brought
@@ -107,6 +115,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         if torch.compiler.is_compiling():
             return self.detach()  # which shares the version counter
         for views in list(GatheredParameter.views):
+            views.alias(self)
             views.watch(self)
         found: torch.Tensor = _DATA.__get__(self)
         return found
@@ -114,6 +123,13 @@ class GatheredParameter(nn.Parameter, ZeroNames):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _DATA.__set__(self, brought(value))
+
+    def detach(self) -> torch.Tensor:
+        """As of any tensor; see [Note: what may be kept]."""
+        if not torch.compiler.is_compiling():
+            for views in list(GatheredParameter.views):
+                views.alias(self)
+        return super().detach()
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -205,6 +221,10 @@ class Views:
         """How many uses allow writing; while there is one, nothing is noted of what changes."""
         self.grants = 0
         """How many uses have allowed writing so far."""
+        self.keepers = 0
+        """How many uses let aliases outlive them."""
+        self._left: dict[int, torch.Tensor] = {}
+        # The bytes of the unit that each parameter has left for memory of its own.
 
     def attach(self, flat: torch.Tensor) -> None:
         """The unit lies in `flat` (numel,) now, and its parameters point there."""
@@ -244,17 +264,60 @@ class Views:
                 tensor.data = view
         return wrong
 
+    def alias(self, parameter: torch.Tensor) -> None:
+        """An alias of `parameter`, if that is one of these, is about to be made: where it may be
+        kept, the parameter moves to memory of its own first."""
+        if not self.keepers:
+            return
+        index = next((i for i, tensor in enumerate(self._tensors) if tensor is parameter), None)
+        # Another view would stay behind, and not see what is written.
+        if index is None or index in self._left or self._windows[index].references() != _OURS:
+            return
+        place, unit, view = self._places[index], self.unit, self._made[index]
+        if not view.numel():
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            window = Window(view.flatten().clone(), 0, view.numel())
+            own = window.tensor(place.shape)
+        start = window.storage.data_ptr()
+        unit.store.resident.stand_in(
+            unit.blocks[Kind.PARAM],
+            place.offset * view.itemsize,
+            range(start, start + window.storage.nbytes()),
+        )
+        self._left[index] = view
+        self._windows[index], self._storages[index] = window, window.storage._cdata
+        self._made[index] = own
+        _DATA.__set__(self._tensors[index], own)
+
+    def own(self, index: int) -> Window | None:
+        """The memory of its own of parameter `index`, if it is shown there."""
+        return self._windows[index] if index in self._left else None
+
+    def settle(self) -> None:
+        """The bytes of the unit get what parameters have in memory of their own."""
+        for index, view in self._left.items():
+            view.copy_(self._made[index])
+
+    def follow(self) -> None:
+        """Memory of their own gets what the bytes of the unit have."""
+        for index, view in self._left.items():
+            self._made[index].copy_(view)
+
     def detach(self) -> None:
         """The parameters point elsewhere again."""
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
         # Somebody keeps a view: that is told once.
-        if max(self._references(), default=0) > 1:
+        if self._left or max(self._references(), default=0) > 1:
             self.close()
 
     def close(self) -> None:
         """Let the memory go."""
         self._address, self._windows, self._storages, self._made = -1, [], [], []
+        if self._left:
+            self._left = {}
+            self.unit.store.resident.end_stand_ins(self.unit.blocks[Kind.PARAM])
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
 
@@ -378,11 +441,13 @@ class Showing(Use):
         unit.data.show(flat, writable)
 
     def referenced(self) -> list[str]:
-        """The parameters that somebody refers to; none while other uses show them, too."""
+        """The parameters that somebody refers to; none while other uses show them, too, and none in
+        memory of its own."""
         data = self.unit.data
-        return (
-            [self.unit.names[index] for index in data.views.referenced()] if data.shown == 1 else []
-        )
+        if data.shown != 1:
+            return []
+        views = data.views
+        return [self.unit.names[i] for i in views.referenced() if views.own(i) is None]
 
     def _hide(self) -> None:
         self.unit.data.hide(self._writable)

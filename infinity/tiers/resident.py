@@ -181,6 +181,7 @@ class Residency:
         self._left: Mark | None = None  # the last use of a place by a copy that lost it
         self._pinned: set[Block] = set()
         self._lost = 0
+        self._stand_ins: dict[Block, dict[range, int]] = {}
         # Blocks that are at home in the arena, by the offsets of their buffers.
         self._homes = {
             buffer.offset: block
@@ -209,12 +210,13 @@ class Residency:
             return block.copy.state is CopyState.UPDATING
 
     def block_at(self, address: int) -> tuple[Block, int] | None:
-        """The block whose compute copy holds `address`, and the byte offset in its span; None
-        outside of all copies, and once the store was closed, which may be by another thread."""
+        """The block whose compute copy holds `address`, or what stands in for a part of it, and the
+        byte offset in its span; None outside of all copies, and once the store was closed, which
+        may be by another thread."""
         memory = self._arena.memory
         offset = address - memory.data_ptr()
         if not 0 <= offset < memory.numel():
-            return None
+            return self._stood_in(address) if self._stand_ins else None
         with self._changed:
             owner = self._arena.owner_at(offset)
             if isinstance(owner, Block) and owner.copy.lease is not None:
@@ -225,6 +227,25 @@ class Residency:
             if block is None or buffer is None or not buffer.holds(offset):
                 return None
             return block, offset - buffer.offset
+
+    def _stood_in(self, address: int) -> tuple[Block, int] | None:
+        with self._changed:
+            for block, parts in self._stand_ins.items():
+                for addresses, at in parts.items():
+                    if address in addresses:
+                        return block, at + address - addresses.start
+        return None
+
+    def stand_in(self, block: Block, at: int, addresses: range) -> None:
+        """Until `end_stand_ins`, memory at these `addresses` is found as the bytes of `block` that
+        lie `at` bytes into its span."""
+        with self._changed:
+            self._stand_ins.setdefault(block, {})[addresses] = at
+
+    def end_stand_ins(self, block: Block) -> None:
+        """Nothing stands in for parts of `block` any more."""
+        with self._changed:
+            self._stand_ins.pop(block, None)
 
     def pinned(self) -> frozenset[int]:
         """The units that are in use."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
 from infinity.deepspeed.generation import unwrap_model_for_generation
@@ -115,7 +117,7 @@ def test_gathered_parameters_are_read_and_changed(start: Start, tmp_path: Path) 
     with infinity.zero.GatheredParameters(model):
         assert torch.equal(model.last.bias, torch.full((4,), 3.0))
     with (
-        pytest.raises(infinity.ShardedParameterError, match="changed inside"),
+        pytest.raises(infinity.ShardedParameterError, match=r"was changed inside .* modifier_rank"),
         infinity.zero.GatheredParameters(model.last.bias),
     ):
         model.last.bias.data.zero_()
@@ -125,6 +127,135 @@ def test_gathered_parameters_are_read_and_changed(start: Start, tmp_path: Path) 
         pass
     with pytest.raises(infinity.ConfigError, match="GatheredParameters takes a module"):
         infinity.zero.GatheredParameters("first.weight")
+
+
+@pytest.mark.parametrize("home", ["nvme", "gpu"])
+@pytest.mark.parametrize("together", [True, False])
+def test_aliases_of_gathered_parameters_may_be_kept(
+    start: Start, tmp_path: Path, home: str, together: bool
+) -> None:
+    """Scripts keep `.data` until the next turn of a loop, and `.data.cpu()`, which is an alias on a
+    CPU, until they save it."""
+    config = configuration(tmp_path)
+    if home == "gpu":
+        del config["zero_optimization"]["offload_param"]
+    engine, *_ = start(model=net(), config=config)
+    model, kept, arrays = engine.module, {}, {}
+    with ExitStack() as all_of_it:
+        if together:
+            all_of_it.enter_context(infinity.zero.GatheredParameters(model))
+        for name, parameter in model.named_parameters():
+            with infinity.zero.GatheredParameters([parameter]):
+                kept[name] = parameter.data.cpu()
+                arrays[name] = parameter.detach().numpy()
+    with infinity.zero.GatheredParameters([model.last.bias], modifier_rank=0), torch.no_grad():
+        data = model.last.bias.data
+        data.mul_(2)
+        assert torch.equal(model.last.bias, data)
+        model.last.bias.add_(1)
+        assert torch.equal(model.last.bias, data)
+        changed = data[:]
+    step(engine)
+    plain = net()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(kept[name], parameter)
+        assert torch.equal(torch.from_numpy(arrays[name]), parameter)
+        assert kept[name].untyped_storage().nbytes() == parameter.nbytes
+    with torch.no_grad():
+        plain.last.bias.mul_(2).add_(1)
+    assert torch.equal(changed, plain.last.bias)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    plain(*batch(0)).backward()
+    optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(engine.module_state_dict()[name], value)
+
+
+def test_memory_of_an_alias_that_is_not_kept_is_free(start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration(tmp_path))
+    weight = engine.module.first.weight
+    with infinity.zero.GatheredParameters(weight):
+        storage = StorageWeakRef(weight.data.untyped_storage())
+        assert not storage.expired()
+    assert storage.expired()
+
+
+def test_a_view_of_the_parameter_itself_may_not_be_kept(start: Start) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    weight = engine.module.first.weight
+    with (
+        pytest.raises(infinity.ShardedParameterError, match=r"outlives .*; keep \.data"),
+        infinity.zero.GatheredParameters(weight),
+    ):
+        kept = weight.view(-1)
+    assert kept.numel() == 128
+
+
+@pytest.mark.parametrize("alias", [lambda p: p.view(-1), lambda p: p[0], lambda p: p.data.t()])
+def test_what_is_written_to_one_view_shows_in_all(
+    start: Start, tmp_path: Path, alias: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """A view that was made before `.data` does not stay behind."""
+
+    def write(weight: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            view = alias(weight)
+            view.mul_(2)
+            seen = [weight.data.clone(), weight.detach().clone()]
+            weight.data.add_(1)
+            return [*seen, view.clone(), weight.clone()]
+
+    engine, *_ = start(model=net(), config=configuration(tmp_path))
+    weight = engine.module.first.weight
+    with infinity.zero.GatheredParameters(weight, modifier_rank=0):
+        ours = write(weight)
+    plain = write(net().first.weight)
+    assert all(map(torch.equal, ours, plain))
+    assert torch.equal(engine.module_state_dict()["first.weight"], plain[-1])
+
+
+class Saves(torch.autograd.Function):
+    """`x @ weight.t()`, as functions of libraries save and ask for a weight."""
+
+    saved: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        Saves.saved.append(getattr(weight, "ds_status", None))
+        return gradient @ weight, gradient.t() @ x
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_graph_of_aliases_finds_their_unit(start: Start, tmp_path: Path, inside: bool) -> None:
+    """A graph that is made where parameters have memory of their own goes backward there, with what
+    is there, and later, with the bytes of the unit."""
+    engine, *_ = start(model=net(), config=configuration(tmp_path))
+    weight, plain = engine.module.first.weight, net().first.weight
+    x = batch(0)[0].requires_grad_()
+    Saves.saved.clear()
+    with ExitStack() as gathered:
+        gathered.enter_context(infinity.zero.GatheredParameters([weight], modifier_rank=0))
+        data = weight.data
+        if inside:
+            with torch.no_grad():
+                data.mul_(2)
+                plain.mul_(2)
+        loss = Saves.apply(x, weight).square().sum()
+        if not inside:
+            gathered.close()
+        loss.backward()
+        assert Saves.saved == [ZeroParamStatus.AVAILABLE]
+    theirs = x.grad
+    x.grad = None
+    Saves.apply(x, plain).square().sum().backward()
+    assert torch.equal(x.grad, theirs) and torch.equal(weight.grad, plain.grad)
+    assert torch.equal(data, plain)
 
 
 def test_external_parameters_need_nothing(start: Start) -> None:
