@@ -20,7 +20,7 @@ class DeepSpeedScaler(LossScaler):
         self, initial: float, window: int, hysteresis: int, minimum: float, consecutive: bool
     ) -> None:
         super().__init__(initial, window, hysteresis, minimum)
-        self._window, self._consecutive = window, consecutive
+        self._window, self.consecutive = window, consecutive
 
     def update(self, finite: bool) -> bool:
         """See `LossScaler.update`."""
@@ -31,6 +31,6 @@ class DeepSpeedScaler(LossScaler):
         if doubles:
             self._finite = 1
             self.scale = max(min(self.scale * FACTOR, HIGHEST), self.scale)
-        if doubles or self._consecutive:
+        if doubles or self.consecutive:
             self._patience = self.hysteresis
         return True
