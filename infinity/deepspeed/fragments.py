@@ -76,11 +76,11 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: Sequence[torch.Tensor],
+    param_list: Sequence[torch.Tensor],
     update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace the gradient of each parameter by `update_func(gradient, parameter)`."""
-    for param in params:
+    for param in param_list:
         gradient = _get(param, "grad")
         if gradient is not None:
             _set(param, "grad", update_func(gradient, param))

@@ -43,6 +43,11 @@ def answering(optimizer: Optimizer, engine: DeepSpeedEngine) -> None:
         vars(optimizer)["parameter_offload"] = ParameterOffload()
 
 
+def engine_of(optimizer: object) -> DeepSpeedEngine | None:
+    """The engine of `initialize` that trains with `optimizer`; None for anything else."""
+    return optimizer.deepspeed_engine if isinstance(optimizer, _Names) else None
+
+
 _KINDS: dict[type[Optimizer], type[Optimizer]] = {}
 """By the class of an optimizer: that with the names of DeepSpeed."""
 

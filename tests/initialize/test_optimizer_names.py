@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
+from infinity.deepspeed import optimizer_kinds
 from infinity.deepspeed.engine_names import OTHERS
+from infinity.deepspeed.refused import Refused
 from infinity.errors import ConfigError
 from support.deepspeed import batch, configuration, net
 
 Start = Callable[..., tuple[Any, Any, Any, Any]]
+NORM, SCALE = "_global_grad_norm", "_get_loss_scale"
 FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
 
 
@@ -42,6 +45,31 @@ def test_its_class_is_still_that_of_infinity(start: Start) -> None:
     assert not hasattr(infinity.AdamW, "set_lr")
 
 
+@pytest.mark.parametrize(
+    ("stage", "precision", "kind"),
+    [
+        (0, "fp16", optimizer_kinds.FP16_Optimizer),
+        (0, "bf16", optimizer_kinds.BF16_Optimizer),
+        (2, "bf16", optimizer_kinds.DeepSpeedZeroOptimizer),
+        (3, "fp16", optimizer_kinds.DeepSpeedZeroOptimizer_Stage3),
+    ],
+)
+def test_it_is_one_of_the_class_of_its_stage(
+    start: Start, stage: int, precision: str, kind: type
+) -> None:
+    stages = {"zero_optimization": {"stage": stage}}
+    _, optimizer, *_ = start(
+        model=net(), config=configuration(**{precision: {"enabled": True}}, **stages)
+    )
+    every = [each for each in vars(optimizer_kinds).values() if isinstance(each, Refused)]
+    found = {each.__name__ for each in every if isinstance(optimizer, each)}
+    zero = {"ZeROOptimizer"} if stage else set()
+    assert found == {"DeepSpeedOptimizer", kind.__name__} | zero
+    assert not isinstance(torch.optim.SGD(net().parameters()), kind)
+    with pytest.raises(ConfigError, match=f"^{kind.__name__} cannot be made: deepspeed.initialize"):
+        kind(optimizer)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_values_that_scripts_and_loggers_read(start: Start, precision: str) -> None:
     blocks: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
@@ -52,7 +80,7 @@ def test_values_that_scripts_and_loggers_read(start: Start, precision: str) -> N
     is_scaled, scale = precision == "fp16", 16.0 if precision == "fp16" else 1.0
     for place in (optimizer, optimizer.loss_scaler, optimizer.loss_scale_config):
         assert (place.loss_scale, place.cur_scale) == (scale, scale)
-    assert optimizer._get_loss_scale() == scale
+    assert getattr(optimizer, SCALE)() == scale
     assert optimizer.loss_scaler.dynamic is optimizer.needs_scaler() is is_scaled
     assert optimizer.loss_scale_config.use_grad_scaling is is_scaled
     assert optimizer.external_loss_scale is None and not optimizer.custom_loss_scaler
@@ -64,7 +92,7 @@ def test_values_that_scripts_and_loggers_read(start: Start, precision: str) -> N
     assert optimizer.param_names[engine.module.last.bias] == "last.bias"
     assert not optimizer.is_gradient_accumulation_boundary
     train(engine, 2)
-    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert getattr(optimizer, NORM) == engine.get_global_grad_norm() > 0
     if is_scaled:
         scaler = optimizer.loss_scaler
         assert (scaler.scale_window, scaler.delayed_shift, scaler.min_scale) == (2, 1, 1)
@@ -75,7 +103,7 @@ def test_an_overflow_shows_everywhere(start: Start) -> None:
     engine, optimizer, *_ = start(model=net(), config=configuration(fp16=FP16))
     engine.backward(loss(engine) * math.inf)
     engine.step()
-    assert optimizer.overflow and optimizer._global_grad_norm == math.inf
+    assert optimizer.overflow and getattr(optimizer, NORM) == math.inf
     assert optimizer.cur_scale == optimizer.loss_scaler.loss_scale == 8
 
 
