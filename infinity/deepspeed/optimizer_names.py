@@ -22,6 +22,7 @@ from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.groups import all_ranks
 from infinity.deepspeed.muon import ClippedMuon
 from infinity.deepspeed.names import MISSING
+from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import FACTOR
@@ -171,21 +172,27 @@ class Scaler:
     """The `loss_scaler`, or `loss_scale_config`, of a DeepSpeed optimizer: its scale, and the
     settings of fp16 under DeepSpeed's names. Other names are those of `infinity.LossScaler`."""
 
+    _optimizer: _Names
+
     def __init__(self, optimizer: _Names) -> None:
-        self._optimizer = optimizer
-        self.dynamic = self.dynamic_loss_scale = optimizer.deepspeed_engine.dynamic_loss_scale()
+        vars(self)["_optimizer"] = optimizer
+
+    @property
+    def dynamic(self) -> bool:
         """Whether the scale changes."""
-        self.use_grad_scaling = optimizer.scaler is not None
+        return self._optimizer.deepspeed_engine.dynamic_loss_scale()
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
         """Whether the loss is scaled."""
+        return self._optimizer.scaler is not None
 
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by; can be set as that of the optimizer."""
         return self._optimizer.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._optimizer.loss_scale = scale
 
     cur_scale = loss_scale
 
@@ -196,6 +203,19 @@ class Scaler:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """As that of the optimizer."""
         self._optimizer.backward(loss, retain_graph)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        scaler = self._optimizer.scaler
+        if name in ("loss_scale", "cur_scale"):
+            self._optimizer.loss_scale = value
+        elif name == "raise_error_at_min_scale" and isinstance(scaler, DeepSpeedScaler):
+            scaler.ends_at_minimum = bool(value)
+        else:
+            raise DeepSpeedConfigError(
+                f"optimizer.loss_scaler.{name} is set to {in_words(value)}; of it loss_scale and, "
+                "with a scale that changes, raise_error_at_min_scale can be set, and the block "
+                "fp16 of the configuration has the others"
+            )
 
     def __getattr__(self, name: str) -> Any:
         scaler = None if name.startswith("__") else self._optimizer.scaler
@@ -216,7 +236,7 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "min_loss_scale": lambda scaler: scaler.minimum,
     "delayed_shift": lambda scaler: scaler.hysteresis,
     "consecutive_hysteresis": lambda scaler: scaler.consecutive,
-    "raise_error_at_min_scale": lambda scaler: True,
+    "raise_error_at_min_scale": lambda scaler: scaler.ends_at_minimum,
 }
 """What a dynamic scaler of DeepSpeed has."""
 

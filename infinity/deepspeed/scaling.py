@@ -21,11 +21,14 @@ class DeepSpeedScaler(LossScaler):
     ) -> None:
         super().__init__(initial, window, hysteresis, minimum)
         self._window, self.consecutive = window, consecutive
+        self.ends_at_minimum = True
+        """Whether a step that is not finite at the smallest scale raises; else it is left out, and
+        the scale stays."""
 
     def update(self, finite: bool) -> bool:
         """See `LossScaler.update`."""
         if not finite:
-            return super().update(finite)
+            return super().update(finite) or not self.ends_at_minimum
         self._finite += 1
         doubles = self._finite > self._window
         if doubles:

@@ -324,6 +324,11 @@ class WarmupCosineLR(Iterations):
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def org_lrs(self) -> list[Any]:
+        """The optimizer's rate of each group, before the first step."""
+        return list(self.base_lrs)
+
     def rates(self, iteration: int) -> list[float]:
         """The rate of each group after `iteration`."""
         ratio = self.ratio(iteration)

@@ -155,6 +155,12 @@ def test_a_schedule_goes_to_an_iteration(name: str) -> None:
     assert schedule.state_dict() == {"last_batch_iteration": 4}
 
 
+def test_a_cosine_has_the_rates_of_the_optimizer() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=0.25)
+    schedule: Any = scheduler(Named("WarmupCosineLR", {"total_num_steps": 4}), optimizer)
+    assert schedule.org_lrs == [0.25] and schedule.get_last_lr() == [0]
+
+
 # DeepSpeed itself
 
 FOUND = importlib.util.find_spec("deepspeed")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import infinity
 from infinity.deepspeed import optimizer_kinds
@@ -135,6 +135,27 @@ def test_a_loss_scale_that_is_set_is_used(start: Start) -> None:
         plain.loss_scaler.loss_scale = 2
 
 
+def test_a_run_goes_on_at_the_smallest_scale(start: Start) -> None:
+    """As scripts have it that set `raise_error_at_min_scale`."""
+    smallest = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+    engine, optimizer, *_ = start(model=net(), config=configuration(fp16=smallest))
+    before = [value.clone() for value in weights(engine)]
+    optimizer.loss_scaler.raise_error_at_min_scale = False
+    for _ in range(2):
+        engine.backward(loss(engine) * math.inf)
+        engine.step()
+        assert optimizer.overflow and optimizer.loss_scaler.cur_scale == 1
+    assert all(map(torch.equal, weights(engine), before))
+    optimizer.loss_scaler.raise_error_at_min_scale = True
+    engine.backward(loss(engine) * math.inf)
+    with pytest.raises(infinity.NonFiniteError, match="at the smallest loss scale"):
+        engine.step()
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.loss_scaler.scale_window is set to 5; of it"
+    ):
+        optimizer.loss_scaler.scale_window = 5
+
+
 def test_a_clip_and_a_rate_that_are_set_are_used(start: Start) -> None:
     slow = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
     config = configuration(gradient_clipping=1e-3, optimizer=slow)
@@ -196,6 +217,10 @@ def test_the_inner_optimizer_is_the_same_one(start: Start) -> None:
     assert inner.param_groups is optimizer.param_groups
     LambdaLR(inner, lambda step: 0.5)
     assert optimizer.get_lr() == 0.05
+    plateau = ReduceLROnPlateau(inner, patience=0, factor=0.2)
+    for _ in range(2):
+        plateau.step(1.0)
+    assert optimizer.get_lr() == pytest.approx(0.01)
     train(engine)
     assert inner.state[model.last.bias]["step"] == 1
 
