@@ -132,6 +132,16 @@ class _Names(Optimizer):
 
     # Methods
 
+    def load_state_dict(self, state_dict: Any, **options: Any) -> None:
+        """As that of infinity. Raises `ConfigError` for options, which DeepSpeed has for its own
+        checkpoints."""
+        if options:
+            raise DeepSpeedConfigError(
+                f"optimizer.load_state_dict has no option {next(iter(options))!r}; "
+                "engine.load_checkpoint has load_optimizer_states and load_module_only"
+            )
+        super().load_state_dict(state_dict)
+
     def get_lr(self) -> float:
         """The learning rate of the first group."""
         rate: float = self.param_groups[0]["lr"]
@@ -218,7 +228,9 @@ class Scaler:
             )
 
     def __getattr__(self, name: str) -> Any:
-        scaler = None if name.startswith("__") else self._optimizer.scaler
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        scaler = self._optimizer.scaler
         if self.dynamic and name in _SETTINGS:
             return _SETTINGS[name](scaler)
         if hasattr(scaler, name):
@@ -253,6 +265,8 @@ class Inner:
         return type(self._outer)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_outer":
+            raise AttributeError(name)  # of a copy that is not filled yet
         if name in VALUES:
             raise AttributeError(f"{type(self._outer).__name__!r} object has no attribute {name!r}")
         return getattr(self._outer, name)
@@ -265,6 +279,9 @@ class Inner:
 
     def __hash__(self) -> int:
         return hash(self._outer)
+
+    def __repr__(self) -> str:
+        return repr(self._outer)
 
 
 def _members(optimizer: Optimizer, engine: DeepSpeedEngine) -> list[list[torch.Tensor]]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 import infinity
 from infinity.deepspeed import optimizer_kinds
 from infinity.deepspeed.engine_names import OTHERS
+from infinity.deepspeed.optimizer_names import Inner, Scaler
 from infinity.deepspeed.refused import Refused
 from infinity.errors import ConfigError
 from support.deepspeed import batch, configuration, net
@@ -154,6 +155,16 @@ def test_a_run_goes_on_at_the_smallest_scale(start: Start) -> None:
         ConfigError, match=r"^optimizer.loss_scaler.scale_window is set to 5; of it"
     ):
         optimizer.loss_scaler.scale_window = 5
+
+
+def test_copies_and_states(start: Start) -> None:
+    _, optimizer, *_ = start(model=net(), config=configuration(fp16=FP16))
+    for kind in (Scaler, Inner):
+        assert not hasattr(kind.__new__(kind), "loss_scale")  # a copy that is not filled yet
+    assert repr(optimizer.optimizer) == repr(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ConfigError, match=r"no option 'load_serial'; engine.load_checkpoint has"):
+        optimizer.load_state_dict(optimizer.state_dict(), load_serial=True)
 
 
 def test_a_clip_and_a_rate_that_are_set_are_used(start: Start) -> None:
