@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import accelerator as torch_accelerator
@@ -22,7 +23,11 @@ class DeepSpeedAccelerator:
         self._kind = "cpu" if found is None else found.type
         self._name = self._kind  # which scripts read
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSORS:
+            return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._kind)
+        if name in _OTHERS:
+            return _OTHERS[name](self._kind)
         raise MissingNameError(
             f"get_accelerator() of `infinity run` has no {name!r}; use torch.accelerator, or "
             f"torch.{vars(self).get('_kind')}"
@@ -153,7 +158,8 @@ class DeepSpeedAccelerator:
         if self._kind != "cpu":
             torch_accelerator.reset_peak_memory_stats(device_index)
 
-    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def current_stream(self, device_index: int | None = None) -> torch.Stream | None:
         """The queue of operations in use; None on CPUs."""
@@ -191,23 +197,72 @@ class DeepSpeedAccelerator:
         """The state of the generator of the CPU."""
         return torch.get_rng_state()
 
-    def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Set what `get_rng_state` gave."""
-        torch.set_rng_state(state)
+        torch.set_rng_state(new_state)
 
-    def range_push(self, message: str) -> None:
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Nothing: `INFINITY_NVTX` marks ranges."""
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: Any = None) -> None:
         """Nothing; see `range_push`."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in pinned memory, as all are where there is no GPU."""
         return self._kind == "cpu" or tensor.is_pinned()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+    def pin_memory(
+        self,
+        tensor: torch.Tensor,
+        align_bytes: int = 1,
+        make_copy: bool = True,
+        match_shape: bool = True,
+    ) -> torch.Tensor:
         """The tensor in pinned memory, where there is a GPU."""
         return tensor if self._kind == "cpu" else tensor.pin_memory()
+
+
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""What makes a tensor of values on the compute device, by dtype."""
+
+
+def _default_generator(kind: str) -> Any:
+    generators = getattr(getattr(torch, kind), "default_generators", None)
+    return lambda device_index=0: (
+        torch.default_generator if generators is None else generators[device_index]
+    )
+
+
+def _default_stream(kind: str) -> Any:
+    return getattr(getattr(torch, kind), "default_stream", lambda device_index=None: None)
+
+
+def _are_done(kind: str) -> Any:
+    return lambda: kind == "cpu"
+
+
+_OTHERS: dict[str, Callable[[str], Any]] = {
+    "default_generator": _default_generator,
+    "default_stream": _default_stream,
+    "get_compile_backend": lambda kind: lambda: "inductor",
+    "handles_memory_backpressure": _are_done,
+    "is_current_stream_capturing": lambda kind: lambda: False,
+    "lazy_call": lambda kind: lambda callback: callback(),
+    "resolves_data_dependency": _are_done,
+    "use_host_timers": _are_done,
+    "visible_devices_envs": lambda kind: (
+        lambda: [] if kind == "cpu" else [f"{kind.upper()}_VISIBLE_DEVICES"]
+    ),
+}
+"""Methods that few scripts call, by name: what makes one for a kind of device."""
 
 
 @functools.cache

@@ -138,3 +138,13 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
 
 class FusedLion(DeepSpeedCPULion):
     """The same; where updates run follows from the home of the states."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)

@@ -28,10 +28,10 @@ from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
-from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.monitor import Monitor
 from infinity.deepspeed.offload_devices import StateMoves
+from infinity.deepspeed.optimizer_names import answering
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.engine import Engine, engine
@@ -76,7 +76,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     ) -> None:
         """`directories` were made for this engine, and go with it where they are empty."""
         nn.Module.__init__(self)
-        self.module = model
+        self.module: nn.Module = model
         self.training = model.training
         self.settings = settings
         self.optimizer = optimizer
@@ -92,7 +92,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.skipped_steps = 0
         self.mpu = None
         self.monitor = Monitor()
-        self.timers = SynchronizedWallClockTimer()
+        self.timers: SynchronizedWallClockTimer = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         self._given_boundary: bool | None = None
         self._stepped = False
@@ -103,11 +103,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._checkpoints = TaggedCheckpoints(self)
         self._moves = StateMoves(settings.config)
         if optimizer is not None:
-            vars(optimizer)["offload_states"] = self._moves.offload_states
-            vars(optimizer)["reload_states"] = self._moves.reload_states
-            vars(optimizer)["dynamic_loss_scale"] = self.dynamic_loss_scale()
-        if optimizer is not None and settings.config.stage == 3:
-            vars(optimizer)["parameter_offload"] = ParameterOffload()
+            answering(optimizer, self)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from infinity.deepspeed.errors import MissingNameError
@@ -43,13 +43,17 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 }
 """By name: a function of the engine that gives the value."""
 
-_CONFIGURATION = (
+CONFIGURATION = (
     "engine.config is the configuration as it came, and `infinity config explain` says what "
     "becomes of each key"
 )
-_COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"
-_INTERNAL = "it is internal to DeepSpeed's engine; docs/deepspeed.md says what this one has"
-REASONS = (
+COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"
+INTERNAL = "it is internal to DeepSpeed's engine; docs/deepspeed.md says what this one has"
+"""Reasons that several patterns have."""
+
+Reasons = Sequence[tuple[str, str]]
+"""Patterns, each with why there is no attribute whose name it is in; the first one counts."""
+REASONS: Reasons = (
     ("expert|moe|gate_modules|all_to_all|autoep", MISSING["moe"]),
     ("autotuning", MISSING["autotuning"]),
     ("zenflow|^update_interval$", MISSING["runtime.zenflow"]),
@@ -61,21 +65,25 @@ REASONS = (
     ("sequence|seq_|autosp", MISSING["sequence"]),
     ("pipeline|^(train|eval)_batch$|activation_shape", MISSING["pipe"]),
     ("ckpt|checkpoint|zero_param_shapes|frozen_param", MISSING["checkpoint"]),
-    ("^(zero|fp16|bf16|torch_autocast|optimizer|scheduler|gradient|client)_", _CONFIGURATION),
-    ("allreduce|all_gather|reduce_|_reduction|ds_comm|dist_backend|partition_gr", _COMMUNICATION),
-    ("_(enabled|config|params|scale|args|gradients|level|storage|states|perc)$", _CONFIGURATION),
-    ("optimized_linear|super_offload|data_type$|configuration$", _CONFIGURATION),
-    ("^_|^(un)?flatten$|^is_.*_dataset$|^module_forward|^(first|training|inside|warn)_", _INTERNAL),
-    ("^(collate_fn|collect_python_gc|dont_change_device|get_type|param_names|scale_)", _INTERNAL),
+    ("^(zero|fp16|bf16|torch_autocast|optimizer|scheduler|gradient|client)_", CONFIGURATION),
+    ("allreduce|all_gather|reduce_|_reduction|ds_comm|dist_backend|partition_gr", COMMUNICATION),
+    ("_(enabled|config|params|scale|args|gradients|level|storage|states|perc)$", CONFIGURATION),
+    ("optimized_linear|super_offload|data_type$|configuration$", CONFIGURATION),
+    ("^_|^(un)?flatten$|^is_.*_dataset$|^module_forward|^(first|training|inside|warn)_", INTERNAL),
+    ("^(collate_fn|collect_python_gc|dont_change_device|get_type|param_names|scale_)", INTERNAL),
 )
-"""Why there is no attribute whose name matches a pattern; the first one counts."""
 OTHERS = "docs/deepspeed.md says what it has"
+
+
+def reason_for(name: str, reasons: Reasons) -> str:
+    """Why there is no attribute `name`."""
+    found = (reason for pattern, reason in reasons if re.search(pattern, name))
+    return next(found, OTHERS)
 
 
 def missing(model: Any, name: str) -> MissingNameError:
     """The error for an attribute that neither the engine nor its model has."""
-    reasons = [reason for pattern, reason in REASONS if re.search(pattern, name)]
     return MissingNameError(
         f"neither the engine of infinity nor {type(model).__name__} has {name!r}: "
-        f"{(*reasons, OTHERS)[0]}"
+        f"{reason_for(name, REASONS)}"
     )

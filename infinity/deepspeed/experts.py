@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has layers of `deepspeed.moe`, and how many experts: none."""
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
     """Whether a parameter belongs to some ranks only: none does, for all are sharded alike."""
+    return False
+
+
+def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
+    """Whether a group has such parameters: never."""
     return False
 
 

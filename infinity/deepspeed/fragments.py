@@ -26,6 +26,35 @@ def _set(parameter: torch.Tensor, name: str, value: torch.Tensor, local: bool = 
         set_state(parameter, name, value, local=local)
 
 
+def get_full_hp_param(
+    param: torch.Tensor, optim_state_key: str | None = None
+) -> torch.Tensor | None:
+    """The fp32 value of a parameter, or a state of the optimizer by torch's name."""
+    return _get(param, optim_state_key or "master")
+
+
+def get_local_hp_param(
+    param: torch.Tensor, optim_state_key: str | None = None
+) -> torch.Tensor | None:
+    """What this rank has of `get_full_hp_param`."""
+    return _get(param, optim_state_key or "master", local=True)
+
+
+def set_full_hp_param(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None
+) -> None:
+    """Replace the fp32 value of a parameter, and with it the parameter, or a state of the
+    optimizer."""
+    _set(param, optim_state_key or "master", value)
+
+
+def set_local_hp_param(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None
+) -> None:
+    """Replace what this rank has of `get_full_hp_param`."""
+    _set(param, optim_state_key or "master", value, local=True)
+
+
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The fp32 value of a parameter."""
     return _get(param, "master")
@@ -47,11 +76,11 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: Sequence[torch.Tensor],
+    param_list: Sequence[torch.Tensor],
     update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace the gradient of each parameter by `update_func(gradient, parameter)`."""
-    for param in params:
+    for param in param_list:
         gradient = _get(param, "grad")
         if gradient is not None:
             _set(param, "grad", update_func(gradient, param))

@@ -393,23 +393,26 @@ _TOOLS = (
 
 _SAME_NUMBERS = "torch chooses by it how to compute the same numbers"
 _OTHER_NUMBERS = "the kernels do not have it; give an optimizer of torch that has"
+CLIP = refused(
+    "optimizer.params.max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"
+)
+"""A parameter that no optimizer takes, whatever its type."""
 _OPTIMIZER_PARAMS = (
     exact("lr", number(), None, "lr={value}"),
     exact("weight_decay", number(), 0.0, "weight_decay={value}"),
-    ignored("torch_adam", FLAG, False, "the numbers are the same"),
     ignored("fused", FLAG, None, _SAME_NUMBERS, False),
     ignored("foreach", FLAG, None, _SAME_NUMBERS, False),
     ignored("capturable", FLAG, None, _SAME_NUMBERS, False),
     ignored("set_grad_none", FLAG, True, LEGACY),
     refused("amsgrad", FLAG, False, _OTHER_NUMBERS),
     refused("maximize", FLAG, False, _OTHER_NUMBERS),
-    refused("max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"),
     mapped("fp32_optimizer_states", FLAG, True, "Config(moment_precision=...)"),
 )
 _ADAM = (
     *_OPTIMIZER_PARAMS,
     exact("betas", several(number(0, 1), 2), (0.9, 0.999), "betas={value}"),
     exact("eps", number(), 1e-8, "eps={value}"),
+    exact("torch_adam", FLAG, False, "whether weight_decay is by default that of torch: {value}"),
     exact("bias_correction", FLAG, True, "whether the first updates are corrected: {value}"),
 )
 
@@ -427,7 +430,6 @@ _MUON = (
     ignored("torch_adam", FLAG, False, "the numbers are the same"),
     refused("per_head_muon", FLAG, False, "whole matrices are orthogonalized"),
     refused("fp32_optimizer_states", FLAG, True, "states of Muon are fp32"),
-    refused("max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"),
 )
 
 

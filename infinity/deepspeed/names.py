@@ -14,6 +14,7 @@ VERSION = "0.19.8"
 
 _ENGINE = "infinity.deepspeed.engine"
 _COMMUNICATION = "infinity.deepspeed.communication"
+_COLLECTIVES = "infinity.deepspeed.collectives"
 _TOOLS = "infinity.deepspeed.tools"
 _ZERO = "infinity.deepspeed.zero"
 _BLOCKS = "infinity.deepspeed.blocks"
@@ -26,7 +27,7 @@ _ACCELERATOR = "infinity.deepspeed.accelerator"
 _EXPERTS = "infinity.deepspeed.experts"
 _RECOMPUTING = "infinity.deepspeed.recomputing"
 _CONSOLIDATION = "infinity.deepspeed.consolidation"
-_OPTIMIZER = "infinity.optim.optimizer"
+_KINDS = "infinity.deepspeed.optimizer_kinds"
 
 _LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
@@ -39,6 +40,10 @@ _FRAGMENTS = (
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized"
 )
+_HP = (
+    "get_full_hp_param set_full_hp_param get_full_hp_grad=safe_get_full_grad "
+    "set_full_hp_grad=safe_set_full_grad"
+)
 _OFFLOADS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _DEVICES = {"infinity.deepspeed.offload_devices": "OffloadDeviceEnum OffloadStateTypeEnum"}
 _TILES = {"infinity.deepspeed.tiling": "TiledLinear TiledLinearReturnBias"}
@@ -50,7 +55,7 @@ BACKED: dict[str, dict[str, str]] = {
         _CLIENTS: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
         _ENGINE: "DeepSpeedEngine",
         _ERRORS: "DeepSpeedConfigError",
-        _OPTIMIZER: "DeepSpeedOptimizer=Optimizer",
+        _KINDS: "DeepSpeedOptimizer",
         _PARSED: "DeepSpeedConfig",
         _TOOLS: "OnDevice log_dist logger",
         "infinity.deepspeed.arguments": "add_config_arguments",
@@ -67,7 +72,11 @@ BACKED: dict[str, dict[str, str]] = {
     "comm": {
         _COMMUNICATION: "get_local_rank get_rank get_world_size init_distributed is_initialized "
         "log_summary",
-        "torch.distributed": "inference_all_reduce=all_reduce *",
+        _COLLECTIVES: "configure all_gather_coalesced get_all_ranks_from_group get_global_rank "
+        "get_world_group has_all_gather_into_tensor=has_it has_all_reduce_coalesced=has_it "
+        "has_coalescing_manager=has_it has_comm_data has_reduce_scatter_tensor=has_it "
+        "inference_all_reduce=all_reduce allgather_fn=all_gather_into_tensor "
+        "reduce_scatter_fn=reduce_scatter_tensor reset_log *",
     },
     "compression.helper": {_TOOLS: "recursive_getattr recursive_setattr"},
     "git_version_info": {_BUILDERS: "installed_ops=COMPATIBLE"},
@@ -75,7 +84,8 @@ BACKED: dict[str, dict[str, str]] = {
         "infinity.deepspeed.launching": "DEEPSPEED_ENVIRONMENT_NAME EXPORT_ENVS main"
     },
     "moe.utils": {
-        _EXPERTS: "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
+        _EXPERTS: "has_moe_layers is_moe_param is_moe_param_group "
+        "split_params_into_different_moe_groups_for_optimizer"
     },
     "monitor.monitor": {"infinity.deepspeed.monitor": "Monitor MonitorMaster=Monitor"},
     "ops": {_BUILDERS: "__compatible_ops__=COMPATIBLE"},
@@ -91,8 +101,8 @@ BACKED: dict[str, dict[str, str]] = {
         _RECOMPUTING: "checkpoint configure is_configured model_parallel_cuda_manual_seed "
         "non_reentrant_checkpoint reset"
     },
-    "runtime.base_optimizer": {_OPTIMIZER: "DeepSpeedOptimizer=Optimizer ZeROOptimizer=Optimizer"},
-    "runtime.bf16_optimizer": {_OPTIMIZER: "BF16_Optimizer=Optimizer"},
+    "runtime.base_optimizer": {_KINDS: "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.bf16_optimizer": {_KINDS: "BF16_Optimizer"},
     "runtime.config": {
         _BLOCKS: "get_gradient_clipping",
         _ERRORS: "DeepSpeedConfigError",
@@ -104,8 +114,8 @@ BACKED: dict[str, dict[str, str]] = {
         _CLIENTS: "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
         _ENGINE: "DeepSpeedEngine",
     },
-    "runtime.fp16.fused_optimizer": {_OPTIMIZER: "FP16_Optimizer=Optimizer"},
-    "runtime.fp16.unfused_optimizer": {_OPTIMIZER: "FP16_UnfusedOptimizer=Optimizer"},
+    "runtime.fp16.fused_optimizer": {_KINDS: "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {
         "infinity.deepspeed.schedulers": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR "
         "WarmupLR"
@@ -114,8 +124,9 @@ BACKED: dict[str, dict[str, str]] = {
         _BLOCKS: "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"
     },
     "runtime.utils": {
-        _TOOLS: "move_to_device partition_uniform see_memory_usage",
-        "torch.nn.utils": "clip_grad_norm_",
+        _TOOLS: "clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists "
+        "has_inf_or_nan is_model_parallel_parameter=is_not_spread move_to_device "
+        "noop_decorator=as_it_is partition_uniform see_memory_usage set_random_seed",
     },
     "runtime.zero": {
         _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter "
@@ -131,18 +142,19 @@ BACKED: dict[str, dict[str, str]] = {
     "runtime.zero.offload_config": {_BLOCKS: _OFFLOADS, **_DEVICES},
     "runtime.zero.partition_parameters": {
         _ACCELERATOR: "get_accelerator",
-        _ZERO: "GatheredParameters Init ZeroParamStatus",
+        _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter "
+        "unregister_external_parameter",
         "torch": "_orig_torch_arange=arange",
     },
-    "runtime.zero.stage3": {_OPTIMIZER: "DeepSpeedZeroOptimizer_Stage3=Optimizer"},
-    "runtime.zero.stage_1_and_2": {_OPTIMIZER: "DeepSpeedZeroOptimizer=Optimizer"},
+    "runtime.zero.stage3": {_KINDS: "DeepSpeedZeroOptimizer_Stage3"},
+    "runtime.zero.stage_1_and_2": {_KINDS: "DeepSpeedZeroOptimizer"},
     "runtime.zero.tiling": _TILES,
     "runtime.zero.utils": {"infinity.errors": "ZeRORuntimeException=InfinityError"},
     "utils": {
         _TOOLS: "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger see_memory_usage "
-        "set_log_level_from_string",
+        "recursive_getattr recursive_setattr set_log_level_from_string log_dist_once",
         _ZERO: _LEAVES,
-        "infinity.deepspeed.fragments": _FRAGMENTS,
+        "infinity.deepspeed.fragments": f"{_FRAGMENTS} {_HP}",
     },
     "utils.groups": {
         _COMMUNICATION: "_get_data_parallel_rank=get_rank get_data_parallel_rank=get_rank "
@@ -150,14 +162,23 @@ BACKED: dict[str, dict[str, str]] = {
         _GROUPS: "_get_data_parallel_group=all_ranks get_data_parallel_group=all_ranks "
         "_get_sequence_parallel_world_size=one _get_sequence_parallel_rank=zero "
         "_get_sequence_data_parallel_group=all_ranks "
+        "_get_sequence_data_parallel_world_size=ranks _get_sequence_data_parallel_rank=rank "
+        "_get_data_parallel_group_ranks=all_numbers _get_broadcast_src_rank=zero "
+        "_zero_param_parallel_is_initialized=no _get_zero_param_intra_parallel_group=nothing "
         "_get_model_parallel_world_size=one get_model_parallel_world_size=one "
         "get_model_parallel_rank=zero get_tensor_model_parallel_world_size=one "
         "get_tensor_model_parallel_rank=zero",
     },
-    "utils.logging": {_TOOLS: "log_dist logger set_log_level_from_string"},
+    "utils.logging": {
+        _TOOLS: "get_current_level get_log_level_from_string log_dist log_dist_once "
+        "log_levels=LOG_LEVELS logger print_dist set_log_level_from_string should_log_le "
+        "warning_once"
+    },
     "utils.nvtx": {_TOOLS: "instrument_w_nvtx"},
-    "utils.tensor_fragment": {"infinity.deepspeed.fragments": _FRAGMENTS},
-    "utils.timer": {"infinity.deepspeed.timers": "SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.tensor_fragment": {"infinity.deepspeed.fragments": f"{_FRAGMENTS} {_HP}"},
+    "utils.timer": {
+        "infinity.deepspeed.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer"
+    },
     "utils.torch": {_TOOLS: "required_torch_version"},
     "utils.z3_leaf_module": {_ZERO: _LEAVES},
     "utils.zero_to_fp32": {
@@ -175,6 +196,20 @@ _SCHEDULE_KEYS = (
     "decay_mom_rate warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps "
     "warmup_min_ratio cos_min_ratio"
 )
+
+_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"]
+_TIMERS = {
+    "forward_micro": "fwd_microstep",
+    "forward_global": "fwd",
+    "backward_micro": "bwd_microstep",
+    "backward_global": "bwd",
+    "backward_inner_micro": "bwd_inner_microstep",
+    "backward_inner_global": "bwd_inner",
+    "backward_reduce_micro": "bwd_allreduce_microstep",
+    "backward_reduce_global": "bwd_allreduce",
+    "step_micro": "step_microstep",
+    "step_global": "step",
+}
 
 CONSTANTS: dict[str, dict[str, Any]] = {
     "": {
@@ -210,11 +245,14 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         },
     },
     "runtime.config": {
-        "ADAGRAD_OPTIMIZER": "adagrad",
-        "ADAM_OPTIMIZER": "adam",
-        "ADAMW_OPTIMIZER": "adamw",
-        "LION_OPTIMIZER": "lion",
+        **{f"{name.upper()}_OPTIMIZER": name for name in _OPTIMIZERS},
+        "ADAM_W_MODE": "adam_w_mode",
+        "ADAM_W_MODE_DEFAULT": True,
+        "DEEPSPEED_OPTIMIZERS": _OPTIMIZERS,
+        "TORCH_ADAM_PARAM": "torch_adam",
     },
+    "utils.groups": {"mesh_device": None, "mpu": None},
+    "utils.timer": {name.upper() + "_TIMER": text for name, text in _TIMERS.items()},
     "runtime.lr_schedules": {
         "VALID_LR_SCHEDULES": list(SCHEDULERS),
         "LR_RANGE_TEST": "LRRangeTest",
@@ -287,6 +325,7 @@ REFUSED: dict[str, str] = {
 ALIASES = {
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "comm.comm": "comm",
+    "dist": "comm",
     "ops.adagrad.cpu_adagrad": "ops.adagrad",
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
@@ -322,6 +361,13 @@ _INTERNAL_WHY = (
 )
 _DATA_WHY = "it changes what is trained; choose samples in a loader of your own"
 _DRIVE_WHY = "infinity.nvme reads and writes tensors, and `infinity bench io` measures drives"
+
+_FORECAST = "`infinity plan` says what a model takes of each tier, and what fits"
+_ESTIMATES = [
+    f"{module}.estimate_zero{stage}_model_states_mem_needs{kind}"
+    for module, stage in (("stage_1_and_2", 2), ("stage3", 3))
+    for kind in ("", "_all_live", "_all_cold")
+]
 
 MISSING = {
     "": "it has what scripts use to train; see docs/deepspeed.md",
@@ -382,6 +428,7 @@ MISSING = {
     "runtime.swap_tensor": "the device of offload_param and offload_optimizer says what lives on "
     "NVMe",
     "runtime.tensor_parallel": _TENSOR_WHY,
+    **{f"runtime.zero.{name}": _FORECAST for name in _ESTIMATES},
     "runtime.zenflow": "updates that leave out gradients change the numbers; leave it out",
     "sequence": _SEQUENCE_WHY,
     "utils": "it is a tool of DeepSpeed's own code; use a tool of torch or Python",

@@ -51,7 +51,7 @@ _DECAY_OF_ZERO = ("adam", "adamw")
 """Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""
 _ONLY_DEEPSPEED = (
     *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"),
-    *("max_grad_norm", "maximize", *UNSUPPORTED, *WITHOUT_EFFECT),
+    *("maximize", *UNSUPPORTED, *WITHOUT_EFFECT),
 )
 """Parameters of a configuration that `Settings` has read, and that no optimizer here takes."""
 
@@ -200,6 +200,7 @@ def _groups(given: list[Any], names: NamedParameters) -> Iterator[dict[str, Any]
 
 def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
     kind, params = named.type.lower(), dict(named.params)
+    params.pop("max_grad_norm", None)  # of no effect, else it is refused
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
     if kind in _DECAY_OF_ZERO and not params.get("torch_adam"):

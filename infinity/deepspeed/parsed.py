@@ -9,25 +9,33 @@ from infinity.deepspeed.blocks import (
     DeepSpeedZeroConfig,
     get_bfloat16_config,
 )
-from infinity.deepspeed.communication import get_world_size
+from infinity.deepspeed.communication import get_rank, get_world_size
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.keys import KEYS
+from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.source import Source
 
 
-class DeepSpeedConfig:
+class DeepSpeedConfig(Lacking):
     """The numbers of a configuration for the ranks that there are; `infinity.initialize` takes the
     configuration itself.
 
-    Raises `ConfigError` for all that `infinity.initialize` refuses in it.
+    Each key at the top of the configuration is an attribute, too. Raises `ConfigError` for all that
+    `infinity.initialize` refuses in it.
     """
+
+    instead = (
+        "engine.config is the configuration as it came, and `infinity config explain` says what "
+        "becomes of each key"
+    )
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
             raise DeepSpeedConfigError(
                 "DeepSpeedConfig: mpu and mesh_device are not supported; leave them out"
             )
-        settings = Settings.read(config, get_world_size())
+        self._settings = settings = Settings.read(config, get_world_size())
         self.train_batch_size = settings.batches.train
         self.train_micro_batch_size_per_gpu = settings.batches.micro
         self.gradient_accumulation_steps = settings.batches.accumulation
@@ -39,4 +47,14 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = settings.config.stage
         self.zero_enabled = settings.config.stage > 0
         self.optimizer_name = None if settings.optimizer is None else settings.optimizer.type
+        self.optimizer_params = None if settings.optimizer is None else settings.optimizer.params
+        self.scheduler_params = None if settings.scheduler is None else settings.scheduler.params
+        self.world_size, self.global_rank = get_world_size(), get_rank()
         self.scheduler_name = None if settings.scheduler is None else settings.scheduler.type
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in KEYS or "." in name or name.startswith("_"):
+            return super().__getattr__(name)
+        value = self._settings.raw.get(name)
+        found = KEYS[name].default if value is None else value
+        return super().__getattr__(name) if found is None else found

@@ -1,14 +1,14 @@
 """Classes and functions of DeepSpeed that import, and are refused in one sentence where they are
-used."""
+used; and objects with attributes that are missing in one sentence."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from infinity.deepspeed.errors import DeepSpeedConfigError, MissingNameError
 
 
-class _Refused(type):
+class Refused(type):
     """The class of what is refused: it can be imported, derived from, and asked about instances."""
 
     sentence: str
@@ -26,4 +26,16 @@ def refused(name: str, sentence: str) -> type:
     """A class that stands for the class or the function `name`. Calling it raises `ConfigError`
     with `sentence`; so does each of its attributes, with an error that is an `AttributeError`,
     too."""
-    return _Refused(name, (), {"sentence": sentence, "__doc__": f"Refused: {sentence}."})
+    return Refused(name, (), {"sentence": sentence, "__doc__": f"Refused: {sentence}."})
+
+
+class Lacking:
+    """A base of what stands for an object of DeepSpeed: attributes that it has not raise an
+    `AttributeError` that names `instead`, what to use."""
+
+    instead: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise MissingNameError(f"{type(self).__name__} of infinity has no {name!r}: {self.instead}")

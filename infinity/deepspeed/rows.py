@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from infinity.deepspeed.keys import (
+    CLIP,
     FREE,
     KEYS,
     OPTIMIZERS,
@@ -26,6 +28,8 @@ from infinity.errors import in_words
 
 AUTO = "auto"
 AUTO_LEFT = 'a Trainer or accelerate replaces "auto"; write a value'
+_OF_TORCH = {"optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
+"""By block: the module of torch whose classes it may name."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -174,16 +178,29 @@ def _params(
         return
     keys = params_of(block, kind) if isinstance(kind, str) else None
     known = {key.path: key for key in keys or ()}
+    of_torch = _taken(block, kind) if keys is None else ()
     for name, value in params.items():
         here = f"{path}.{name}"
-        if here in known:
+        if here == CLIP.path:
+            yield _row(CLIP, value, hidden)
+        elif here in known:
             yield _row(known[here], value, hidden)
         elif keys is not None:
             yield _unknown(here, value, list(known), ", ".join(k.rpartition(".")[2] for k in known))
         elif value == AUTO:
             yield KeyRow(here, AUTO, Treatment.REFUSED, reason=AUTO_LEFT, is_auto=True)
+        elif of_torch and name not in of_torch:
+            near = [f"{path}.{each}" for each in of_torch]
+            yield _unknown(here, value, near, ", ".join(of_torch))
         else:
             yield KeyRow(here, value, Treatment.EXACT, f"{kind}({name}={_shown(value)})")
+
+
+def _taken(block: str, kind: object) -> list[str]:
+    """What the constructor of an optimizer or a scheduler of torch takes beside its first argument;
+    empty where there is none of that name."""
+    found = getattr(_OF_TORCH[block], str(kind), None)
+    return list(inspect.signature(found).parameters)[1:] if isinstance(found, type) else []
 
 
 def _unknown(path: str, value: Any, known: list[str], others: str = "") -> KeyRow:
@@ -212,7 +229,7 @@ def _type(path: str, value: Any) -> KeyRow:
     """The row of `optimizer.type` or `scheduler.type`."""
     is_optimizer = path == "optimizer.type"
     known: Mapping[str, Any] = OPTIMIZERS if is_optimizer else SCHEDULERS
-    others: ModuleType = torch.optim if is_optimizer else torch.optim.lr_scheduler
+    others: ModuleType = _OF_TORCH[path.partition(".")[0]]
     name = value.lower() if is_optimizer and isinstance(value, str) else value
     if is_optimizer and name in REFUSED_OPTIMIZERS:
         return KeyRow(

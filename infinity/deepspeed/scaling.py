@@ -20,17 +20,20 @@ class DeepSpeedScaler(LossScaler):
         self, initial: float, window: int, hysteresis: int, minimum: float, consecutive: bool
     ) -> None:
         super().__init__(initial, window, hysteresis, minimum)
-        self._window, self._consecutive = window, consecutive
+        self._window, self.consecutive = window, consecutive
+        self.ends_at_minimum = True
+        """Whether a step that is not finite at the smallest scale raises; else it is left out, and
+        the scale stays."""
 
     def update(self, finite: bool) -> bool:
         """See `LossScaler.update`."""
         if not finite:
-            return super().update(finite)
+            return super().update(finite) or not self.ends_at_minimum
         self._finite += 1
         doubles = self._finite > self._window
         if doubles:
             self._finite = 1
             self.scale = max(min(self.scale * FACTOR, HIGHEST), self.scale)
-        if doubles or self._consecutive:
+        if doubles or self.consecutive:
             self._patience = self.hysteresis
         return True

@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.settings import Named
 from infinity.errors import in_words
 
@@ -39,11 +40,16 @@ def scheduler(named: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
     return made
 
 
-class Iterations(LRScheduler):
+class Iterations(Lacking, LRScheduler):
     """What the schedules have in common: `rates` of an iteration, counted as DeepSpeed does.
 
     Only the count is state, as in DeepSpeed; the rates follow from it.
     """
+
+    instead = (
+        "get_last_lr() has the rates in use, and the block scheduler of the configuration the "
+        "numbers of the schedule"
+    )
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -67,10 +73,13 @@ class Iterations(LRScheduler):
         """The rates in use."""
         return [*self.rates(self.last_batch_iteration)]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one iteration, or to the one that is given."""
-        if last_batch_iteration is not None:
-            self.last_epoch = last_batch_iteration
+    def step(
+        self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
+    ) -> None:
+        """Go on by one iteration, or to the one that is given, under either name."""
+        given = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        if given is not None:
+            self.last_epoch = given
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,9 +209,11 @@ class OneCycle(Iterations):
             return None
         return [group["betas"] for group in self.optimizer.param_groups]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one iteration, or to the one that is given."""
-        super().step(last_batch_iteration)
+    def step(
+        self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
+    ) -> None:
+        """Go on by one iteration, or to the one that is given, under either name."""
+        super().step(last_batch_iteration, batch_iteration)
         if self.cycle_momentum:
             self._set_betas(self.momenta(self.last_batch_iteration))
 
@@ -276,7 +287,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_steps = total_num_steps
+        self.total_num_steps = total_num_steps
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -290,8 +301,8 @@ class WarmupDecayLR(WarmupLR):
         """Where between lowest and highest rate `iteration` is."""
         if iteration < self.warmup.steps:
             return self.warmup(iteration)
-        left = self.total_steps - iteration
-        return max(0.0, left / max(1, self.total_steps - self.warmup.steps))
+        left = self.total_num_steps - iteration
+        return max(0.0, left / max(1, self.total_num_steps - self.warmup.steps))
 
 
 class WarmupCosineLR(Iterations):
@@ -308,10 +319,15 @@ class WarmupCosineLR(Iterations):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_steps = total_num_steps
+        self.total_num_steps = total_num_steps
         self.warmup = Warmup(warmup_num_steps, warmup_type)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def org_lrs(self) -> list[Any]:
+        """The optimizer's rate of each group, before the first step."""
+        return list(self.base_lrs)
 
     def rates(self, iteration: int) -> list[float]:
         """The rate of each group after `iteration`."""
@@ -326,7 +342,7 @@ class WarmupCosineLR(Iterations):
             low = self.warmup_min_ratio
             return low + (1 - low) * self.warmup(iteration)
         done = iteration - self.warmup.steps + 1
-        progress = min(1.0, done / max(1, self.total_steps - self.warmup.steps))
+        progress = min(1.0, done / max(1, self.total_num_steps - self.warmup.steps))
         low = self.cos_min_ratio
         return max(0.0, low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 

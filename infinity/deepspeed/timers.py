@@ -9,14 +9,20 @@ from typing import Any
 
 from infinity.deepspeed.accelerator import get_accelerator
 from infinity.deepspeed.errors import DeepSpeedUsageError
+from infinity.deepspeed.names import MISSING
+from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.tools import log_dist
 
 
-class SynchronizedWallClockTimer:
+class SynchronizedWallClockTimer(Lacking):
     """Timers by name, in milliseconds."""
 
-    class Timer:
+    instead = "a call with a name gives the timer, and get_timers() all of them"
+
+    class Timer(Lacking):
         """Adds up the time between its starts and stops."""
+
+        instead = "elapsed() and mean() have its times, in milliseconds"
 
         def __init__(self, name: str) -> None:
             self.name_ = name
@@ -71,6 +77,26 @@ class SynchronizedWallClockTimer:
         """All timers, by name."""
         return self.timers
 
+    @staticmethod
+    def memory_usage() -> str:
+        """A line with the gibibytes on the compute device: in use, and the most that were."""
+        device = get_accelerator()
+        used, most = device.memory_allocated(), device.max_memory_allocated()
+        return f" | mem_allocated: {used / 2**30:.4f} GB | max_mem_allocated: {most / 2**30:.4f} GB"
+
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
+        """The mean time of each of `names` that is a timer, in milliseconds divided by
+        `normalizer`."""
+        means = {name: self.timers[name].mean() / normalizer for name in names if self._has(name)}
+        for name in means if reset else ():
+            self.timers[name].reset()
+        return means
+
+    def _has(self, name: str) -> bool:
+        return name in self.timers
+
     def log(
         self,
         names: Sequence[str],
@@ -88,8 +114,44 @@ class SynchronizedWallClockTimer:
         log_dist(" | ".join(["time (ms)", *times]), ranks or [0])
 
 
-class ThroughputTimer:
+class NoopTimer:
+    """Timers by name, all of them this one, which measure nothing."""
+
+    def __call__(self, name: str) -> NoopTimer:
+        return self
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self, **options: Any) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def elapsed(self, **options: Any) -> float:
+        """0."""
+        return 0
+
+    def mean(self) -> float:
+        """0."""
+        return 0
+
+    def get_timers(self) -> dict[str, NoopTimer]:
+        """None."""
+        return {}
+
+    def log(self, names: Sequence[str], **options: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Sequence[str], **options: Any) -> None:
+        """Nothing."""
+
+
+class ThroughputTimer(Lacking):
     """Counts epochs. `engine.report()` has the throughput."""
+
+    instead = MISSING["monitor"]
 
     def __init__(self, config: Any = None, batch_size: int | None = None, **options: Any) -> None:
         self.batch_size = batch_size or 1

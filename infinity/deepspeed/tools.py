@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +17,12 @@ from torch.utils._pytree import tree_map
 
 from infinity.deepspeed.communication import get_rank
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.refused import Lacking
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("infinity")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -25,22 +31,66 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
-    """Log from this level on: "debug", "info", "warning", "error" or "critical". Raises
+@functools.cache
+def _logged_once(text: str, ranks: tuple[int, ...], level: int) -> None:
+    log_dist(text, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = 20) -> None:
+    """`log_dist`, once for each message, ranks and level (of `logging`; 20 is INFO)."""
+    _logged_once(message, tuple(ranks or ()), level)
+
+
+@functools.cache
+def warning_once(message: str, *values: Any) -> None:
+    """Warn, once for each message and its values."""
+    logger.warning(message, *values)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """`log_dist`: the engine prints nothing."""
+    log_dist(message, ranks)
+
+
+LOG_LEVELS: dict[str, int] = {name: getattr(logging, name.upper()) for name in _LEVELS}
+"""The numbers of levels, by their names."""
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level: "debug", "info", "warning", "error" or "critical". Raises
     `ConfigError` for another one."""
-    levels = ("debug", "info", "warning", "error", "critical")
-    if not isinstance(log_level_str, str) or log_level_str.lower() not in levels:
-        raise DeepSpeedConfigError(f"log level {log_level_str!r}; take one of {', '.join(levels)}")
-    (custom_logger or logger).setLevel(log_level_str.upper())
+    if not isinstance(log_level_str, str) or log_level_str.lower() not in LOG_LEVELS:
+        raise DeepSpeedConfigError(f"log level {log_level_str!r}; take one of {', '.join(_LEVELS)}")
+    return LOG_LEVELS[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """Log from this level on; see `get_log_level_from_string`."""
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    """The number of the level from which on is logged."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether that level is the one from which on is logged, or above it."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Nothing: `engine.report()` has the bytes of each tier."""
 
 
-def instrument_w_nvtx(function: F) -> F:
-    """`function` as it is: `INFINITY_NVTX=1` marks ranges."""
-    return function
+def instrument_w_nvtx(func: F) -> F:
+    """`func` as it is: `INFINITY_NVTX=1` marks ranges."""
+    return func
+
+
+def as_it_is(func: F) -> F:
+    """`func`."""
+    return func
 
 
 @contextmanager
@@ -92,6 +142,55 @@ def move_to_device(
     return item.to(device)
 
 
+def copy_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]
+) -> Any:
+    """`item` with a copy on `device` of each tensor for which `criterion_func` is true, in the
+    lists, tuples and dicts that it was in."""
+    return tree_map(lambda each: each.to(device) if criterion_func(each) else each, item)
+
+
+def has_inf_or_nan(x: torch.Tensor) -> bool:
+    """Whether an element of `x` is not finite."""
+    return not bool(x.isfinite().all())
+
+
+def is_not_spread(p: torch.Tensor) -> bool:
+    """Whether other ranks have other parts of a parameter, for model parallelism: never."""
+    return False
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """As that of torch. Raises `ConfigError` for a model parallel unit `mpu`."""
+    if mpu is not None:
+        raise DeepSpeedConfigError(
+            "clip_grad_norm_: mpu is not supported; leave it out, or write gradient_clipping in "
+            "the configuration"
+        )
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    with suppress(ImportError):
+        importlib.import_module("numpy").random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory that a file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    """Give back memory that torch keeps."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """The attribute under a name with dots. Raises `AttributeError` where a part is missing."""
     return attrgetter(module_name)(model)
@@ -120,22 +219,24 @@ def get_scalar_param(
 get_list_param = get_dict_param = get_scalar_param
 
 
-class RepeatingLoader:
+class RepeatingLoader(Lacking):
     """A loader that begins again where it ends."""
+
+    instead = "its loader is `loader`, and the iterator in use `data_iter`"
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self._items = iter(loader)
+        self.data_iter = iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         try:
-            return next(self._items)
+            return next(self.data_iter)
         except StopIteration:
-            self._items = iter(self.loader)
-            return next(self._items)
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
 
 
 def required_torch_version(

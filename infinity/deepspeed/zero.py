@@ -32,6 +32,7 @@ from infinity.deepspeed.fragments import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from infinity.deepspeed.refused import Lacking
 from infinity.errors import in_words
 from infinity.modules.gathered import gathered_to_keep
 from infinity.modules.grouping import find_owners
@@ -70,7 +71,7 @@ __all__ = [
 ]
 
 
-class Init:
+class Init(Lacking):
     """`with infinity.zero.Init(): model = ...` builds a model without memory, as `infinity.init`.
 
     The configuration, the dtype and the places of parameters are those that `infinity.initialize`
@@ -78,6 +79,8 @@ class Init:
     nothing. `Init(module=model)` leaves a model as it is, until it is initialized. All ranks draw
     the numbers of the first one, so that they build the same model.
     """
+
+    instead = "the configuration and infinity.initialize say all about parameters"
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Init:
         self._inside.__exit__(kind, error, trace)
 
 
-class GatheredParameters:
+class GatheredParameters(Lacking):
     """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):` as `infinity.gathered`.
 
     Without `modifier_rank` parameters can be read; a change is undone, and raises. With one, what
@@ -113,6 +116,8 @@ class GatheredParameters:
     they are memory beside the budgets. Parameters that were built in `Init`, and are not
     initialized yet, can be read and changed, too. Others are left as they are.
     """
+
+    instead = "hold the parameters that it was given"
 
     def __init__(
         self,
@@ -220,8 +225,8 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return bool(vars(model).get(_LEAF, False))
 
 
-def z3_leaf_parameter(parameter: torch.Tensor) -> bool:
-    """Whether a parameter belongs to a module that is marked: never, for units say that here."""
+def z3_leaf_parameter(model: torch.Tensor) -> bool:
+    """Whether `model`, a parameter, is in a module that is marked: never, for units say that."""
     return False
 
 

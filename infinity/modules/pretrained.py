@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.modules.lost_buffers import PretrainedCall, found_again
 from infinity.modules.matching import Matches, StoredRead, match
 from infinity.modules.tape import Operation
 from infinity.modules.taping import Taping
@@ -52,9 +53,15 @@ def streamed(taping: Taping) -> Iterator[None]:
     read = PreTrainedModel._load_pretrained_model
     finish = PreTrainedModel._finalize_model_loading
 
+    calls: list[PretrainedCall] = []  # the innermost last
+
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        with taping.paused():  # what the model draws while it is built is not used
-            return whole(cls, *args, **options)
+        calls.append(PretrainedCall(cls, args[1:], options))
+        try:
+            with taping.paused():  # what the model draws while it is built is not used
+                return whole(cls, *args, **options)
+        finally:
+            calls.pop()
 
     def load(
         model: Any,
@@ -69,9 +76,9 @@ def streamed(taping: Taping) -> Iterator[None]:
                 return read(model, state_dict, checkpoint_files, options, expected_keys)
             return _load(taping, model, state_dict, checkpoint_files, load_config)
 
-    def finalize(*args: Any, **options: Any) -> Any:
-        with taping.paused(False):
-            return finish(*args, **options)
+    def finalize(model: Any, load_config: Any, *args: Any, **options: Any) -> Any:
+        with found_again(taping, model, calls[-1], load_config.dtype), taping.paused(False):
+            return finish(model, load_config, *args, **options)
 
     setattr(PreTrainedModel, _ALL, classmethod(from_pretrained))
     setattr(PreTrainedModel, _LOAD, staticmethod(load))

@@ -51,7 +51,7 @@ class StepComparer:
 def shared_settings(optimizer: Optimizer) -> list[Fact]:
     """Those that stages of a pipeline have in common, whose norms are one."""
     names = ("max_grad_norm", "clip", "skip_nonfinite", "error_if_nonfinite")
-    scaler = optimizer.loss_scaler
+    scaler = optimizer.scaler
     found = [(name, _in_words(getattr(optimizer, name))) for name in names]
     return facts_of([*found, ("loss_scaler", "none" if scaler is None else "given")])
 
@@ -63,7 +63,7 @@ def _settings(optimizer: Optimizer) -> list[Fact]:
         *optimizer.facts_so_far(),
         ("the number of groups", len(optimizer.param_groups)),
     ]
-    scaler = optimizer.loss_scaler
+    scaler = optimizer.scaler
     if scaler is not None:
         names = ("window", "hysteresis", "minimum")
         found += [(f"{name} of loss_scaler", getattr(scaler, name)) for name in names]

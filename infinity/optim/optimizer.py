@@ -160,8 +160,8 @@ class Optimizer(torch.optim.Optimizer):
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.error_if_nonfinite, self.clip = error_if_nonfinite, clip
         self._norm_group = group_of(norm_group)
-        self.loss_scaler = loss_scaler
-        """What scales the loss; None where nothing does."""
+        self.scaler = loss_scaler
+        """What scales the loss; None where nothing does. `loss_scaler` is its public name."""
         self.grad_norm: float | None = None
         self.clipped_grad_norm: float | None = None
         self._last_norm: float | None = None  # of the last step that had a finite one
@@ -272,8 +272,8 @@ class Optimizer(torch.optim.Optimizer):
             updater.adopt(UnitShare(unit, tuple(sorted(positions))), self)
             mine = self._shares[unit.index].positions if unit.index in self._shares else ()
             self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
-            if unit.dtype is torch.float16 and self.loss_scaler is None:
-                self.loss_scaler = LossScaler()
+            if unit.dtype is torch.float16 and self.scaler is None:
+                self.scaler = LossScaler()
             for index in positions:
                 self._know(unit, index)
         self._adopted |= set(map(id, parameters))
@@ -360,14 +360,23 @@ class Optimizer(torch.optim.Optimizer):
 
         In fp16 a loss overflows at scales from 2**16 on: compute it in fp32.
         """
-        if self.loss_scaler is None:
+        if self.scaler is None:
             return loss
-        return scaled_loss(loss, self.loss_scaler.scale, self.updater.scales)
+        return scaled_loss(loss, self.scaler.scale, self.updater.scales)
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """What scales the loss; None where nothing does."""
+        return self.scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: LossScaler | None) -> None:
+        self.scaler = scaler
 
     @property
     def loss_scale(self) -> float:
         """What `scale` multiplies the next loss by; 1 where nothing scales it."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def loss_is_scaled(self) -> bool:
@@ -409,8 +418,8 @@ class Optimizer(torch.optim.Optimizer):
             self._view.renew(key for key in step.counts if self._has_states(key))
             if norm is not None and math.isfinite(norm):
                 self._last_norm = norm
-            if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
-                self.loss_scaler.update(finite=True)
+            if self.scaler is not None and norm is not None and math.isfinite(norm):
+                self.scaler.update(finite=True)
         self.updater.stepped_by(self)
         return loss
 
@@ -420,8 +429,8 @@ class Optimizer(torch.optim.Optimizer):
             self.updater.compare_parts(self._norm_group, shared_settings(self))
             self._parts_agree = True
         self.updater.settle([share.unit for share in shares], self._comparer.step(self))
-        if self.loss_scaler is not None:
-            self._remind(shares, self.loss_scaler)
+        if self.scaler is not None:
+            self._remind(shares, self.scaler)
         norm = squares = None
         if self._skips or self.error_if_nonfinite or self.max_grad_norm is not None:
             if self.clips_by_unit:
@@ -494,25 +503,25 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _skips(self) -> bool:
         """Whether a step with a gradient that is not finite is left out."""
-        return self.skip_nonfinite or self.loss_scaler is not None
+        return self.skip_nonfinite or self.scaler is not None
 
     def _skip(self, shares: Sequence[UnitShare]) -> None:
         """Leave a step out: a gradient is not finite."""
         name, number = self.updater.norm.first_nonfinite(shares), self.updater.next_number
         self.updater.skip(shares)
         self.skipped_steps += 1
-        if self.loss_scaler is None:
+        if self.scaler is None:
             log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
             return
-        before = self.loss_scaler.scale
-        if not self.loss_scaler.update(finite=False):
+        before = self.scaler.scale
+        if not self.scaler.update(finite=False):
             raise NonFiniteError(
                 f"the gradient of {name} is not finite at the smallest loss scale, {before:g} "
                 f"(skipped step {number}); the model or its data overflow fp16: lower the "
                 "learning rate, or train in bf16",
                 name,
             )
-        after = self.loss_scaler.scale
+        after = self.scaler.scale
         log.info(
             "step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g",
             number,
@@ -587,8 +596,8 @@ class Optimizer(torch.optim.Optimizer):
         self.updater.drain()
         packed = self._packed(self._copied_states())
         add_masters(packed, self)
-        if self.loss_scaler is not None:
-            packed["loss_scaler"] = self.loss_scaler.state_dict()
+        if self.scaler is not None:
+            packed["loss_scaler"] = self.scaler.state_dict()
         if self.clip == "previous":
             packed["last_norm"] = self._last_norm
         return packed
@@ -647,11 +656,7 @@ class Optimizer(torch.optim.Optimizer):
             "skipped_steps": self.skipped_steps,
             "last_norm": self._last_norm,
         }
-        return (
-            header
-            if self.loss_scaler is None
-            else header | {"loss_scaler": self.loss_scaler.state_dict()}
-        )
+        return header if self.scaler is None else header | {"loss_scaler": self.scaler.state_dict()}
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All moments begin anew; masters are the weights, and
@@ -669,8 +674,8 @@ class Optimizer(torch.optim.Optimizer):
     def _take(self, header: dict[str, Any]) -> None:
         steps = dict(zip(numbers(self), header["steps"], strict=True))
         self.take_groups(header)
-        if self.loss_scaler is not None and "loss_scaler" in header:
-            self.loss_scaler.load_state_dict(header["loss_scaler"])
+        if self.scaler is not None and "loss_scaler" in header:
+            self.scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._last_norm = header.get("last_norm")
         self._view.forget()

@@ -187,8 +187,8 @@ def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
             optimizer.check_hyper(optimizer.defaults | group)
         except (TypeError, AttributeError, ArithmeticError) as error:
             raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
-    if optimizer.loss_scaler is not None and "loss_scaler" in header:
-        optimizer.loss_scaler.check(header["loss_scaler"])
+    if optimizer.scaler is not None and "loss_scaler" in header:
+        optimizer.scaler.check(header["loss_scaler"])
     last_norm = header.get("last_norm")
     if last_norm is not None and not (isinstance(last_norm, float) and 0 <= last_norm < math.inf):
         raise misfit(optimizer, f"its last norm is {last_norm!r}, and no finite number")

@@ -251,6 +251,29 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ({"queue_depth": 3}, "did you mean aio.queue_depth?"),
         ({"optimizer": {"type": "AdamW", "params": {"beta": 1}}}, "optimizer.params.betas?"),
         ({"qqq": 3}, "qqq=3: unknown key"),
+        (
+            {"optimizer": {"type": "NAdam", "params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm=1.0: gradient_clipping is the key for it",
+        ),
+        (
+            {"optimizer": {"type": "NAdam", "params": {"freeze_step": 9}}},
+            "optimizer.params.freeze_step=9: unknown key; known are lr, betas, eps",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"cuda_aware": True}}},
+            "optimizer.params.cuda_aware=True: unknown key; known are lr, weight_decay",
+        ),
+        (
+            {"optimizer": {"type": "Lion", "params": {"torch_adam": True}}},
+            "optimizer.params.torch_adam=True: unknown key; known are lr, weight_decay",
+        ),
+        (
+            {
+                "optimizer": {"type": "Adam"},
+                "scheduler": {"type": "StepLR", "params": {"step": 3}},
+            },
+            "did you mean scheduler.params.step_size?",
+        ),
         ({"zero_optimization": {"stage": 4}}, "it must be a whole number from 0 to 3"),
         ({"zero_optimization": 3}, "zero_optimization=3: it must be an object with keys, not 3"),
         (

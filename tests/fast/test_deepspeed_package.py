@@ -147,8 +147,8 @@ def test_the_version_is_that_of_its_distribution(package: Any) -> None:
         (lambda d: d.PipelineModule([]), "there is no pipeline parallelism"),
         (lambda d: d.ops.op_builder.AsyncIOBuilder().load(), "AsyncIOBuilder.load.. is not"),
         (
-            lambda d: d.get_accelerator().use_host_timers(),
-            "no 'use_host_timers'; use torch.acc",
+            lambda d: d.get_accelerator().create_graph(),
+            "no 'create_graph'; use torch.acc",
         ),
     ],
 )

@@ -191,6 +191,10 @@ def test_a_configuration_comes_in_several_ways(start: Start, tmp_path: Path, how
             {"type": "AdamW", "params": {"torch_adam": True}},
             lambda p: torch.optim.AdamW(p, weight_decay=0.01),
         ),
+        (
+            {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
+            torch.optim.Adam,
+        ),
         ({"type": "Adagrad", "params": {"lr": 1e-2}}, torch.optim.Adagrad),
         (
             {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9}},
@@ -198,7 +202,7 @@ def test_a_configuration_comes_in_several_ways(start: Start, tmp_path: Path, how
         ),
         ({"type": "sgd", "params": {"lr": 1e-1}}, lambda p: torch.optim.SGD(p, lr=1e-1)),
         (
-            {"type": "RMSprop", "params": {"lr": 1e-3}},
+            {"type": "RMSprop", "params": {"lr": 1e-3, "max_grad_norm": 0.0}},
             lambda p: torch.optim.RMSprop(p, lr=1e-3),
         ),
     ],
