@@ -19,12 +19,14 @@ other, to find the states of a plain constructor after `torch.manual_seed(seed)`
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter, tree_map
@@ -63,6 +65,15 @@ class Cell:
         self.is_taken = False
         """Whether a wrapped model has its values, and changes them."""
         self._is_kept = False
+        self._reserved: np.ndarray | None = None
+
+    def address(self) -> int:
+        """An address that no other memory has while the cell lives. Nothing can be read there."""
+        if self._reserved is None:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, max(self.nbytes, 1), flags=private, prot=0)
+            self._reserved = np.frombuffer(memory, np.uint8)
+        return self._reserved.ctypes.data
 
     def keep(self) -> None:
         """The memory is going to be written: keep what it holds, if no operation made it."""

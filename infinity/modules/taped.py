@@ -15,7 +15,8 @@ answers as if it lay on the host, with its values:
 
 So a model can be read, copied, changed and run before it is wrapped, with the memory of one
 parameter. Values that lie in a safetensors file are mapped from there. What is written is kept in
-unnamed files (`directories/mapped`). Memory addresses are refused.
+unnamed files (`directories/mapped`). Memory addresses are refused, but for `data_ptr()` of a
+parameter of `init_zero`: scripts for DeepSpeed tell parameters apart by it.
 """
 
 from __future__ import annotations
@@ -197,6 +198,14 @@ def give_up(parameters: Sequence[torch.Tensor], undo: ExitStack) -> None:
                 cell.is_taken = True
 
 
+def address_of(parameter: TapedParameter) -> int:
+    """An address by which parameters that share memory are alike, and others are not. Nothing can
+    be read there."""
+    with as_built():
+        place = type(parameter).taping.tape.place(parameter)
+    return place.cell.address() + place.offset * place.dtype.itemsize
+
+
 def stored_read(tape: Tape, place: Place) -> StoredRead | None:
     """What reads the values at `place` from a file, where they are the stored tensor as it is, or
     some of its rows; else None."""
@@ -261,6 +270,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         return _attribute(func, attribute, cast("Any", first))
     if name in _SHAPED or (name == "__set__" and attribute != "data"):
         return _plainly(func, args, kwargs)
+    if name == "data_ptr" and isinstance(first, NamedTapedParameter):
+        return address_of(first)
     if name in _ADDRESSES:
         raise ConfigError(
             "a parameter that was built in infinity.init() has no memory before infinity.wrap, and "

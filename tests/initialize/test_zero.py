@@ -374,6 +374,20 @@ def test_parameters_of_init_have_their_names_in_deepspeed() -> None:
     assert weight.is_meta and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
 
 
+def test_parameters_of_init_are_told_apart_by_their_addresses() -> None:
+    """Scripts count parameters that are tied once, `{p.data_ptr(): p.numel() for p in ...}`."""
+
+    with infinity.zero.Init():
+        one, other = nn.Linear(3, 5), nn.Linear(3, 5)
+    weight = one.weight
+    memory = torch.empty(100_000)
+    every = [weight, one.bias, other.weight, other.bias, memory]
+    assert len({each.data_ptr() for each in every}) == 5
+    assert weight.data_ptr() == weight.data_ptr() == nn.Parameter(weight).data_ptr()
+    with pytest.raises(infinity.ConfigError, match=r"no memory before infinity\.wrap.*clone"):
+        weight.untyped_storage()
+
+
 def test_parameters_of_init_are_read_and_changed(start: Start) -> None:
     """As transformers does: it loads module by module, initializes what is missing, and resizes
     embeddings."""

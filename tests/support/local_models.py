@@ -15,9 +15,11 @@ class Accuracy:
     def add_batch(self, predictions, references):
         self.right += (predictions == references).tolist()
     def compute(self, predictions=(), references=()):
-        self.right += [one == other for one, other in zip(predictions, references)]
+        for one, other in zip(predictions, references):
+            texts = isinstance(one, str)
+            self.right += [100 * (a == b) for a, b in zip(one, *other)] if texts else [one == other]
         right, self.right = self.right, []
-        return {name: float(sum(right) / len(right)) for name in ("accuracy", "score")}
+        return {name: float(sum(right) / max(len(right), 1)) for name in ("accuracy", "score")}
 
 def load(*names, **options):
     return Accuracy()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from support.local_models import VOCABULARY, save_metric, save_tokenizer, sentence
-from their_suites.zoo import CAUSAL, CLASSES, WIDTH, ZOO
+from their_suites.zoo import CAUSAL, CLASSES, PIECES, SENTINELS, WIDTH, ZOO
 
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 _LLAMA = _HEADS | {"hidden_size": WIDTH, "intermediate_size": 32, "max_position_embeddings": 512}
@@ -61,11 +61,23 @@ def make(directory: Path) -> None:
             nn.init.zeros_(model.classifier.weight)
             model.classifier.bias.data = torch.tensor([0.0, 1e-2])
         model.save_pretrained(directory / name)
-        save_tokenizer(directory / name, chat_template=CHAT, **(MARKS if name in ZOO else {}))
+        if model_type == "t5":
+            _save_pieces(directory / name)
+        else:
+            save_tokenizer(directory / name, chat_template=CHAT, **(MARKS if name in ZOO else {}))
     transformers.MobileViTConfig().save_pretrained(directory / "apple/mobilevit-xx-small")
     for name, configurations in data().items():
         _write_data(directory / name, configurations)
     save_metric(directory / "metric")
+
+
+def _save_pieces(directory: Path) -> None:
+    """Write a tokenizer of T5, whose tokens are letters."""
+    from transformers import T5Tokenizer
+
+    scored = [(piece, -float(number > 2)) for number, piece in enumerate(PIECES)]
+    sentinels = [(f"<extra_id_{number}>", 0.0) for number in reversed(range(SENTINELS))]
+    T5Tokenizer(vocab=scored + sentinels, extra_ids=SENTINELS).save_pretrained(directory)
 
 
 def data() -> dict[str, dict[str, dict[str, list[dict[str, Any]]]]]:

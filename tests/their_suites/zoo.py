@@ -3,10 +3,16 @@ they have on a hub: the class of a model, its type and what its configuration sa
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from typing import Any
 
+from support.local_models import VOCABULARY
+
 WIDTH = 16
+SENTINELS = 100
+PIECES = ("<pad>", "</s>", "<unk>", "\u2581", *string.ascii_letters, *string.digits, *".,:?-()'")
+"""The tokens of a T5 before its sentinels: a text is its letters."""
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 PAIRS, MASKED = "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
 ANSWERS, IMAGES = "AutoModelForQuestionAnswering", "AutoModelForImageClassification"
@@ -26,6 +32,15 @@ _PAIRS = {
     "decoder_ffn_dim": 32,
     "decoder_start_token_id": 2,
 }
+_PROPHET = {
+    "hidden_size": WIDTH,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 2,
+    "num_decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
 _GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2}
 T5 = {
     "d_model": WIDTH,
@@ -33,7 +48,10 @@ T5 = {
     "d_ff": 32,
     "num_layers": 2,
     "num_heads": 2,
-    "decoder_start_token_id": 3,
+    "vocab_size": len(PIECES) + SENTINELS,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
 }
 _TINY = "hf-internal-testing/tiny-random-"
 ZOO: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
@@ -57,6 +75,17 @@ ZOO: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         MASKED,
         "distilbert",
         {"dim": WIDTH, "hidden_dim": 32, "n_heads": 2, "n_layers": 2},
+    ),
+    f"{_TINY}flaubert": (MASKED, "flaubert", {"emb_dim": WIDTH, "n_layers": 2, "n_heads": 2}),
+    "stas/tiny-wmt19-en-de": (
+        PAIRS,
+        "fsmt",
+        _PAIRS | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
+    ),
+    f"{_TINY}funnel": (
+        MASKED,
+        "funnel",
+        {"d_model": WIDTH, "n_head": 2, "d_head": 8, "d_inner": 32, "block_sizes": [1, 1]},
     ),
     "hf-internal-testing/tiny-electra": (MASKED, "electra", _ENCODER | {"embedding_size": WIDTH}),
     f"{_TINY}gpt_neo": (
@@ -83,11 +112,13 @@ ZOO: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     ),
     f"{_TINY}mpnet": (ANSWERS, "mpnet", _ENCODER),
     "stas/pegasus-cnn_dailymail-tiny-random": (PAIRS, "pegasus", _PAIRS),
+    f"{_TINY}prophetnet": (CAUSAL, "prophetnet", _PROPHET),
     "sshleifer/tiny-distilroberta-base": (ANSWERS, "roberta", _ENCODER),
     f"{_TINY}squeezebert": (ANSWERS, "squeezebert", _ENCODER | {"embedding_size": WIDTH}),
     "patrickvonplaten/t5-tiny-random": (PAIRS, "t5", T5),
     "google-t5/t5-small": (PAIRS, "t5", T5),
     f"{_TINY}t5-v1.1": (PAIRS, "t5", T5 | {"feed_forward_proj": "gated-gelu"}),
+    f"{_TINY}vit": (IMAGES, "vit", _ENCODER | {"image_size": 32, "patch_size": 8}),
     "hf-internal-testing/tiny-xlm-roberta": (
         CAUSAL,
         "xlm-roberta",
