@@ -35,7 +35,7 @@ from infinity.modules.facade import Facade
 from infinity.modules.given import GivenTensors
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
-from infinity.modules.load import persistent_buffers
+from infinity.modules.load import buffer_names, persistent_buffers
 from infinity.modules.merging import Merges
 from infinity.modules.tiling import named_wholes
 from infinity.observe import Recorder
@@ -250,8 +250,8 @@ class Engine:
             name: value if name in there else mapped(value, self._state_directory)
             for name, value in self.weights()
         }
-        result = {name: values[first] for name, first in self._first_names().items()}
-        return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
+        names = self._first_names() | buffer_names(self.model)
+        return {name: values[first] for name, first in names.items()}
 
     def _first_names(self) -> dict[str, str]:
         """By every name of a parameter the one that its unit knows; tied ones have several. What

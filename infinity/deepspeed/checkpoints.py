@@ -156,10 +156,13 @@ class TaggedCheckpoints:
         return [name for name, parameter in named if not parameter.requires_grad]
 
     def weights(self, without_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """All weights on the first rank, None on others; all ranks call it."""
-        engine = self._engine
+        """All weights on the first rank, None on others; all ranks call it. What is left of a model
+        `without_frozen` ones is given even where the configuration does not gather weights on save:
+        transformers would write adapters without weights."""
+        engine, frozen = self._engine, self.frozen() if without_frozen else []
         if (
             engine.zero_optimization_stage() == 3
+            and not frozen
             and not engine.settings.gather_16bit_weights_on_save
         ):
             raise ValueError(
@@ -171,7 +174,7 @@ class TaggedCheckpoints:
                 pass
             return None
         state = engine.engine.state_dict()
-        for name in self.frozen() if without_frozen else ():
+        for name in frozen:
             state.pop(name, None)
         return state
 

@@ -379,7 +379,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the weights as `torch.save` does; all ranks call it. False at stage 3 unless the
-        configuration gathers weights on save."""
+        configuration gathers weights on save, or frozen ones are left out."""
         return self._checkpoints.save_weights(
             _directory(save_dir) / save_filename, exclude_frozen_parameters
         )

@@ -198,9 +198,30 @@ def _report(weights: Weights, matches: Matches, model: nn.Module) -> None:
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state dict, by name."""
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+        for name, buffer in _own_buffers(module):
+            yield _joined(path, name), buffer
+
+
+def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def buffer_names(model: nn.Module) -> dict[str, str]:
+    """By every name of a persistent buffer the one of `persistent_buffers`. A module in several
+    places gives its buffers several."""
+    first: dict[int, str] = {}
+    names = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        for name, _ in _own_buffers(module):
+            names[_joined(path, name)] = _joined(known, name)
+    return names
 
 
 def fill_units(

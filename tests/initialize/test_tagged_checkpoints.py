@@ -233,6 +233,8 @@ def test_weights_for_others(start: Start, tmp_path: Path, gather: bool) -> None:
     if not gather:
         with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
             getattr(engine, CONSOLIDATED)()
+        trained = getattr(engine, CONSOLIDATED)(exclude_frozen_parameters=True)
+        assert set(net().state_dict()) - set(trained) == {"first.weight", "first.bias"}
         return
     saved = torch.load(path)
     assert saved.keys() == net().state_dict().keys()

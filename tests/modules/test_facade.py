@@ -118,6 +118,19 @@ def test_a_state_dict_is_that_of_the_plain_model(wrapped: Transformer, tmp_path:
     assert same_weights(fresh, plain)
 
 
+def test_what_a_module_in_several_places_has_is_saved_under_all_its_names(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4)
+        return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
+
+    model = infinity.wrap(build(), config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 24))
+    with infinity.engine(model) as engine:
+        assert engine.state_dict().keys() == model.state_dict().keys()
+        assert same_weights(model, build())
+        build().load_state_dict(engine.state_dict())
+
+
 def file_of(tensor: torch.Tensor) -> str:
     """The file that the memory of `tensor` is mapped from."""
     for line in Path("/proc/self/maps").read_text().splitlines():
