@@ -49,8 +49,9 @@ from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
 from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
+from infinity.checkpoint.pieces import Box, ShardPiece, boxes, pieces_of
 from infinity.checkpoint.progress import CheckpointProgress, Told
-from infinity.checkpoint.series import Box, Series, ShardPiece, boxes
+from infinity.checkpoint.series import Series
 from infinity.checkpoint.state import (
     HEADER,
     EngineState,
@@ -499,7 +500,7 @@ class Loading(LoadPlanner):
         of tensors of one shape."""
         size = series.size(number)
         if found is None or len(size) == 1 or found.size == size:
-            return list(series.pieces(number, size if found is None else found.size)), found
+            return list(pieces_of(series, number, size if found is None else found.size)), found
         if len(found.size) > 1:
             raise CheckpointError(
                 f"{self._where} has {series.unit.keys[number]} cut along another dimension than "
@@ -514,7 +515,7 @@ class Loading(LoadPlanner):
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 key = ".".join((*series.prefix, series.unit.keys[number]))
                 self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
-        return list(series.pieces(number, size)), TensorStorageMetadata(
+        return list(pieces_of(series, number, size)), TensorStorageMetadata(
             found.properties, size, chunks
         )
 

@@ -57,6 +57,7 @@ from infinity.checkpoint.files import MANIFEST, METADATA, hold, is_held, is_whol
 from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
+from infinity.checkpoint.pieces import pieces_of
 from infinity.checkpoint.progress import CheckpointProgress, Told
 from infinity.checkpoint.readers import StatesReader
 from infinity.checkpoint.series import Series
@@ -279,7 +280,7 @@ class Saving(SavePlanner):
                 continue  # and in `EngineState.absent`
             for number, name in enumerate(series.unit.keys):
                 size = series.size(number)
-                for piece in series.pieces(number, size) if series.unit.counted[number] else ():
+                for piece in pieces_of(series, number, size) if series.unit.counted[number] else ():
                     source = TensorSource(series.dtype, piece.sizes, series, piece.in_shard)
                     self._add((*series.prefix, name), piece.chunk, size, source)
         for optimizer, unit, path in state.foreign():

@@ -36,8 +36,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from infinity.checkpoint import manifest
+from infinity.checkpoint.pieces import ShardPiece
 from infinity.checkpoint.readers import LiveStates, StatesReader
-from infinity.checkpoint.series import Series, ShardPiece
+from infinity.checkpoint.series import Series
 from infinity.device import copy_alone, zero_alone
 from infinity.errors import CheckpointError, EngineClosedError, InfinityError, sentence
 from infinity.optim.foreign import Adapted

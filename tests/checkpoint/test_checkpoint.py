@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity import native
-from infinity.checkpoint import data_file, manifest, progress, saving, state
+from infinity.checkpoint import data_file, manifest, pieces, progress, saving, state
 from infinity.checkpoint.data_file import DataWriter
+from infinity.checkpoint.pieces import ShardPiece
 from infinity.optim.optimizer import Optimizer
 from infinity.quantities import format_bytes
 from infinity.sharding.states import States
@@ -215,7 +216,7 @@ def test_training_goes_on_bit_for_bit_in_any_placement(
 
     directory = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "PIECE", piece)
+        patch.setattr(pieces, "PIECE", piece)
         one = Training(directory / "one", build(0), **FORMATS[form], **places[0])
         with one.engine:
             one.steps(range(steps))
@@ -239,7 +240,7 @@ def test_every_format_with_many_chunks_and_pieces(
     smallest: Callable[..., dict[str, int]],
 ) -> None:
     """Pieces, chunks and parameters are cut at different places."""
-    monkeypatch.setattr(state, "PIECE", 5000)
+    monkeypatch.setattr(pieces, "PIECE", 5000)
     least = smallest(
         transformer(width=64), **FORMATS[form], nvme=[tmp_path], optimizer="nvme", parameters="nvme"
     )
@@ -464,7 +465,7 @@ def test_gradients_are_forgotten(start: Start, tmp_path: Path) -> None:
 def test_plain_torch_reads_it(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "PIECE", 1000)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
     training = start(precision="bf16", moment_precision="int8")
     training.steps(range(2))
     training.save(tmp_path / "checkpoint", note="hello", rng=torch.get_rng_state())
@@ -592,7 +593,7 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
     smallest: Callable[..., dict[str, int]],
 ) -> None:
     piece, mapped = 1 << 14, []
-    monkeypatch.setattr(state, "PIECE", piece)
+    monkeypatch.setattr(pieces, "PIECE", piece)
     monkeypatch.setattr(data_file, "BUFFER_BYTES", piece)
     monkeypatch.setattr(data_file, "RUN_BYTES", piece)
     real = data_file.huge_pages
@@ -766,26 +767,26 @@ def test_a_drive_that_cannot_be_written_ends_the_engine_in_a_load(
 )
 def test_pieces_are_joined_to_chunks(lengths: list[tuple[int, int]], tail: int, chunk: int) -> None:
     """Each piece comes when it is needed, in order; what no piece has is zero."""
-    pieces, at, brought = [], 0, []
+    some, at, brought = [], 0, []
     for gap, length in lengths:
-        pieces.append(state.ShardPiece("key", at + gap, (0,), (length,)))
+        some.append(ShardPiece("key", at + gap, (0,), (length,)))
         at += gap + length
     whole = torch.zeros(at + tail)
-    for piece in pieces:
+    for piece in some:
         whole[piece.in_shard :][: piece.length] = torch.arange(1, piece.length + 1)
     memory = torch.empty(16)
 
-    def bring(piece: state.ShardPiece) -> torch.Tensor:
+    def bring(piece: ShardPiece) -> torch.Tensor:
         brought.append(piece)
         memory.fill_(torch.nan)  # what came before is gone
         memory[: piece.length] = torch.arange(1, piece.length + 1)
         return memory[: piece.length]
 
-    cursor = state.PieceCursor(pieces, torch.float32, bring)
+    cursor = state.PieceCursor(some, torch.float32, bring)
     for begin in range(0, len(whole), chunk):
         end = min(begin + chunk, len(whole))
         assert torch.equal(cursor.read(begin, end), whole[begin:end])
-    assert brought == pieces
+    assert brought == some
 
 
 def test_the_caller_hears_how_far_it_is(

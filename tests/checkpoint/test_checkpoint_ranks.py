@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.checkpoint import state
+from infinity.checkpoint import pieces
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.rank_group import run_ranks
@@ -54,7 +54,7 @@ class Task:
 def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Do `task`; all ranks have equal batches, so that what they compute does not depend on how
     many they are."""
-    state.PIECE = task.piece
+    pieces.PIECE = task.piece
     nvme = Path(task.directory) / f"nvme{rank}"
     nvme.mkdir(exist_ok=True)
     model = infinity.wrap(
@@ -149,7 +149,7 @@ def run(where: Path, ranks: int, form: str, **values: Any) -> list[dict[str, Any
             return [work(task, 0, None)]
         finally:
             torch.set_num_threads(before)
-            state.PIECE = Task.piece
+            pieces.PIECE = Task.piece
     (where / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
     run_ranks(__file__, where, ranks)
     return [torch.load(where / f"result{rank}.pt", weights_only=True) for rank in range(ranks)]

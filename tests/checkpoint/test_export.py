@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import infinity
-from infinity.checkpoint import contents, export, manifest
-from infinity.checkpoint import state as layout
+from infinity.checkpoint import contents, export, manifest, pieces
 from infinity.checkpoint.contents import Contents
 from infinity.cli.main import app
 from support.configs import config_of
@@ -64,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     wrapped(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "PIECE", 100)
+        patch.setattr(pieces, "PIECE", 100)
         engine.save_checkpoint(where / "step-7", optimizer, {"seed": 1, "scheduler": {}})
     engine.save_checkpoint(where / "trained", optimizer, {}, trainable_only=True)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}

@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.checkpoint import series
+from infinity.checkpoint import pieces
 from infinity.optim.kernels import squared_gradient_norm
 from infinity.sharding.ranks import ALONE, Ranks, whole_group
 from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_parallel
@@ -458,7 +458,7 @@ class Rank:
     def checkpoints(self) -> dict[str, Any]:
         """Save on 2 x 2 ranks, and load in every way; the other way round from one without tensor
         parallelism."""
-        series.PIECE = 1500
+        pieces.PIECE = 1500
         found: dict[str, Any] = {}
 
         def states(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, Any]:
@@ -1123,7 +1123,7 @@ def test_boxes_are_the_elements_in_their_order(
     end = data.draw(st.integers(begin, rows * width))
     matrix = torch.arange(rows * (left + width + 2)).view(rows, -1)
     wanted = matrix[:, left : left + width].flatten()[begin:end]
-    found = list(series.boxes(begin, end, width, left))
+    found = list(pieces.boxes(begin, end, width, left))
     assert len(found) <= 3
     assert [box.number for box in found] == [
         sum(b.rows * b.columns for b in found[:i]) for i in range(len(found))
