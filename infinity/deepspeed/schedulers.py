@@ -204,10 +204,11 @@ class OneCycle(Iterations):
         ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas in use, of each group; None where they have no cycle."""
+        """The betas of the cycle, of each group; None where they have no cycle. Until the first
+        step groups have the least first beta, and the cycle the greatest, as DeepSpeed has it."""
         if not self.cycle_momentum:
             return None
-        return [group["betas"] for group in self.optimizer.param_groups]
+        return [(each, SECOND_BETA) for each in self.momenta(self.last_batch_iteration)]
 
     def step(
         self, last_batch_iteration: int | None = None, batch_iteration: int | None = None

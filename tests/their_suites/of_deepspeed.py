@@ -7,19 +7,31 @@ from collections.abc import Mapping
 PATHS = [
     f"tests/unit/{folder}/test_{name}.py"
     for folder, names in {
-        "checkpoint": "convert_checkpoint latest_checkpoint other_optimizer shared_weights "
-        "tag_validation",
-        "runtime": "ds_config_dict ds_initialize multi_output_model",
-        "runtime/half_precision": "dynamic_loss_scale fp16",
+        "checkpoint": "convert_checkpoint latest_checkpoint lr_scheduler moe_checkpoint "
+        "other_optimizer pipeline shared_weights sparse tag_validation",
+        "ops/adagrad": "cpu_adagrad",
+        "ops/adam": "adamw cpu_adam hybrid_adam",
+        "ops/lion": "cpu_lion lion",
+        "ops/muon": "muon muon_partial_training",
+        "runtime": "data data_efficiency ds_config_dict ds_config_model ds_initialize "
+        "lr_schedulers multi_output_model multiple_models no_sync_ctxt "
+        "precision_config_dynamic_scale precision_config_loss_scale runtime_utils",
+        "runtime/half_precision": "dynamic_loss_scale fp16 zero_optim_overflow",
         "runtime/zero": "ignore_unused_parameters unwrap_model zero_config zero_context "
         "zero_context_ancestry zero_context_return zero_dynamic_class zero_grad_clip "
-        "zero_leaf_module zero_nesting_init",
+        "zero_leaf_module zero_nesting_init "
+        "zero_allreduce_fetch_params zero_hook_attribute_delegation zero_offloadpp "
+        "zero_tensor_fragment zero_tiled",
+        "utils": "get_optim_files init_on_device partition_balanced",
     }.items()
     for name in names.split()
 ]
 """Files about what scripts use."""
 
 _OWN = "asks for the class or identity of an optimizer; `initialize` returns one of the engine"
+_MODEL = "deepspeed.runtime.config_utils.DeepSpeedConfigModel: use a model of pydantic"
+_SCALE = "in words of its own, some only by `initialize`"
+_GROUPS = "deepspeed.utils.groups: experts are not spread over ranks"
 LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "checkpoint/test_latest_checkpoint.py::TestLatestCheckpoint::test_existing_latest": (
         "internals",
@@ -148,6 +160,150 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "runtime/zero/test_unwrap_model.py::TestUnwrapModel": (
         "internals",
         "hooks of the optimizer, which this engine does not need",
+    ),
+    **{
+        f"{name}": ("internals", reason)
+        for name, reason in (
+            ("checkpoint/test_sparse.py::TestSparseCheckpoint", "sparse_tensor_module_names"),
+            ("ops/adam/test_adamw.py::TestAdamConfigs", _OWN),
+            ("ops/lion/test_lion.py::TestLionConfigs", _OWN),
+            ("ops/muon/test_muon.py::TestMuonConfigs", f"{_OWN}; or keeps momentum elsewhere"),
+            (
+                "ops/muon/test_muon.py::TestMuonZero12NumericalCorrectness",
+                "deepspeed.runtime.zero.muon",
+            ),
+            (
+                "ops/adam/test_cpu_adam.py::TestCPUAdamSubgroup",
+                "step_subgroup and rollback_subgroup of an optimizer",
+            ),
+            (
+                "runtime/half_precision/test_zero_optim_overflow.py::TestZeROFloat16",
+                "cur_scale of the loss scaler",
+            ),
+            ("runtime/test_multiple_models.py::TestMultipleModels", "_backward_epilogue"),
+            *(
+                (f"runtime/test_lr_schedulers.py::test_{name}", "attributes of a schedule")
+                for name in (
+                    "one_cycle_allows_zero_second_step_size",
+                    "warmup_cosine_lr_initializes_all_param_groups",
+                    "warmup_cosine_lr_linear_warmup_type_produces_linear_ratios",
+                    "warmup_cosine_lr_total_num_steps_equals_warmup_num_steps",
+                )
+            ),
+            ("runtime/test_runtime_utils.py::test_call_to_str", "the function"),
+            (
+                "runtime/test_runtime_utils.py"
+                "::test_count_used_parameters_enables_grad_for_grad_acc_lookup",
+                "the function",
+            ),
+            (
+                "runtime/zero/test_zero_allreduce_fetch_params.py::TestAllReduceFetchParamsPadded",
+                "_orig_torch_empty",
+            ),
+            (
+                "runtime/zero/test_zero_hook_attribute_delegation.py::TestHookAttributeDelegation",
+                "attributes that DeepSpeed pastes onto modules",
+            ),
+            ("utils/test_get_optim_files.py::test_get_optim_files", "names of DeepSpeed's files"),
+            ("utils/test_partition_balanced.py::test_partition_balanced", "the function"),
+        )
+    },
+    **{
+        f"{name}": ("refused", reason)
+        for name, reason in (
+            (
+                "checkpoint/test_moe_checkpoint.py::TestMoECheckpoint",
+                "deepspeed.moe.layer.MoE: experts are not spread over ranks",
+            ),
+            (
+                "checkpoint/test_pipeline.py::TestPipelineCheckpoint",
+                "deepspeed.pipe.PipelineModule: there is no pipeline parallelism",
+            ),
+            (
+                "ops/adam/test_cpu_adam.py::test_zenflow_adam_cross_process",
+                "CPUAdamBuilder.load(): it has no functions for scripts",
+            ),
+            *(
+                (f"runtime/test_ds_config_model.py::test_config_base{name}", _MODEL)
+                for name in ("", "_aliasfield", "_deprecatedfield", "_literalfail")
+            ),
+            (
+                "runtime/test_lr_schedulers.py"
+                "::test_warmup_cosine_lr_unknown_warmup_type_falls_back_to_log",
+                "a warmup_type that does not exist",
+            ),
+            (
+                "runtime/test_no_sync_ctxt.py::TestNoSyncCtxt::test_engine_step",
+                "in words of its own",
+            ),
+            *(
+                (
+                    f"runtime/test_precision_config_dynamic_scale.py::test_fp16_dynamic_scale_{name}",
+                    _SCALE,
+                )
+                for name in (
+                    "ignored_when_fp16_disabled",
+                    "ignored_with_static_loss_scale",
+                    "rejects_bool",
+                    "rejects_non_integer",
+                    "rejects_nonpositive_when_dynamic",
+                )
+            ),
+            *(
+                (
+                    f"runtime/test_precision_config_loss_scale.py::test_fp16_loss_scale_{name}",
+                    _SCALE,
+                )
+                for name in (
+                    "accepts_valid_values",
+                    "invalid_type_has_clear_error",
+                    "rejects_invalid_values",
+                )
+            ),
+            ("runtime/test_runtime_utils.py::TestCheckOverflow", _GROUPS),
+            ("runtime/test_runtime_utils.py::TestClipGradNorm", _GROUPS),
+        )
+    },
+    **{
+        f"ops/{name}GPUError": ("CUDA", "wants an error for a parameter on the GPU")
+        for name in (
+            "adagrad/test_cpu_adagrad.py::TestCPUAdagrad",
+            "adam/test_cpu_adam.py::TestCPUAdam",
+            "lion/test_cpu_lion.py::TestCPULion",
+        )
+    },
+    "ops/adam/test_cpu_adam.py::TestCPUAdamBf16OptimizerStates": (
+        "more",
+        "states are fp32 without fp32_optimizer_states, too",
+    ),
+    **{
+        f"runtime/test_no_sync_ctxt.py::TestNoSyncCtxt::test_{name}": (
+            "more",
+            "no_sync works at every stage, and inside of itself",
+        )
+        for name in ("reentry", "zero_stage")
+    },
+    "ops/muon/test_muon.py::TestMuonRejectsReduceScatter": (
+        "more",
+        "reduce_scatter and offloaded states of Muon go together",
+    ),
+    **dict.fromkeys(
+        (
+            "checkpoint/test_lr_scheduler.py::TestLRSchedulerCheckpoint",
+            "ops/adam/test_cpu_adam.py::TestCPUAdam",
+            "ops/adam/test_hybrid_adam.py::TestHybridAdam",
+            "ops/lion/test_cpu_lion.py::TestCPULion",
+            "runtime/test_data_efficiency.py::TestDataEfficiency",
+            "runtime/test_data_efficiency.py::TestLegacyCurriculumScheduler",
+            "runtime/zero/test_zero_tensor_fragment.py::TestTensorFragmentGet",
+            "runtime/zero/test_zero_tensor_fragment.py::TestTensorFragmentSet",
+            "runtime/zero/test_zero_tensor_fragment.py::TestTensorFragmentUpdate",
+            *(
+                f"runtime/zero/test_zero_tiled.py::test_tiled_{name}"
+                for name in ("forward", "backward", "returnbias_backward")
+            ),
+        ),
+        ("skipped", "by the suite, on CPUs"),
     ),
 }
 """By file, class and test of DeepSpeed's tests/unit, or a part of that from the start."""
