@@ -7,6 +7,7 @@ DeepSpeed engine, the state of the scheduler, and the `client_state` of the scri
 from __future__ import annotations
 
 import logging
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,12 +82,13 @@ class TaggedCheckpoints:
             )
 
     def _add_script(self, directory: Path, name: str) -> None:
-        """A copy of `zero_to_fp32.py`, as DeepSpeed leaves one."""
+        """A copy of `zero_to_fp32.py`, which its owner may execute, as DeepSpeed leaves one."""
 
         def write() -> None:
             source = Path(zero_to_fp32.__file__).read_bytes()
             with replacing(directory / _SCRIPT, "directory of checkpoints") as path:
                 path.write_bytes(source)
+                path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
         self._write_beside(directory / _SCRIPT, name, write)
 

@@ -436,6 +436,7 @@ def test_the_script_of_a_checkpoint_as_a_command(start: Start, tmp_path: Path) -
             check=False,
         )
 
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
     done = run("weights", "-t", "last")
     assert (done.returncode, done.stdout) == (0, "wrote weights/pytorch_model.bin\n"), done.stderr
     found = torch.load(tmp_path / "weights" / "pytorch_model.bin")

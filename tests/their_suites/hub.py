@@ -49,7 +49,8 @@ MARKS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<s>"}
 
 
 def make(directory: Path) -> None:
-    """Write all of it into `directory`. Classifiers answer 1, which most labels are."""
+    """Write all of it into `directory`. Classifiers answer 1, which most labels are, and a T5
+    answers the letter e, again and again."""
     import transformers
 
     for name, (kind, model_type, sizes) in MODELS.items():
@@ -60,6 +61,9 @@ def make(directory: Path) -> None:
         if isinstance(getattr(model, "classifier", None), nn.Linear) and model.num_labels == 2:
             nn.init.zeros_(model.classifier.weight)
             model.classifier.bias.data = torch.tensor([0.0, 1e-2])
+        if model_type == "t5":
+            model.shared.weight.data[:, 0] = 4.0
+            model.shared.weight.data[PIECES.index("e"), 0] = 40.0
         model.save_pretrained(directory / name)
         if model_type == "t5":
             _save_pieces(directory / name)
@@ -68,7 +72,21 @@ def make(directory: Path) -> None:
     transformers.MobileViTConfig().save_pretrained(directory / "apple/mobilevit-xx-small")
     for name, configurations in data().items():
         _write_data(directory / name, configurations)
+    _write_images(directory / "hf-internal-testing/cats_vs_dogs_sample")
     save_metric(directory / "metric")
+
+
+def _write_images(directory: Path) -> None:
+    """Write sixteen pictures of one color each, of two classes."""
+    import datasets
+    from PIL import Image
+
+    kinds = datasets.ClassLabel(names=["cat", "dog"])
+    features = datasets.Features({"image": datasets.Image(), "labels": kinds})
+    pictures = [Image.new("RGB", (40, 36), (number * 16, 99, 0)) for number in range(16)]
+    rows = {"image": pictures, "labels": [number % 2 for number in range(16)]}
+    directory.mkdir(parents=True)
+    datasets.Dataset.from_dict(rows, features).to_parquet(directory / "train.parquet")
 
 
 def _save_pieces(directory: Path) -> None:

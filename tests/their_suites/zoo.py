@@ -118,7 +118,7 @@ ZOO: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "patrickvonplaten/t5-tiny-random": (PAIRS, "t5", T5),
     "google-t5/t5-small": (PAIRS, "t5", T5),
     f"{_TINY}t5-v1.1": (PAIRS, "t5", T5 | {"feed_forward_proj": "gated-gelu"}),
-    f"{_TINY}vit": (IMAGES, "vit", _ENCODER | {"image_size": 32, "patch_size": 8}),
+    f"{_TINY}vit": (IMAGES, "vit", _ENCODER | {"image_size": 30, "patch_size": 10}),
     "hf-internal-testing/tiny-xlm-roberta": (
         CAUSAL,
         "xlm-roberta",
