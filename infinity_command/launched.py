@@ -13,6 +13,9 @@ from typing import NamedTuple
 PORT = "29500"
 """Where ranks meet without `MASTER_PORT`: the port of torchrun, accelerate and DeepSpeed."""
 
+ALONE = "INFINITY_ALONE"
+"""The variable with the number of a process that `infinity run` made the only rank."""
+
 
 class Place(NamedTuple):
     """The number of a process among `size`, of which `local_size` run on its node."""

@@ -49,6 +49,7 @@ def prepare() -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ[launched.ALONE] = str(os.getpid())
     if real and os.environ["RANK"] == "0":
         sys.stderr.write(
             f"infinity: `import deepspeed` gives this engine here, not the DeepSpeed in {real}\n"

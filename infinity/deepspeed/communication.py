@@ -33,7 +33,8 @@ def init_distributed(
     one rank.
 
     Does nothing where it is initialized, or for one rank where `dist_init_required` is False; for
-    several it raises `ConfigError` then, and where a process does not know which of them it is.
+    several it raises `ConfigError` then, and where a process does not know which of them it is, or
+    `infinity run` has started it alone.
     `verbose`, `auto_mpi_discovery` and `config` change nothing.
     """
     if dist.is_initialized():
@@ -42,6 +43,12 @@ def init_distributed(
         _adopt()
     rank = int(os.environ.get("RANK", "0")) if rank < 0 else rank
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size < 0 else world_size
+    if ranks > 1 and os.environ.get(launched.ALONE) == str(os.getpid()):
+        raise DeepSpeedConfigError(
+            f"`infinity run` started this process as the only rank, and WORLD_SIZE is {ranks} now; "
+            f"start them by `infinity run torchrun --nproc-per-node {ranks} script.py`, or give "
+            "this process its RANK and WORLD_SIZE"
+        )
     if dist_init_required is False:
         if ranks > 1:
             raise DeepSpeedConfigError(

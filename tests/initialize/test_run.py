@@ -325,6 +325,19 @@ torch.distributed.destroy_process_group()
 """
 
 
+def test_ranks_that_nothing_starts_are_refused(tmp_path: Path) -> None:
+    """As Lightning asks for them, which takes a process with LOCAL_RANK for one of several."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, deepspeed\n"
+        "os.environ.update(RANK='0', WORLD_SIZE='2')\n"
+        "deepspeed.init_distributed()\n"
+    )
+    done = run(script)
+    assert done.returncode == 1
+    assert "start them by `infinity run torchrun --nproc-per-node 2 script.py`" in done.stderr
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_ranks_of_mpi_and_slurm_join(tmp_path: Path, launcher: str) -> None:
     with socket.socket() as probe:
