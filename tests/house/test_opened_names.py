@@ -49,6 +49,7 @@ ELSEWHERE = {
     ("cli/failure.py", "tempfile.NamedTemporaryFile"): NOT_FOLLOWED,
     ("cli/interrupt.py", "os.open"): OF_THE_KERNEL,
     ("cli/output.py", "mkdir"): A_NEW_DIRECTORY,
+    ("deepspeed/checkpoints.py", "chmod"): IN_A_DRAFT,
     ("deepspeed/checkpoints.py", "mkdir"): A_NEW_DIRECTORY,
     ("deepspeed/checkpoints.py", "write_bytes"): IN_A_DRAFT,
     ("deepspeed/consolidation.py", "mkdir"): A_NEW_DIRECTORY,

@@ -58,14 +58,6 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
         for precision in ("bf16", "fp16")
     },
     **{
-        f"transformers/test_load_best_model_{stage}_{precision}": (
-            "hub",
-            "needs a tokenizer of T5 with its pieces of words",
-        )
-        for stage in ("zero2", "zero3")
-        for precision in ("bf16", "fp16")
-    },
-    **{
         f"transformers/test_early_get_last_lr_{which}": ("skipped", "by the suite")
         for which in ("zero2_bf16", "zero3_bf16", "zero3_fp16")
     },
