@@ -63,8 +63,9 @@ _LAUNCHERS = (
 def place(environment: Mapping[str, str]) -> Place | None:
     """The place of this process; None where no launcher started it, or where it is the only one.
 
-    Raises `ValueError` where `WORLD_SIZE` is above 1 and nothing says which of them this one is,
-    and for a number that is none.
+    Raises `ValueError` where `WORLD_SIZE` or the like is above 1 and nothing says which of them
+    this one is, where `RANK` is above 0 and nothing says of how many, and for a number that is
+    none.
     """
     for names in _heard(environment):
         found = _numbers(names, environment)
@@ -72,12 +73,20 @@ def place(environment: Mapping[str, str]) -> Place | None:
             return found
         if names.launcher == "torchrun":
             return None
-    if _number(environment, "WORLD_SIZE", 1) > 1 and not environment.get("RANK"):
-        raise ValueError(
-            f"WORLD_SIZE is {environment['WORLD_SIZE']}, but RANK is not set, so this process "
-            "could only train alone; start all with torchrun --nproc-per-node N, which sets both"
-        )
+    for names in _LAUNCHERS:
+        size = names.size[0]  # SLURM_NTASKS is set in the shell of an allocation, too
+        if _number(environment, size, 1) > 1 and not environment.get(names.rank):
+            raise ValueError(_lacks(size, names.rank, environment))
+    if _number(environment, "RANK", 0) and not environment.get("WORLD_SIZE"):
+        raise ValueError(_lacks("RANK", "WORLD_SIZE", environment))
     return None
+
+
+def _lacks(known: str, missing: str, environment: Mapping[str, str]) -> str:
+    return (
+        f"{known} is {environment[known]}, but {missing} is not set, so this process could only "
+        "train alone; start all with torchrun --nproc-per-node N, which sets both"
+    )
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:

@@ -125,7 +125,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
         if not self._kept.is_open:
             raise EngineClosedError(
-                "the engine was destroyed; give infinity.initialize the model once more"
+                "the engine was destroyed; give infinity.initialize the model once more (with a "
+                "Trainer: make a new one)"
             )
         return self._kept
 

@@ -31,6 +31,7 @@ PMI = {"PMI_SIZE": "7", "PMI_RANK": "5"}
         ({}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         ({"WORLD_SIZE": "1"}, None),
+        ({"RANK": "0"}, None),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
             Place("torchrun", 3, 4, 1, 2),
@@ -61,6 +62,10 @@ def test_the_place_of_a_process(environment: dict[str, str], expected: Place | N
     ("environment", "problem"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set, so this process could only"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set, so this process could only"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2, but PMI_RANK is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_RANK is"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, but SLURM_PROCID is not set"),
         (MPIRUN | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK is 'x', which is no number"),
         (MPIRUN, "mpirun started 4 processes on several nodes, but MASTER_ADDR is not set"),
     ],

@@ -297,7 +297,9 @@ def test_a_command_without_a_script_is_refused(words: list[str], problem: str) -
 def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os, sys\nsys.exit(int(os.environ['RANK']) + 7)\n")
     assert run(tmp_path / "ends.py").returncode == 7
-    assert run(tmp_path / "ends.py", env={"RANK": "2"}).returncode == 9, "a launcher is heeded"
+    assert run(tmp_path / "ends.py", env={"RANK": "2", "WORLD_SIZE": "3"}).returncode == 9, (
+        "a launcher is heeded"
+    )
 
 
 def test_a_process_that_does_not_know_its_number_is_refused(tmp_path: Path) -> None:
@@ -399,7 +401,7 @@ def test_the_command_says_which_of_two_packages_runs(tmp_path: Path) -> None:
         "True\n",
         f"infinity: `import deepspeed` gives this engine here, not the DeepSpeed in {other}\n",
     )
-    again = run(tmp_path / "script.py", env={"PYTHONPATH": path, "RANK": "1"})
+    again = run(tmp_path / "script.py", env={"PYTHONPATH": path, "RANK": "1", "WORLD_SIZE": "2"})
     assert (again.stdout, again.stderr) == ("True\n", ""), "the first rank says it"
 
 
