@@ -32,9 +32,11 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map
 
+from infinity.backward import in_backward
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
 from infinity.modules.matching import StoredRead
@@ -65,6 +67,10 @@ _WRITES = {
     *("__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__"),
     *("__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__"),
 }
+_NO_GRADIENT = (
+    "backward came to a parameter that was built in infinity.init() and has no memory for a "
+    "gradient yet; call infinity.wrap before"
+)
 _ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_"}
 
 
@@ -262,6 +268,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
+    if func in (torch.autograd.backward, torch.autograd.grad):  # given handles, or loss of one
+        raise ConfigError(_NO_GRADIENT)
     if isinstance(kwargs.get("out"), _Taped):
         return _noted(func, args, kwargs, is_write=True)
     if not isinstance(first, _Taped):
@@ -314,12 +322,26 @@ def _read(value: Any) -> Any:
     if not isinstance(value, _Taped) or _is_raw(type(value).taping):
         return value
     tensor = cast("torch.Tensor", value)
+    if tensor.requires_grad and in_backward() and _owes_a_gradient():
+        raise ConfigError(_NO_GRADIENT)
     values = values_of(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         start = torch.empty(0, requires_grad=True)
         found: torch.Tensor = _WithoutGradient.apply(start, values)  # type: ignore[no-untyped-call]
         return found
     return values
+
+
+def _owes_a_gradient() -> bool:
+    """Whether a custom function, whose backward runs, would give a gradient to a handle: torch says
+    that its device is wrong."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    nodes = [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
+    return any(each.device.type == "meta" for node in nodes for each in node._input_metadata)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -333,10 +355,7 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Raise `ConfigError`."""
-        raise ConfigError(
-            "backward came to a parameter that was built in infinity.init() and has no memory for "
-            "a gradient yet; call infinity.wrap before"
-        )
+        raise ConfigError(_NO_GRADIENT)
 
 
 def _noted(func: Any, args: Sequence[Any], kwargs: Any, is_write: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.modules.taped import TapedParameter
@@ -208,3 +210,51 @@ def test_a_seed_does_not_replace_numbers_that_were_seen(tmp_path: Path) -> None:
     model.norm.weight.data.copy_(model.tokens.weight[0] + 1)
     with pytest.raises(infinity.ConfigError, match="looked at numbers that it drew"):
         infinity.wrap(model, config_of(nvme=[tmp_path]), seed=1)
+
+
+class ReadsLate(torch.autograd.Function):
+    """Reads the weight in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+def _late(x: torch.Tensor, layer: nn.Linear) -> object:
+    return ReadsLate.apply(x, layer.weight).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _late_view(x: torch.Tensor, layer: nn.Linear) -> object:
+    loss = ReadsLate.apply(x, layer.weight.t()).sum()  # type: ignore[no-untyped-call]
+    return loss.backward()
+
+
+def _recomputed(x: torch.Tensor, layer: nn.Linear, **way: bool) -> object:
+    return checkpoint(layer, x.requires_grad_(), **way).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        _late,
+        _late_view,
+        lambda x, layer: layer(x).sum().backward(inputs=[layer.weight]),
+        lambda x, layer: torch.autograd.grad(layer(x).sum(), [layer.weight]),
+        lambda x, layer: (
+            checkpoint(layer, x.requires_grad_(), use_reentrant=False).sum().backward()
+        ),
+        lambda x, layer: checkpoint(layer, x.requires_grad_(), use_reentrant=True).sum().backward(),
+    ],
+)
+def test_a_backward_before_wrap_says_to_wrap(backward: Any) -> None:
+    with infinity.init():
+        layer = nn.Linear(4, 4)
+    with pytest.raises(infinity.ConfigError, match=r"backward came to .*; call infinity\.wrap"):
+        backward(torch.randn(2, 4), layer)
