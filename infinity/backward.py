@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -76,3 +77,9 @@ class BackwardPass:
     def alive(self) -> bool:
         """Whether the pass is still under way."""
         return self._ending() is not None
+
+
+def transforms() -> list[Any]:
+    """The kinds of the transforms of `torch.func` around what runs now."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return [] if stack is None else [each.key() for each in stack]

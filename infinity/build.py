@@ -52,7 +52,7 @@ from infinity.modules.snapshot import Snapshot
 from infinity.modules.spans import Spans
 from infinity.modules.taped import as_built, give_up
 from infinity.modules.tensors import Source
-from infinity.modules.tiling import InTiles, refuse_retained, relink, tile_places
+from infinity.modules.tiling import InTiles, refuse_retained, relink
 from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
@@ -78,6 +78,7 @@ from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
+from infinity.sharding.tiles import tile_places
 from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.use import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told

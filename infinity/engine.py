@@ -37,7 +37,6 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import buffer_names, persistent_buffers
 from infinity.modules.merging import Merges
-from infinity.modules.tiling import named_wholes
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
@@ -51,7 +50,7 @@ from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.tensor_parallel import local, whole
-from infinity.sharding.tiles import JoinedTiles, TiledWeight, pieces_of
+from infinity.sharding.tiles import JoinedTiles, TiledWeight, named_wholes, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap

@@ -28,15 +28,16 @@ from infinity.modules.grouping import (
     find_users,
     group_parameters,
     join_small,
-    stored_as,
 )
-from infinity.modules.tiling import Tile, Tiled, tile_largest
+from infinity.modules.tiling import Tiled, tile_largest
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.quantities import format_bytes
 from infinity.rates import DTYPES
+from infinity.sharding.codec import stored_as
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tensor_parallel import local, part_of
+from infinity.sharding.tiles import Tile
 from infinity.tiers.originals import StoredBytes
 
 LEAST_SPLIT = 16 << 20

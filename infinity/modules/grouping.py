@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.tiling import Tile
+from infinity.sharding.codec import stored_as
+from infinity.sharding.tiles import Tile
 from infinity.tiers.originals import StoredBytes
 
 # They hold, but have no forward.
@@ -150,15 +151,6 @@ def _in_order(
         parameters = [parameters[at] for at in order]
     places = tuple(stored[at] for at in order)
     return Group(name, dtype, owner, tuple(parameters), trainable, places)
-
-
-def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it,
-    else its own."""
-    converted = parameter.is_floating_point() and (
-        parameter.requires_grad or parameter.dtype.itemsize > 1
-    )
-    return dtype if dtype is not None and converted else parameter.dtype
 
 
 def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:

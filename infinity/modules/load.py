@@ -33,9 +33,9 @@ from infinity.modules.init import (
 from infinity.modules.matching import Matches, is_adapter, match, plain_name, pretrained_in
 from infinity.modules.tape import Cell
 from infinity.modules.tensors import Source, open_tensors
-from infinity.modules.tiling import named_wholes, tile_places
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import bounds_of, local
+from infinity.sharding.tiles import named_wholes, tile_places
 from infinity.sharding.unit import Unit
 from infinity.tiers.originals import StoredBytes
 

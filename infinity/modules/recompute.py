@@ -53,8 +53,8 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as trees
 from torch.utils import checkpoint as of_torch
 
+from infinity.backward import transforms
 from infinity.modules.found_state import FoundState, Locate, Place
-from infinity.modules.tracing import transforms
 from infinity.modules.treatments import Treatments
 
 log = logging.getLogger("infinity")

@@ -39,7 +39,13 @@ from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
-from infinity.sharding.tiles import TiledWeight, TilePlace, pieces_of
+from infinity.sharding.tiles import (
+    IN_TILES,
+    Tile,
+    TiledWeight,
+    own_wholes,
+    pieces_of,
+)
 from infinity.sharding.use import GatheredParameter
 
 log = logging.getLogger("infinity")
@@ -55,42 +61,22 @@ _BEFORE = "_before_tiles"
 """The attribute of a module in tiles with its class, and the names of its parameters, of before."""
 
 
-class Tile(nn.Module):
-    """Some rows, or columns, of a weight. It computes with them what it is given."""
-
-    weight: nn.Parameter
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, run: Any, *given: Any) -> Any:
-        """`run(weight, *given)`."""
-        return run(self.weight, *given)
-
-    def _save_to_state_dict(self, *_: Any) -> None:
-        """Nothing: the module that has the weight saves it whole."""
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        """Nothing: the module that has the weight loads it whole."""
-
-
 class InTiles(nn.Module):
     """A module of which some weights lie in tiles, `tiled` by their names."""
 
     @property
     def tiled(self) -> dict[str, TiledWeight]:
         """These weights."""
-        found: dict[str, TiledWeight] = vars(self)["_in_tiles"]
+        found: dict[str, TiledWeight] = vars(self)[IN_TILES]
         return found
 
     def __getattr__(self, name: str) -> Any:
-        weight = vars(self).get("_in_tiles", {}).get(name)
+        weight = vars(self).get(IN_TILES, {}).get(name)
         return super().__getattr__(name) if weight is None else weight.relink()
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = vars(self).get("_parameters", {})
-        if name not in vars(self).get("_in_tiles", {}) or name in held:  # a load puts it there
+        if name not in vars(self).get(IN_TILES, {}) or name in held:  # a load puts it there
             super().__setattr__(name, value)
         elif isinstance(value, TiledWeight):  # ties it to another one
             self.take(name, value)
@@ -327,23 +313,6 @@ def tile_largest(
     return Tiled([holders[0].path for _, holders, _, _ in cuts], whole, most, apart)
 
 
-def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of `model` under every name, as `named_parameters(remove_duplicate=False)`; a
-    weight in tiles under its own, instead of the tiles."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Tile):
-            continue
-        for name, parameter in _own(module):
-            yield f"{path}.{name}" if path else name, parameter
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of `module` itself, each weight in tiles as one."""
-    if isinstance(module, InTiles):
-        yield from module.tiled.items()
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-
-
 def relink(modules: Iterable[InTiles]) -> None:
     """Have autograd find the tiles of the weights of `modules`, which `wrap` has changed."""
     with torch.enable_grad():
@@ -367,22 +336,6 @@ def refuse_retained(modules: Iterable[InTiles]) -> None:
             "gradient of its own: give its tiles (module.weight_tiles.parameters()), or take "
             "torch.autograd.grad(loss, [weight])"
         )
-
-
-def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:
-    """Where each tile of `model` lies, by the id of its parameter: in its weight under each name of
-    that."""
-    found: dict[int, list[TilePlace]] = {}
-    for name, weight in named_wholes(model):
-        if not isinstance(weight, TiledWeight):
-            continue
-        begin = 0
-        for piece in weight.pieces:
-            end = begin + piece.shape[weight.dimension]
-            place = TilePlace(name, tuple(weight.shape), weight.dimension, begin, end)
-            found.setdefault(id(piece), []).append(place)
-            begin = end
-    return found
 
 
 @cache
@@ -435,7 +388,7 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
     for path, module in model.named_modules():
         if isinstance(module, Tile):
             continue
-        for name, weight in _own(module):
+        for name, weight in own_wholes(module):
             holder = _WeightHolder(f"{path}.{name}" if path else name, module, name)
             holders.setdefault(id(weight), (weight, []))[1].append(holder)
     yield from holders.values()
@@ -556,7 +509,7 @@ def join_tiles(
 def _give_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     """`module` has `weight` instead of tiles; it has its class again when none are left."""
     kind, order = vars(module)[_BEFORE]
-    tiled = vars(module)["_in_tiles"]
+    tiled = vars(module)[IN_TILES]
     del tiled[name], module._modules[f"{name}_tiles"]
     held = module._parameters
     held[name] = weight
@@ -565,7 +518,7 @@ def _give_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
             held[key] = held.pop(key)
     if not tiled:
         module.__class__ = kind
-        for key in (_BEFORE, "_in_tiles", "_compute"):
+        for key in (_BEFORE, IN_TILES, "_compute"):
             vars(module).pop(key)
 
 
@@ -576,7 +529,7 @@ def _take_over(module: nn.Module, name: str, weight: TiledWeight) -> None:
         kind: Any = type(module)
         module.__class__ = _class_in_tiles(kind, known)
         vars(module)[_BEFORE] = kind, list(module._parameters)
-        vars(module)["_in_tiles"] = {}
+        vars(module)[IN_TILES] = {}
     module._parameters.pop(name, None)
     module.take(name, weight)  # type: ignore[operator]
 

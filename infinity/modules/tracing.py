@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from infinity.backward import transforms
 from infinity.errors import BudgetError, ShardedParameterError
 
 PLAIN_COPY = (
@@ -47,12 +47,6 @@ def refuse_tracers() -> None:
         if frame.f_globals.get("__name__", "").startswith(_FOLLOWING):
             raise ShardedParameterError(_REFUSAL)
         frame = frame.f_back
-
-
-def transforms() -> list[Any]:
-    """The kinds of the transforms of `torch.func` around what runs now."""
-    stack = torch._C._functorch.get_interpreter_stack()
-    return [] if stack is None else [each.key() for each in stack]
 
 
 def refuse_transforms() -> None:

@@ -30,12 +30,11 @@ from infinity.modules.init import init
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.taped import as_built
 from infinity.modules.tensors import cached
-from infinity.modules.tiling import Tile
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.rates import DTYPES
 from infinity.sharding.layout import FlatLayout
-from infinity.sharding.tiles import pieces_of
+from infinity.sharding.tiles import Tile, pieces_of
 
 PAPER_FEED_FORWARD = 4
 """Width of the feed-forward part over the hidden size, as in the papers."""

@@ -79,3 +79,12 @@ def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.T
         native.cpu_adam().encode(
             chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel()
         )
+
+
+def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it,
+    else its own."""
+    converted = parameter.is_floating_point() and (
+        parameter.requires_grad or parameter.dtype.itemsize > 1
+    )
+    return dtype if dtype is not None and converted else parameter.dtype

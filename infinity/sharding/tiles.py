@@ -22,7 +22,7 @@ import copy
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -43,6 +43,30 @@ _WAY = (
     "a copy of a weight in tiles was changed in place, which would be lost; change the weight "
     "itself (weight.copy_(...), weight[rows] = ...)"
 )
+
+
+IN_TILES = "_in_tiles"
+"""The attribute of a module that has its weights in tiles, by their names."""
+
+
+class Tile(nn.Module):
+    """Some rows, or columns, of a weight. It computes with them what it is given."""
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, run: Any, *given: Any) -> Any:
+        """`run(weight, *given)`."""
+        return run(self.weight, *given)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Nothing: the module that has the weight saves it whole."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Nothing: the module that has the weight loads it whole."""
 
 
 class TilePlace(NamedTuple):
@@ -460,3 +484,35 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "register_post_accumulate_grad_hook": _refuse_hook,
     "__hash__": lambda weight: id(weight),
 }
+
+
+def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of `model` under every name, as `named_parameters(remove_duplicate=False)`; a
+    weight in tiles under its own, instead of the tiles."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Tile):
+            continue
+        for name, parameter in own_wholes(module):
+            yield f"{path}.{name}" if path else name, parameter
+
+
+def own_wholes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `module` itself, each weight in tiles as one."""
+    yield from vars(module).get(IN_TILES, {}).items()
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+
+
+def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:
+    """Where each tile of `model` lies, by the id of its parameter: in its weight under each name of
+    that."""
+    found: dict[int, list[TilePlace]] = {}
+    for name, weight in named_wholes(model):
+        if not isinstance(weight, TiledWeight):
+            continue
+        begin = 0
+        for piece in weight.pieces:
+            end = begin + piece.shape[weight.dimension]
+            place = TilePlace(name, tuple(weight.shape), weight.dimension, begin, end)
+            found.setdefault(id(piece), []).append(place)
+            begin = end
+    return found

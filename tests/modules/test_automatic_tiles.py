@@ -17,9 +17,8 @@ from torch import nn
 
 import infinity
 from infinity.modules import division
-from infinity.modules.tiling import Tile
 from infinity.placement.spec import Kind
-from infinity.sharding.tiles import TiledWeight
+from infinity.sharding.tiles import Tile, TiledWeight
 from support.configs import config_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]

@@ -16,7 +16,7 @@ from torch.nn import functional
 import infinity
 from infinity.modules import division
 from infinity.modules.banks import BankView, TiledBank
-from infinity.modules.tiling import named_wholes
+from infinity.sharding.tiles import named_wholes
 from support.configs import config_of
 from support.experts import mixture, tokens_of
 

@@ -23,8 +23,7 @@ from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.export import everything, export
 from infinity.modules import tile_math
 from infinity.modules.tensors import Tensors
-from infinity.modules.tiling import Tile, named_wholes, tile_places
-from infinity.sharding.tiles import TiledWeight
+from infinity.sharding.tiles import Tile, TiledWeight, named_wholes, tile_places
 from support.smallest import Wrap, wrapping
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]

@@ -16,8 +16,7 @@ import infinity
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.export import everything, export
 from infinity.modules.tensors import Tensors
-from infinity.modules.tiling import named_wholes
-from infinity.sharding.tiles import TiledWeight
+from infinity.sharding.tiles import TiledWeight, named_wholes
 from support.smallest import Wrap, wrapping
 
 pytestmark = [

@@ -12,7 +12,6 @@ from torch import nn
 import infinity
 from infinity.free_memory import Memory
 from infinity.modules import division
-from infinity.modules.tiling import Tile
 from infinity.plan.forecast import plan
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.lanes import simulate
@@ -20,6 +19,7 @@ from infinity.plan.memory import Training
 from infinity.plan.model import of_module
 from infinity.plan.pace import steps_of
 from infinity.plan.steps import READ, WRITE
+from infinity.sharding.tiles import Tile
 from support.configs import config_of
 from support.models import FAMILIES, transformer
 from support.probe import Probe

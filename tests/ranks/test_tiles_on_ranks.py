@@ -12,8 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.modules import division
-from infinity.modules.tiling import named_wholes
-from infinity.sharding.tiles import TiledWeight
+from infinity.sharding.tiles import TiledWeight, named_wholes
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.rank_group import RANKS, OnRanks
