@@ -61,7 +61,6 @@ from infinity.bench.summary import Row, Spread, Summary
 from infinity.checkpoint.digest import as_text, crc32c
 from infinity.device import ComputeDevice
 from infinity.models.source import ModelSource
-from infinity.modules.tensors import INDEX
 from infinity.nvme import safetensors
 from infinity.plan.forecast import plan
 from infinity.plan.forecast import summary as forecast_summary
@@ -70,6 +69,7 @@ from infinity.plan.memory import Training
 from infinity.plan.model import of_source
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.rates import copies, formats_of, threads_of, updates
+from infinity.weights.tensors import INDEX
 
 QUESTION = (
     "Does a model of billions of parameters load, train, generate, export and resume under a hard "

@@ -5,7 +5,7 @@ What can be refused is refused by the first steps, which change nothing. From th
 tells `Build.undo` how to undo it, before the next one begins. The last line of the last step is
 covered, too. So after a failure, however late (exhausted device memory, Ctrl-C), the model, the
 process and the directories are as they were. The data of the parameters stays alive until all is
-done: see `infinity.modules.snapshot`.
+done: see `infinity.weights.snapshot`.
 
 Several ranks meet after the steps that may fail on one of them alone, so that all go on or none
 (`together`).
@@ -37,21 +37,14 @@ from infinity.modules.check import check_arguments, check_model
 from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
 from infinity.modules.first_batch import FirstBatch
-from infinity.modules.frozen import StoredParameters, all_frozen, find_stored
 from infinity.modules.gauge import Gauge
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
-from infinity.modules.init import replace_meta
-from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
-from infinity.modules.matching import all_adapters
 from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
-from infinity.modules.snapshot import Snapshot
 from infinity.modules.spans import Spans
-from infinity.modules.taped import as_built, give_up
-from infinity.modules.tensors import Source
 from infinity.modules.tiling import InTiles, refuse_retained, relink
 from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
@@ -88,6 +81,13 @@ from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 from infinity.unwrapping import KeptValues, forget_kept, unwrap
 from infinity.version import __version__
+from infinity.weights.frozen import StoredParameters, all_frozen, find_stored
+from infinity.weights.init import replace_meta
+from infinity.weights.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
+from infinity.weights.matching import all_adapters
+from infinity.weights.snapshot import Snapshot
+from infinity.weights.taped import as_built, give_up
+from infinity.weights.tensors import Source
 
 log = logging.getLogger("infinity")
 

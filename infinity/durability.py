@@ -61,7 +61,6 @@ from infinity.errors import (
     InfinityError,
     in_words,
 )
-from infinity.modules.load import persistent_buffers
 from infinity.observe import Recorder
 from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
@@ -74,6 +73,7 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
 from infinity.tiers.durable import RecordKey
 from infinity.tiers.store import Store
+from infinity.weights.load import persistent_buffers
 
 log = logging.getLogger("infinity")
 

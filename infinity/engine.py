@@ -35,7 +35,6 @@ from infinity.modules.facade import Facade
 from infinity.modules.given import GivenTensors
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
-from infinity.modules.load import buffer_names, persistent_buffers
 from infinity.modules.merging import Merges
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
@@ -54,6 +53,7 @@ from infinity.sharding.tiles import JoinedTiles, TiledWeight, named_wholes, piec
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap
+from infinity.weights.load import buffer_names, persistent_buffers
 
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""

@@ -191,7 +191,7 @@ def _check_key_values(
 def assemble(source: ModelSource, config: Any, world: World) -> tuple[Any, Engine]:
     """Build the model without memory, and wrap it for inference."""
     import infinity
-    from infinity.modules.load import check_complete, open_weights
+    from infinity.weights.load import check_complete, open_weights
 
     with infinity.init(exact=False):
         model = source.build()

@@ -362,7 +362,7 @@ def assemble(
     """Build the model without memory, stream its weights into the tiers, and give it an
     optimizer."""
     import infinity
-    from infinity.modules.load import check_complete, open_weights
+    from infinity.weights.load import check_complete, open_weights
 
     with infinity.init(exact=False):
         # A block with checkpoints of its own leaves nothing to choose.

@@ -16,8 +16,8 @@ from infinity.directories.directory import Directory, check_length
 from infinity.directories.drafts import Drafts, drafting, remove_leftovers
 from infinity.errors import naming
 from infinity.models.tokenizer import Tokenizer
-from infinity.modules.tensors import INDEX, SINGLE
 from infinity.nvme import safetensors
+from infinity.weights.tensors import INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from torch import nn
 
 from infinity.deepspeed.communication import PORT, get_world_size, init_distributed
 from infinity.deepspeed.errors import DeepSpeedConfigError
-from infinity.modules.taped import as_built
 from infinity.sharding.collectives import reaches
+from infinity.weights.taped import as_built
 
 
 def join_ranks(port: int = PORT, required: bool | None = None) -> None:

@@ -29,10 +29,10 @@ from infinity.directories.lock import lock_directory
 from infinity.engine import is_wrapped
 from infinity.errors import PathInUseError, in_words
 from infinity.modules.check import refuse_lazy
-from infinity.modules.init import outside
 from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
 from infinity.version import __version__
+from infinity.weights.init import outside
 
 log = logging.getLogger("infinity")
 _INFO = "DeepSpeed info: version=%s, git-hash=unknown, git-branch=unknown, with infinity %s"

@@ -36,10 +36,10 @@ from infinity.deepspeed.refused import Lacking
 from infinity.errors import in_words
 from infinity.modules.gathered import gathered_to_keep
 from infinity.modules.grouping import find_owners
-from infinity.modules.init import init_zero, is_building
-from infinity.modules.taped import NamedTapedParameter, shown, writes_of
 from infinity.sharding.use import place_of
 from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
+from infinity.weights.init import init_zero, is_building
+from infinity.weights.taped import NamedTapedParameter, shown, writes_of
 
 __all__ = [
     "GatheredParameters",

@@ -37,8 +37,8 @@ from infinity.errors import ConfigError
 from infinity.integrations.lightning_callbacks import adjust, check_averaging, thaws, trainable
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
-from infinity.modules.init import init, is_building
 from infinity.optim.optimizer import Optimizer
+from infinity.weights.init import init, is_building
 
 with required("lightning", "lightning"):
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.models.description import NAME, described_by, read_description
 from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
-from infinity.modules.tensors import INDEX, SINGLE, cached
+from infinity.weights.tensors import INDEX, SINGLE, cached
 
 if TYPE_CHECKING:
     import torch

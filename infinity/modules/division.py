@@ -19,7 +19,6 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.modules.frozen import all_frozen
 from infinity.modules.grouping import (
     Group,
     Units,
@@ -39,6 +38,7 @@ from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tensor_parallel import local, part_of
 from infinity.sharding.tiles import Tile
 from infinity.tiers.originals import StoredBytes
+from infinity.weights.frozen import all_frozen
 
 LEAST_SPLIT = 16 << 20
 """Bytes of a unit below which it is not made smaller: collectives and I/O get slow."""

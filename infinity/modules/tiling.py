@@ -31,9 +31,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from infinity.compilation import uncompiled
 from infinity.errors import ConfigError, in_words
 from infinity.modules.banks import TiledBank, used_everywhere
-from infinity.modules.init import divide_origin, outside
-from infinity.modules.load_target import load_into_targets
-from infinity.modules.taped import TapedParameter, as_built
 from infinity.modules.tile_math import embedding, linear
 from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
@@ -47,6 +44,9 @@ from infinity.sharding.tiles import (
     pieces_of,
 )
 from infinity.sharding.use import GatheredParameter
+from infinity.weights.init import divide_origin, outside
+from infinity.weights.load_target import load_into_targets
+from infinity.weights.taped import TapedParameter, as_built
 
 log = logging.getLogger("infinity")
 

@@ -26,15 +26,15 @@ from infinity.errors import ConfigError
 from infinity.models.source import PRESETS, ModelSource
 from infinity.modules.check import check_model
 from infinity.modules.division import Division, divisions
-from infinity.modules.init import init
-from infinity.modules.snapshot import Snapshot
-from infinity.modules.taped import as_built
-from infinity.modules.tensors import cached
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.rates import DTYPES
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tiles import Tile, pieces_of
+from infinity.weights.init import init
+from infinity.weights.snapshot import Snapshot
+from infinity.weights.taped import as_built
+from infinity.weights.tensors import cached
 
 PAPER_FEED_FORWARD = 4
 """Width of the feed-forward part over the hidden size, as in the papers."""

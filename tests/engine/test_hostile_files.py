@@ -22,9 +22,9 @@ from safetensors.torch import save
 import infinity
 from infinity import native, nvme
 from infinity.errors import ConfigError, InfinityError, WeightsError
-from infinity.modules.load import open_weights
 from infinity.nvme import safetensors
 from infinity.nvme.safetensors import DTYPES, Entry
+from infinity.weights.load import open_weights
 from support.configs import config_of
 
 # The compiled modules

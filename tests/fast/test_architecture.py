@@ -26,16 +26,17 @@ LAYERS = """\
 6 schedule
 7 optim
 8 checkpoint
-8 modules
-9 infinity: __init__ access accumulation build closing durability engine record
-9 infinity: own_engines report unwrapping
-9 models
-10 bench
-10 deepspeed
-10 integrations
-11 plan
-12 cli
-13 infinity: __main__
+8 weights
+9 modules
+10 infinity: __init__ access accumulation build closing durability engine record
+10 infinity: own_engines report unwrapping
+10 models
+11 bench
+11 deepspeed
+11 integrations
+12 plan
+13 cli
+14 infinity: __main__
 """
 
 PUBLIC = [

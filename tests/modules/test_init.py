@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.modules.init import replace_meta
+from infinity.weights.init import replace_meta
 from support.models import FAMILIES
 
 

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 import infinity
-from infinity.modules.tensors import Tensors
+from infinity.weights.tensors import Tensors
 from support.models import FAMILIES
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.modules.taped import TapedParameter
+from infinity.weights.taped import TapedParameter
 from support.configs import config_of
 from support.models import Transformer, text_batch
 
@@ -142,7 +142,7 @@ def test_writing_is_kept(name: str, tmp_path: Path) -> None:
             WRITES[name](each)
     expected = plain.state_dict()
     seen = model.state_dict()
-    assert not any(isinstance(value, infinity.modules.taped.TapedTensor) for value in seen.values())
+    assert not any(isinstance(value, infinity.weights.taped.TapedTensor) for value in seen.values())
     values = wrapped_values(model, tmp_path)
     assert list(seen) == list(values) == list(expected)
     for key, value in expected.items():

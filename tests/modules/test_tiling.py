@@ -22,8 +22,8 @@ import infinity
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.export import everything, export
 from infinity.modules import tile_math
-from infinity.modules.tensors import Tensors
 from infinity.sharding.tiles import Tile, TiledWeight, named_wholes, tile_places
+from infinity.weights.tensors import Tensors
 from support.smallest import Wrap, wrapping
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]

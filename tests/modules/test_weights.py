@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import infinity
-from infinity.modules.tensors import open_files
+from infinity.weights.tensors import open_files
 from support.allocations import peak
 from support.models import FAMILIES
 

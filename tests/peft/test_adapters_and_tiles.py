@@ -15,8 +15,8 @@ import transformers
 import infinity
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.export import everything, export
-from infinity.modules.tensors import Tensors
 from infinity.sharding.tiles import TiledWeight, named_wholes
+from infinity.weights.tensors import Tensors
 from support.smallest import Wrap, wrapping
 
 pytestmark = [

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from infinity.modules.load import open_weights
 from infinity.placement.spec import Kind
+from infinity.weights.load import open_weights
 from support.adapted import (
     BASE,
     STEPS,

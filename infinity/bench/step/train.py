@@ -23,9 +23,9 @@ from infinity.bench.step.flops import Shape
 from infinity.config import Config
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
-from infinity.modules.tensors import INDEX, SINGLE
 from infinity.observe import Span
 from infinity.report import Report
+from infinity.weights.tensors import INDEX, SINGLE
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
 _REST = 4

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from infinity.modules.init import Origin
-from infinity.modules.load import FirstValues, sources_of
 from infinity.quantities import format_bytes
 from infinity.sharding.codec import stored_as
 from infinity.sharding.recognize import is_dtensor
 from infinity.tiers.originals import StoredBytes
+from infinity.weights.init import Origin
+from infinity.weights.load import FirstValues, sources_of
 
 log = logging.getLogger("infinity")
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, sentence
-from infinity.modules.tensors import Tensors
 from infinity.tiers.originals import StoredBytes
+from infinity.weights.tensors import Tensors
 
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 """What PEFT adds to names."""

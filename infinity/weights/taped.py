@@ -39,10 +39,10 @@ from torch.utils._pytree import tree_iter, tree_map
 from infinity.backward import in_backward
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
-from infinity.modules.matching import StoredRead
-from infinity.modules.tape import Operation, Place, Tape
-from infinity.modules.taping import Taping, call_of
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
+from infinity.weights.matching import StoredRead
+from infinity.weights.tape import Operation, Place, Tape
+from infinity.weights.taping import Taping, call_of
 
 _SHAPED = {
     *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),

@@ -22,7 +22,12 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.init import (
+from infinity.placement.spec import Kind
+from infinity.sharding.tensor_parallel import bounds_of, local
+from infinity.sharding.tiles import named_wholes, tile_places
+from infinity.sharding.unit import Unit
+from infinity.tiers.originals import StoredBytes
+from infinity.weights.init import (
     Origin,
     check_values,
     forget,
@@ -30,14 +35,9 @@ from infinity.modules.init import (
     part_of_values,
     seed_values,
 )
-from infinity.modules.matching import Matches, is_adapter, match, plain_name, pretrained_in
-from infinity.modules.tape import Cell
-from infinity.modules.tensors import Source, open_tensors
-from infinity.placement.spec import Kind
-from infinity.sharding.tensor_parallel import bounds_of, local
-from infinity.sharding.tiles import named_wholes, tile_places
-from infinity.sharding.unit import Unit
-from infinity.tiers.originals import StoredBytes
+from infinity.weights.matching import Matches, is_adapter, match, plain_name, pretrained_in
+from infinity.weights.tape import Cell
+from infinity.weights.tensors import Source, open_tensors
 
 log = logging.getLogger("infinity")
 

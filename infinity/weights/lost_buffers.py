@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.modules.taping import Taping
+from infinity.weights.taping import Taping
 
 log = logging.getLogger("infinity")
 

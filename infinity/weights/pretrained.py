@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.lost_buffers import PretrainedCall, found_again
-from infinity.modules.matching import Matches, StoredRead, match
-from infinity.modules.tape import Operation
-from infinity.modules.taping import Taping
-from infinity.modules.tensors import Tensors, open_files
+from infinity.weights.lost_buffers import PretrainedCall, found_again
+from infinity.weights.matching import Matches, StoredRead, match
+from infinity.weights.tape import Operation
+from infinity.weights.taping import Taping
+from infinity.weights.tensors import Tensors, open_files
 
 _ALL = "from_pretrained"
 _LOAD = "_load_pretrained_model"

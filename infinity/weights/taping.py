@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.errors import ConfigError
-from infinity.modules.tape import Operation, Place, Tape, number_of, places, state_of, tensors_of
+from infinity.weights.tape import Operation, Place, Tape, number_of, places, state_of, tensors_of
 
 _OVERWRITES = {
     "aten::cauchy_",
@@ -80,7 +80,7 @@ class Taping(TorchDispatchMode):
         """The modules that registered parameters, and the names of these."""
         self.tensor_kind: type[torch.Tensor] = torch.Tensor
         self.parameter_kind: type[nn.Parameter] = nn.Parameter
-        """The classes of its handles; see `modules/taped`."""
+        """The classes of its handles; see `weights/taped`."""
         self.gathered: Counter[int] = Counter()
         """How often parameters, by their ids, are shown now."""
         self._functions = _Functions(self)

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.errors import ConfigError
-from infinity.modules.matching import StoredRead
-from infinity.modules.pretrained import streamed
-from infinity.modules.tape import Place, Tape, number_of
-from infinity.modules.taped import TapedParameter, as_built, kinds_for, stored_read
-from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
+from infinity.weights.matching import StoredRead
+from infinity.weights.pretrained import streamed
+from infinity.weights.tape import Place, Tape, number_of
+from infinity.weights.taped import TapedParameter, as_built, kinds_for, stored_read
+from infinity.weights.taping import Taping
 
 log = logging.getLogger("infinity")
 
