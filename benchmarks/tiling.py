@@ -32,9 +32,9 @@ from torch import nn
 
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.modules.tiling import named_wholes
 from infinity.quantities import parse_bytes
 from infinity.sharding.tiles import TiledWeight
+from infinity.tiles.tiling import named_wholes
 
 QUESTION = "What does the compute device hold of a layer whose weight lies in tiles?"
 LIMIT = "two tiles and the units around them"

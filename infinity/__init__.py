@@ -26,12 +26,12 @@ from infinity.errors import (
 )
 from infinity.modules.chunked_loss import chunked_loss
 from infinity.modules.gathered import gathered
-from infinity.modules.tiling import tile
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
 from infinity.own_engines import close_engines
+from infinity.tiles.tiling import tile
 from infinity.version import __version__ as __version__
 from infinity.weights.init import init
 

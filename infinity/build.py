@@ -45,7 +45,6 @@ from infinity.modules.partitions import Partitions, check_partitions
 from infinity.modules.recompute import Recomputation
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.spans import Spans
-from infinity.modules.tiling import InTiles, refuse_retained, relink
 from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
@@ -79,6 +78,7 @@ from infinity.tiers.durable import LeftStates, Member, common_step
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
+from infinity.tiles.tiling import InTiles, refuse_retained, relink
 from infinity.unwrapping import KeptValues, forget_kept, unwrap
 from infinity.version import __version__
 from infinity.weights.frozen import StoredParameters, all_frozen, find_stored

@@ -27,13 +27,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.directories.mapped import mapped, mapped_range
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.tiling import join_tiles
 from infinity.placement.spec import Kind
 from infinity.sharding.codec import round_to
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 from infinity.tiers.originals import StoredBytes
+from infinity.tiles.tiling import join_tiles
 
 
 class KeptValue(NamedTuple):

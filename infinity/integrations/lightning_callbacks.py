@@ -31,7 +31,7 @@ from infinity.engine import engine
 from infinity.errors import ConfigError
 from infinity.integrations.required import required
 from infinity.modules.gathered import gathered
-from infinity.modules.tiling import InTiles
+from infinity.tiles.tiling import InTiles
 
 with required("lightning", "lightning"):
     from lightning.pytorch import callbacks as callbacks_of_lightning

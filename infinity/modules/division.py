@@ -3,7 +3,7 @@
 [Note: units that are too large]
 The compute device has to hold the units that are in use at once, and the next one. Where it does
 not, the largest blocks become a unit for each of their modules. That changes no bits. Where this
-is not enough, large weights become tiles (`modules/tiling`), of half the largest unit, of a quarter
+is not enough, large weights become tiles (`tiles/tiling`), of half the largest unit, of a quarter
 and so on. That changes the rounding of input gradients. Neither goes below `LEAST_SPLIT`. What is
 left is refused by `place`. All follows from the configuration, from shapes, and from what is free
 on the rank that has least, so all ranks do alike. `infinity plan` takes the same divisions.
@@ -28,7 +28,6 @@ from infinity.modules.grouping import (
     group_parameters,
     join_small,
 )
-from infinity.modules.tiling import Tiled, tile_largest
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.quantities import format_bytes
@@ -38,6 +37,7 @@ from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tensor_parallel import local, part_of
 from infinity.sharding.tiles import Tile
 from infinity.tiers.originals import StoredBytes
+from infinity.tiles.tiling import Tiled, tile_largest
 from infinity.weights.frozen import all_frozen
 
 LEAST_SPLIT = 16 << 20

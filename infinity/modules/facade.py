@@ -35,7 +35,6 @@ from infinity.directories.mapped import mapped
 from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
 from infinity.modules.given import GivenTensors
-from infinity.modules.tiling import InTiles
 from infinity.modules.tracing import PLAIN_COPY
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
@@ -43,6 +42,7 @@ from infinity.sharding.tensor_parallel import local, part_in, whole
 from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import GatheredParameter
+from infinity.tiles.tiling import InTiles
 from infinity.weights.load_target import load_into_targets
 
 _METHODS = (

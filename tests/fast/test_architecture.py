@@ -27,16 +27,17 @@ LAYERS = """\
 7 optim
 8 checkpoint
 8 weights
-9 modules
-10 infinity: __init__ access accumulation build closing durability engine record
-10 infinity: own_engines report unwrapping
-10 models
-11 bench
-11 deepspeed
-11 integrations
-12 plan
-13 cli
-14 infinity: __main__
+9 tiles
+10 modules
+11 infinity: __init__ access accumulation build closing durability engine record
+11 infinity: own_engines report unwrapping
+11 models
+12 bench
+12 deepspeed
+12 integrations
+13 plan
+14 cli
+15 infinity: __main__
 """
 
 PUBLIC = [

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import infinity
 from infinity.modules import division
-from infinity.modules.banks import BankView, TiledBank
 from infinity.sharding.tiles import named_wholes
+from infinity.tiles.banks import BankView, TiledBank
 from support.configs import config_of
 from support.experts import mixture, tokens_of
 

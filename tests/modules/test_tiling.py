@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.export import everything, export
-from infinity.modules import tile_math
 from infinity.sharding.tiles import Tile, TiledWeight, named_wholes, tile_places
+from infinity.tiles import tile_math
 from infinity.weights.tensors import Tensors
 from support.smallest import Wrap, wrapping
 

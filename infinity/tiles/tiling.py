@@ -11,7 +11,7 @@ own, whose forward goes from tile to tile. Its weight leaves `_parameters` for a
 forward is theirs, or calls theirs and touches no weight itself, as the scaled embeddings of Gemma
 do. Others compute with the weight in their own way, and are left as they are. Of a module with
 `num_experts` its banks of experts are taken, parameters (experts, n, m), unless its forward has an
-einsum: see `modules/banks`.
+einsum: see `tiles/banks`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.compilation import uncompiled
 from infinity.errors import ConfigError, in_words
-from infinity.modules.banks import TiledBank, used_everywhere
-from infinity.modules.tile_math import embedding, linear
 from infinity.placement.spec import GROUP
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.parameter import ShardedParameter
@@ -44,6 +42,8 @@ from infinity.sharding.tiles import (
     pieces_of,
 )
 from infinity.sharding.use import GatheredParameter
+from infinity.tiles.banks import TiledBank, used_everywhere
+from infinity.tiles.tile_math import embedding, linear
 from infinity.weights.init import divide_origin, outside
 from infinity.weights.load_target import load_into_targets
 from infinity.weights.taped import TapedParameter, as_built

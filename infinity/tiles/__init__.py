@@ -1,0 +1,1 @@
+"""Large weights that are cut into tiles, and what computes with them."""
