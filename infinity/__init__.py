@@ -24,7 +24,7 @@ from infinity.errors import (
     ShardedParameterError,
     WeightsError,
 )
-from infinity.modules.chunked_loss import chunked_loss
+from infinity.losses.chunked_loss import chunked_loss
 from infinity.modules.gathered import gathered
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt

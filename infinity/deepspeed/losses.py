@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from infinity.backward import handed_on
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.errors import in_words
-from infinity.modules.lazy_logits import LazyLogits
+from infinity.losses.lazy_logits import LazyLogits
 from infinity.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as trees
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.free_memory import read_host
-from infinity.modules.chunked_loss import ProjectionForward
+from infinity.losses.chunked_loss import ProjectionForward
 from infinity.placement.activations import DecoderShape, activation_bytes
 from infinity.quantities import format_bytes
 

@@ -28,16 +28,17 @@ LAYERS = """\
 8 checkpoint
 8 weights
 9 tiles
-10 modules
-11 infinity: __init__ access accumulation build closing durability engine record
-11 infinity: own_engines report unwrapping
-11 models
-12 bench
-12 deepspeed
-12 integrations
-13 plan
-14 cli
-15 infinity: __main__
+10 losses
+11 modules
+12 infinity: __init__ access accumulation build closing durability engine record
+12 infinity: own_engines report unwrapping
+12 models
+13 bench
+13 deepspeed
+13 integrations
+14 plan
+15 cli
+16 infinity: __main__
 """
 
 PUBLIC = [

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import infinity
 from infinity.deepspeed.fragments import safe_get_full_grad
-from infinity.modules.lazy_logits import LazyLogits
+from infinity.losses.lazy_logits import LazyLogits
 from support.causal import batch, causal
 from support.configs import config_of
 from support.deepspeed import configuration

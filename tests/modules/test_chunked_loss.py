@@ -18,14 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 import infinity
-from infinity.modules.cross_entropy import (
+from infinity.losses.cross_entropy import (
     AutocastState,
     ChunkedCrossEntropy,
     EntropyPlan,
     LogitsStep,
     LossReduction,
 )
-from infinity.modules.lazy_logits import LazyLogits
+from infinity.losses.lazy_logits import LazyLogits
 from support.allocations import peak
 from support.causal import ARCHITECTURES, VOCABULARY, batch, causal
 from support.models import FAMILIES

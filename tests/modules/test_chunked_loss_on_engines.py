@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.modules.lazy_logits import LazyLogits
+from infinity.losses.lazy_logits import LazyLogits
 from support.causal import VOCABULARY, batch, causal
 from support.configs import config_of
 from support.rank_group import RANKS, OnRanks

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, in_words
-from infinity.modules.cross_entropy import AutocastState, EntropyPlan, LossReduction
-from infinity.modules.lazy_logits import LazyLogits, Projection
+from infinity.losses.cross_entropy import AutocastState, EntropyPlan, LossReduction
+from infinity.losses.lazy_logits import LazyLogits, Projection
 from infinity.quantities import format_bytes, parse_bytes
 from infinity.sharding.recognize import is_dtensor
 from infinity.tiles.tiling import InTiles

@@ -9,7 +9,7 @@ the hidden states. What a loss does before it needs values stays lazy:
 | `*`, `/`, `+`, `-` with numbers, `-x`, `tanh` | a step that each chunk of logits goes through |
 | `float()`, `to(dtype)` and their kin | the same |
 | `view`, `reshape`, `flatten`, `contiguous`, an index of tokens | done to the hidden states |
-| `cross_entropy` with classes as targets | computed in chunks (`infinity.modules.cross_entropy`) |
+| `cross_entropy` with classes as targets | computed in chunks (`infinity.losses.cross_entropy`) |
 
 Everything else gets the values: what a plain model has, made in the same way, with the same graph.
 They are kept, because somebody may change them in place. Lazy views of such logits share them.
@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from infinity.modules.cross_entropy import (
+from infinity.losses.cross_entropy import (
     AutocastState,
     ChunkedCrossEntropy,
     EntropyPlan,

@@ -1,0 +1,1 @@
+"""Losses that are computed in chunks of tokens, without all logits at once."""
