@@ -26,6 +26,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from infinity.activations.first_batch import FirstBatch
+from infinity.activations.gauge import Gauge
+from infinity.activations.partitions import Partitions, check_partitions
+from infinity.activations.recompute import Recomputation
+from infinity.activations.saved_tensors import SavedTensorOffloader
+from infinity.activations.treatments import Treatments
 from infinity.closing import end_with
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
@@ -36,16 +42,10 @@ from infinity.free_memory import Available, choose, most_of_device, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
-from infinity.modules.first_batch import FirstBatch
-from infinity.modules.gauge import Gauge
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
-from infinity.modules.partitions import Partitions, check_partitions
-from infinity.modules.recompute import Recomputation
-from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.spans import Spans
-from infinity.modules.treatments import Treatments
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels

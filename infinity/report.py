@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from infinity.activations.partitions import Partitions, PartitionTraffic
+from infinity.activations.recompute import Recomputation
+from infinity.activations.treatments import TreatedBlock
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.free_memory import Choice
-from infinity.modules.partitions import Partitions, PartitionTraffic
-from infinity.modules.recompute import Recomputation
-from infinity.modules.treatments import TreatedBlock
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater

@@ -54,6 +54,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.activations.first_batch import FirstBatch
+from infinity.activations.recompute import Recomputation
+from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.backward import in_backward
 from infinity.compilation import uncompiled
 from infinity.errors import BudgetError, ConfigError, ShardedParameterError
@@ -65,11 +68,8 @@ from infinity.modules.execution import (
     caller,
     is_compiling,
 )
-from infinity.modules.first_batch import FirstBatch
 from infinity.modules.node_attributes import pack_attributes, sequence_number
 from infinity.modules.packing import PackedView, Packer
-from infinity.modules.recompute import Recomputation
-from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.tracing import complete, refuse_tracers, refuse_tracing, refuse_transforms
 from infinity.observe import Recorder
 from infinity.optim.updater import Updater

@@ -40,9 +40,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.activations.partitions import PartitionedDTensor
+from infinity.activations.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.compilation import uncompiled
-from infinity.modules.partitions import PartitionedDTensor
-from infinity.modules.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.placement.spec import Kind
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.parameter import handled

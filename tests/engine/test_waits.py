@@ -142,7 +142,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading._take": COLLECTIVE,
     "modules/gathered.py _Reading.end": STORE,
-    "modules/partitions.py Partitions.gather": (
+    "activations/partitions.py Partitions.gather": (
         COLLECTIVE[0],
         "test_partitions.py::test_others_end_where_a_rank_brings_nothing",
     ),
@@ -154,8 +154,8 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/interleave.py Interleaver._live": TURN,
     "modules/interleave.py Interleaver.switch_at": TURN,
     "modules/interleave.py _closed": NEVER,  # the lock is new
-    "modules/treatments.py Treatments.before_forward": COLLECTIVE,
-    "modules/treatments.py Treatments._agreed": COLLECTIVE,
+    "activations/treatments.py Treatments.before_forward": COLLECTIVE,
+    "activations/treatments.py Treatments._agreed": COLLECTIVE,
     "nvme/io.py Io.write": DRIVE_OF_ALL,
     "nvme/io.py Io.read": DRIVE_OF_ALL,
     "nvme/io.py Io.write_many": DRIVE_OF_ALL,

@@ -29,16 +29,17 @@ LAYERS = """\
 8 weights
 9 tiles
 10 losses
-11 modules
-12 infinity: __init__ access accumulation build closing durability engine record
-12 infinity: own_engines report unwrapping
-12 models
-13 bench
-13 deepspeed
-13 integrations
-14 plan
-15 cli
-16 infinity: __main__
+11 activations
+12 modules
+13 infinity: __init__ access accumulation build closing durability engine record
+13 infinity: own_engines report unwrapping
+13 models
+14 bench
+14 deepspeed
+14 integrations
+15 plan
+16 cli
+17 infinity: __main__
 """
 
 PUBLIC = [

@@ -83,6 +83,7 @@ PARTS = (
     "optim",
     "checkpoint",
     "modules",
+    "activations",
     "losses",
     "tiles",
     "weights",
@@ -112,7 +113,7 @@ def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
 
 
 PLACE = re.compile(
-    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|deepspeed|directories|models|weights|tiles|losses|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|deepspeed|directories|models|weights|tiles|losses|activations|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
 )
 
 

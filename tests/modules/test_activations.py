@@ -35,9 +35,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.activations import saved_tensors
 from infinity.device import ComputeDevice, Copy, Mark, copy_alone
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
-from infinity.modules import saved_tensors
 from infinity.observe import Recorder
 from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers import activations as tier_module

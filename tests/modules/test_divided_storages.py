@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.modules import partitions
-from infinity.modules.partitions import Partitions
+from infinity.activations import partitions
+from infinity.activations.partitions import Partitions
 from infinity.observe import Recorder
 from infinity.sharding import collectives
 

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
+from infinity.activations import first_batch
 from infinity.free_memory import Memory
-from infinity.modules import first_batch
 from support.discrete import DiscreteDevice
 
 LAYERS, HIDDEN, WORDS, TOKENS = 3, 16, 64, 2 * 8

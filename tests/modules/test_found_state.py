@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.modules.found_state import SMALL_BYTES
+from infinity.activations.found_state import SMALL_BYTES
 from support.recomputed import assert_same, wrapped
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]

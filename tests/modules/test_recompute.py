@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.modules import saved_tensors
+from infinity.activations import saved_tensors
 from support.configs import config_of
 from support.models import Block, Transformer, text_batch, transformer
 from support.probe import Probe
@@ -503,7 +503,7 @@ def test_a_model_is_collected_though_its_blocks_were_recomputed() -> None:
 
 
 def serve(directory: Path, rank: int, ranks: int) -> None:
-    vars(sys.modules["infinity.modules.saved_tensors"])["LEAST_BYTES"] = 512
+    vars(sys.modules["infinity.activations.saved_tensors"])["LEAST_BYTES"] = 512
     dist.init_process_group("gloo", f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
     found = []
     for recompute in ("off", "all"):

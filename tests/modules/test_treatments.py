@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.modules import saved_tensors, treatments
-from infinity.modules.saved_tensors import SavedInPlace
+from infinity.activations import saved_tensors, treatments
+from infinity.activations.saved_tensors import SavedInPlace
 from infinity.placement.treatment import Treatment
 from support.models import Block, Transformer, text_batch, transformer
 from support.rank_group import RANKS, run_ranks

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
+from infinity.activations.saved_tensors import OffloadedTensor
 from infinity.modules import execution, gathered, packing
-from infinity.modules.saved_tensors import OffloadedTensor
 from infinity.optim import job, kernels, norm, optimizer
 from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients

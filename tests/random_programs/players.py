@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.modules import saved_tensors
+from infinity.activations import saved_tensors
 from infinity.sharding.tiles import TiledWeight, pieces_of
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass

@@ -29,8 +29,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.modules import partitions
-from infinity.modules.partitions import GRANULE, _covers, _mixed
+from infinity.activations import partitions
+from infinity.activations.partitions import GRANULE, _covers, _mixed
 from infinity.tiers.saved_storage import SavedStorage
 from support.configs import config_of
 from support.discrete import DiscreteDevice
@@ -124,7 +124,7 @@ def played(discrete: bool) -> Iterator[None]:
     """Saved tensors of this test are large enough; the device may be one of its own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(partitions, "LEAST_BYTES", LEAST)
-        monkeypatch.setattr(sys.modules["infinity.modules.saved_tensors"], "LEAST_BYTES", 64)
+        monkeypatch.setattr(sys.modules["infinity.activations.saved_tensors"], "LEAST_BYTES", 64)
         if discrete:
             monkeypatch.setitem(
                 vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice

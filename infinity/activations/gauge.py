@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.device import ComputeDevice
-from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.placement.treatment import BlockCost
 from infinity.sharding.tensor_parallel import local
 

@@ -10,7 +10,7 @@ saved before the context is entered, so they go where `Config.activations` says.
 
 [Note: what must not happen twice]
 A recomputation must change nothing that outlives it, and must find what the first forward found:
-see `infinity.modules.found_state`. Containers among the inputs are made anew. Another object among
+see `infinity.activations.found_state`. Containers among the inputs are made anew. Another object among
 the inputs, such as a cache of keys and values, may be changed by the block, and cannot be put back.
 With such an input a block is not recomputed.
 
@@ -32,7 +32,7 @@ not recomputed then.
 
 [Note: blocks that are recomputed at times]
 With `recompute="auto"` a block may be recomputed in one step and not in the next
-(`modules/treatments`). A forward that is not recomputed copies no tensors. So the next one that is
+(`activations/treatments`). A forward that is not recomputed copies no tensors. So the next one that is
 looks again for what its block changes.
 """
 
@@ -53,9 +53,9 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as trees
 from torch.utils import checkpoint as of_torch
 
+from infinity.activations.found_state import FoundState, Locate, Place
+from infinity.activations.treatments import Treatments
 from infinity.backward import transforms
-from infinity.modules.found_state import FoundState, Locate, Place
-from infinity.modules.treatments import Treatments
 
 log = logging.getLogger("infinity")
 

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from infinity.modules.gauge import BlockGauge, Gauge
+from infinity.activations.gauge import BlockGauge, Gauge
 from infinity.placement.treatment import (
     ActivationRoom,
     BlockCost,

@@ -9,7 +9,7 @@ attributes of its blocks. `model.eval()` changes a flag. None of these is an inp
 the numbers of a forward. Random generators are state, too: those among the attributes, and those of
 `random` and `numpy.random`. Torch's checkpoint restores torch's own. So are attributes of the
 modules' classes, and the variables of their forwards: closures, and globals that they name
-(`infinity.modules.variables`). Of hooks, numbers alone are restored: a list of a hook has what the
+(`infinity.activations.variables`). Of hooks, numbers alone are restored: a list of a hook has what the
 hook saw. Variables of functions that these call are out of reach.
 
 [Note: containers]
@@ -42,9 +42,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from infinity.errors import ShardedParameterError
-from infinity.modules.generators import common_states, generator_state
-from infinity.modules.variables import (
+from infinity.activations.generators import common_states, generator_state
+from infinity.activations.variables import (
     CONTAINERS,
     NUMBERS,
     Variable,
@@ -52,6 +51,7 @@ from infinity.modules.variables import (
     variables_of,
     variables_of_class,
 )
+from infinity.errors import ShardedParameterError
 from infinity.sharding.use import place_of
 
 SMALL_BYTES = 4 << 10

@@ -41,9 +41,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity import native
+from infinity.activations.saved_tensors import OffloadedTensor
 from infinity.device import read_values
 from infinity.errors import ConfigError, CorruptStateError, NvmeError
-from infinity.modules.saved_tensors import OffloadedTensor
 from infinity.observe import Recorder
 from infinity.quantities import round_up
 from infinity.sharding import collectives
@@ -65,7 +65,7 @@ _MIXES = 0x2545F4914F6CDD1D, 0x1CE4E5B9BF58476D  # odd, so that no bit is lost
 _CHECKPOINTS = "torch.utils.checkpoint"
 _BETWEEN = (
     *("torch._dynamo.eval_frame", "torch.autograd.function"),
-    *("infinity.modules.packing", "infinity.modules.saved_tensors", __name__),
+    *("infinity.modules.packing", "infinity.activations.saved_tensors", __name__),
 )
 """Whose frames lie between a checkpoint that saves something and the hook that packs it."""
 
