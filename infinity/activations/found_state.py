@@ -9,8 +9,8 @@ attributes of its blocks. `model.eval()` changes a flag. None of these is an inp
 the numbers of a forward. Random generators are state, too: those among the attributes, and those of
 `random` and `numpy.random`. Torch's checkpoint restores torch's own. So are attributes of the
 modules' classes, and the variables of their forwards: closures, and globals that they name
-(`infinity.activations.variables`). Of hooks, numbers alone are restored: a list of a hook has what the
-hook saw. Variables of functions that these call are out of reach.
+(`activations/variables`). Of hooks, numbers alone are restored: a list of a hook has what the hook
+saw. Variables of functions that these call are out of reach.
 
 [Note: containers]
 The state has each container itself, and a shallow copy of it. For the time of the repeated forward

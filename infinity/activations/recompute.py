@@ -10,8 +10,8 @@ saved before the context is entered, so they go where `Config.activations` says.
 
 [Note: what must not happen twice]
 A recomputation must change nothing that outlives it, and must find what the first forward found:
-see `infinity.activations.found_state`. Containers among the inputs are made anew. Another object among
-the inputs, such as a cache of keys and values, may be changed by the block, and cannot be put back.
+see `activations/found_state`. Containers among the inputs are made anew. Another object among the
+inputs, such as a cache of keys and values, may be changed by the block, and cannot be put back.
 With such an input a block is not recomputed.
 
 [Note: micro-batches that run together]
@@ -32,8 +32,8 @@ not recomputed then.
 
 [Note: blocks that are recomputed at times]
 With `recompute="auto"` a block may be recomputed in one step and not in the next
-(`activations/treatments`). A forward that is not recomputed copies no tensors. So the next one that is
-looks again for what its block changes.
+(`activations/treatments`). A forward that is not recomputed copies no tensors. So the next one that
+is looks again for what its block changes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where the values of a model come from: files, constructors that run without memory, and adapters."""
+"""Where the values of a model come from: files, and constructors that run without memory."""
