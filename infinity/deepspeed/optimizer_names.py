@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,20 +274,21 @@ class CopiedScaler(Lacking):
 
 class Inner:
     """The optimizer inside of one of DeepSpeed: here the same one, without DeepSpeed's names. So
-    what looks for the innermost one by `optimizer` finds it. For `isinstance` it is one of the class
-    of the script's optimizer, too, or of the SGD of torch where the configuration names SGD."""
+    what looks for the innermost one by `optimizer` finds it. For `isinstance` it is one of the
+    class of the script's optimizer, too, or of torch's SGD where the configuration names SGD."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         vars(self)["_outer"] = optimizer
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
+        ours: Hashable = type(self._outer)
         client = self._outer.deepspeed_engine.client_optimizer
         if client is None:
             theirs = torch.optim.SGD if isinstance(self._outer, SGD) else torch.optim.Optimizer
         else:
             theirs = type(client)
-        return _of_both(type(self._outer), theirs)
+        return _of_both(ours, theirs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_outer":
@@ -310,7 +311,7 @@ class Inner:
 
 
 @functools.cache
-def _of_both(ours: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> type:
+def _of_both(ours: Any, theirs: Any) -> type:
     """A class to ask about, derived from both."""
     if issubclass(ours, theirs):
         return ours
