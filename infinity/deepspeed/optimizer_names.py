@@ -3,9 +3,8 @@ that can be right, those that change something, and for all others the reason wh
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,13 +281,12 @@ class Inner:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        ours: Hashable = type(self._outer)
         client = self._outer.deepspeed_engine.client_optimizer
         if client is None:
             theirs = torch.optim.SGD if isinstance(self._outer, SGD) else torch.optim.Optimizer
         else:
             theirs = type(client)
-        return _of_both(ours, theirs)
+        return _of_both(type(self._outer), theirs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_outer":
@@ -310,12 +308,17 @@ class Inner:
         return repr(self._outer)
 
 
-@functools.cache
-def _of_both(ours: Any, theirs: Any) -> type:
-    """A class to ask about, derived from both."""
+_BOTH: dict[Any, type] = {}
+"""By two classes: one derived from both, to ask about."""
+
+
+def _of_both(ours: type, theirs: type) -> type:
     if issubclass(ours, theirs):
         return ours
-    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__})
+    if (ours, theirs) not in _BOTH:
+        names = {"__module__": ours.__module__}
+        _BOTH[ours, theirs] = type(ours.__name__, (ours, theirs), names)
+    return _BOTH[ours, theirs]
 
 
 def _members(optimizer: Optimizer, engine: DeepSpeedEngine) -> list[list[torch.Tensor]]:
