@@ -14,6 +14,8 @@ import torch
 
 _ASKED = ("min_cuda_gpus", "standalone", "bf16_cuda")
 """What a test asks for that it need not have here, unless it asks for two GPUs."""
+_REASONS = "_runif_reasons"
+"""The function that gives the reasons to skip a test."""
 _OF_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of `infinity run` by which Lightning would take the other ranks to be started."""
 
@@ -24,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     for library in ("fabric", "pytorch"):
         asks = importlib.import_module(f"lightning.{library}.utilities.testing")
-        asks._runif_reasons = _granted(asks._runif_reasons)
+        setattr(asks, _REASONS, _granted(getattr(asks, _REASONS)))
         module = importlib.import_module(f"lightning.{library}.accelerators.cuda")
         module.num_cuda_devices = lambda: 2
         gpu = module.CUDAAccelerator
