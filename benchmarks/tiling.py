@@ -33,8 +33,7 @@ from torch import nn
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.quantities import parse_bytes
-from infinity.sharding.tiles import TiledWeight
-from infinity.tiles.tiling import named_wholes
+from infinity.sharding.tiles import TiledWeight, named_wholes
 
 QUESTION = "What does the compute device hold of a layer whose weight lies in tiles?"
 LIMIT = "two tiles and the units around them"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.refused import Lacking
 from infinity.optim.adam import Adam
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import Adagrad, Lion
@@ -20,10 +21,11 @@ DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(Lacking, torch.optim.Adam):
     """Adam, or AdamW with `adamw_mode`, where decay acts on the parameter."""
 
     computed_by: ClassVar[type[Optimizer]] = Adam
+    instead = "step() updates all of its parameters, and a step that was taken stays"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ that can be right, those that change something, and for all others the reason wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,11 @@ from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.groups import all_ranks
 from infinity.deepspeed.muon import ClippedMuon
 from infinity.deepspeed.names import MISSING
+from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
+from infinity.optim.rules import SGD
 from infinity.optim.scaler import FACTOR
 
 if TYPE_CHECKING:
@@ -180,7 +182,8 @@ class _Names(Optimizer):
 
 class Scaler:
     """The `loss_scaler`, or `loss_scale_config`, of a DeepSpeed optimizer: its scale, and the
-    settings of fp16 under DeepSpeed's names. Other names are those of `infinity.LossScaler`."""
+    settings of fp16 under DeepSpeed's names. Other names are those of `infinity.LossScaler`. A copy
+    and what is unpickled are a `CopiedScaler`."""
 
     _optimizer: _Names
 
@@ -213,6 +216,10 @@ class Scaler:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """As that of the optimizer."""
         self._optimizer.backward(loss, retain_graph)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = (*_NUMBERS, *(_SETTINGS if self.dynamic else ()))
+        return CopiedScaler, ({name: getattr(self, name) for name in names},)
 
     def __setattr__(self, name: str, value: Any) -> None:
         scaler = self._optimizer.scaler
@@ -251,18 +258,35 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "raise_error_at_min_scale": lambda scaler: scaler.ends_at_minimum,
 }
 """What a dynamic scaler of DeepSpeed has."""
+_NUMBERS = ("dynamic", "dynamic_loss_scale", "use_grad_scaling", "loss_scale", "cur_scale")
+"""What each scaler of DeepSpeed has."""
+
+
+class CopiedScaler(Lacking):
+    """The numbers of a `Scaler` as they were when it was copied or pickled. It scales no loss."""
+
+    instead = "a copy of optimizer.loss_scaler has its numbers, and the original scales losses"
+
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
+        vars(self).update(numbers)
 
 
 class Inner:
     """The optimizer inside of one of DeepSpeed: here the same one, without DeepSpeed's names. So
-    what looks for the innermost one by `optimizer` finds it."""
+    what looks for the innermost one by `optimizer` finds it. For `isinstance` it is one of the
+    class of the script's optimizer, too, or of torch's SGD where the configuration names SGD."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         vars(self)["_outer"] = optimizer
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._outer)
+        client = self._outer.deepspeed_engine.client_optimizer
+        if client is None:
+            theirs = torch.optim.SGD if isinstance(self._outer, SGD) else torch.optim.Optimizer
+        else:
+            theirs = type(client)
+        return _of_both(type(self._outer), theirs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_outer":
@@ -282,6 +306,19 @@ class Inner:
 
     def __repr__(self) -> str:
         return repr(self._outer)
+
+
+_BOTH: dict[Any, type] = {}
+"""By two classes: one derived from both, to ask about."""
+
+
+def _of_both(ours: type, theirs: type) -> type:
+    if issubclass(ours, theirs):
+        return ours
+    if (ours, theirs) not in _BOTH:
+        names = {"__module__": ours.__module__}
+        _BOTH[ours, theirs] = type(ours.__name__, (ours, theirs), names)
+    return _BOTH[ours, theirs]
 
 
 def _members(optimizer: Optimizer, engine: DeepSpeedEngine) -> list[list[torch.Tensor]]:

@@ -70,8 +70,9 @@ class Iterations(Lacking, LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The rates in use."""
-        return [*self.rates(self.last_batch_iteration)]
+        """The rates in use. Groups that were added since keep theirs, as DeepSpeed has it."""
+        rates = self.rates(self.last_batch_iteration)
+        return [*rates, *(group["lr"] for group in self.optimizer.param_groups[len(rates) :])]
 
     def step(
         self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
@@ -179,6 +180,11 @@ class OneCycle(Iterations):
         if self.cycle_momentum and last_batch_iteration == -1:
             self._set_betas(self.min_moms)  # until the first step, as DeepSpeed has it
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the rate goes up."""
+        return self.up / (self.up + self.down)
+
     def rates(self, iteration: int) -> list[float]:
         """The rate of each group after `iteration`."""
         after = self._after(iteration)
@@ -219,7 +225,8 @@ class OneCycle(Iterations):
             self._set_betas(self.momenta(self.last_batch_iteration))
 
     def _set_betas(self, momenta: Sequence[float]) -> None:
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+        # Groups that were added since keep theirs.
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
             group["betas"] = (momentum, SECOND_BETA)
 
     def _after(self, iteration: int) -> int:
@@ -239,7 +246,23 @@ class OneCycle(Iterations):
         return done * stairs // length / stairs if stairs else done / length
 
 
-class WarmupLR(Iterations):
+class _Warming(Iterations):
+    """What schedules with a warm-up have in common."""
+
+    warmup: Warmup
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """The iterations of the warm-up."""
+        return self.warmup.steps
+
+    @property
+    def warmup_type(self) -> str:
+        """The curve of the warm-up, `log` or `linear`."""
+        return "linear" if self.warmup.is_linear else "log"
+
+
+class WarmupLR(_Warming):
     """A rate that grows from `warmup_min_lr` to `warmup_max_lr` (default: that of the optimizer) in
     `warmup_num_steps` iterations, and stays there.
 
@@ -306,7 +329,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1, self.total_num_steps - self.warmup.steps))
 
 
-class WarmupCosineLR(Iterations):
+class WarmupCosineLR(_Warming):
     """A rate that grows from `warmup_min_ratio` of the optimizer's rate to all of it, and then
     falls along a cosine to `cos_min_ratio` of it, at `total_num_steps`."""
 
@@ -334,6 +357,10 @@ class WarmupCosineLR(Iterations):
         """The rate of each group after `iteration`."""
         ratio = self.ratio(iteration)
         return [float(rate) * ratio for rate in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The share of the optimizer's rate that is in use; 0 before the first step."""
+        return self.ratio(self.last_batch_iteration)
 
     def ratio(self, iteration: int) -> float:
         """The share of the optimizer's rate after `iteration`; 0 before the first."""

@@ -138,11 +138,15 @@ class Facade:
             raise ShardedParameterError("the module of this method is gone")
         return module
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+    ) -> nn.Module:
         """What `to`, `cuda`, `half` and their kin call. Refused before anything is changed where a
-        parameter would change; buffers change as torch does it."""
+        parameter would change; buffers change as torch does it. A module may take other arguments
+        than `recurse`, as those of torchmetrics do."""
         module = self._module
-        for parameter in module.parameters(recurse):
+        recurse = options.get("recurse", args[0] if args else True)
+        for parameter in module.parameters(recurse is not False):
             if isinstance(parameter, ShardedParameter) and fn(parameter) is not parameter:
                 name = type(parameter).unit.name_of(parameter)
                 raise ShardedParameterError(f"{name} would be replaced; {MOVED}")
@@ -154,7 +158,7 @@ class Facade:
         }
         vars(module)["_parameters"] = others
         try:
-            type(module)._apply(module, fn, recurse)
+            type(module)._apply(module, fn, *args, **options)
         finally:
             held.update(others)
             vars(module)["_parameters"] = held

@@ -1128,6 +1128,7 @@ def test_the_verdict_names_the_strongest_reason(
 
 
 def test_a_burst_is_not_taken_for_a_speed() -> None:
+    assert lasting(0.0, 1.25, 10**9, 10**9).startswith("Nothing is said of long writes")
     fallen = lasting(5.0, 1.25, 80 * 10**9, 100 * 10**9)
     assert fallen.startswith("Writes fall from 5.00 to 1.25 GB/s as 80 GB are written: ")
     kept = "Writes keep 98% of their first speed over 80 GB"

@@ -3,6 +3,7 @@ rest in one sentence."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -437,6 +438,16 @@ def test_they_update_as_those_of_torch(
     found: torch.optim.Optimizer, expected: torch.optim.Optimizer
 ) -> None:
     assert torch.equal(stepped(found), stepped(expected))
+
+
+@pytest.mark.parametrize("name", ["step_subgroup", "rollback_subgroup"])
+def test_an_adam_takes_whole_steps(name: str) -> None:
+    optimizer = copy.deepcopy(DeepSpeedCPUAdam(parameter()))
+    text = (
+        f"^DeepSpeedCPUAdam of infinity has no '{name}': step\\(\\) updates all of its parameters"
+    )
+    with pytest.raises(ConfigError, match=text):
+        getattr(optimizer, name)(0)
 
 
 def test_lion_takes_steps_of_one_length() -> None:

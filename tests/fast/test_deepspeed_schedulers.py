@@ -167,6 +167,42 @@ def test_going_on_gives_the_rates_of_a_whole_run(kind: str, done: int) -> None:
     assert second.get_last_lr() == [whole[done + 1]]
 
 
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_a_group_that_is_added_keeps_its_rate(kind: str) -> None:
+    optimizer, betas = adam(), (0.5, 0.6)
+    made = scheduler(Named(kind, FORMULAS[kind][0]), optimizer)
+    added = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 7.0, "betas": betas}
+    optimizer.add_param_group(added)
+    expected = rates(kind, 4, **FORMULAS[kind][0])
+    for rate in expected[1:]:
+        optimizer.step()
+        made.step()
+        assert made.get_last_lr() == [rate, 7.0]
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, 7.0]
+        assert optimizer.param_groups[1]["betas"] == betas
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_the_numbers_of_a_schedule_have_the_names_of_deepspeed(kind: str) -> None:
+    made: Any
+    optimizer = adam(0.1)
+    numbers = {"warmup_num_steps": 10, "total_num_steps": 20, "warmup_type": kind}
+    made = scheduler(Named("WarmupCosineLR", {**numbers, "warmup_min_ratio": 0.25}), optimizer)
+    assert (made.warmup_num_steps, made.warmup_type, made.get_lr_ratio()) == (10, kind, 0.0)
+    for step in range(10):
+        optimizer.step()
+        made.step(step)
+        assert made.get_lr_ratio() == 0.25 + 0.75 * warm(step, 10, kind)
+        assert made.get_last_lr() == [0.1 * made.get_lr_ratio()]
+    made = scheduler(Named("WarmupDecayLR", numbers), adam())
+    assert (made.warmup_num_steps, made.warmup_type) == (10, kind)
+    cycle = {"cycle_first_step_size": 3, "cycle_second_step_size": 1}
+    made = scheduler(Named("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, **cycle}), adam())
+    assert made.step_ratio == 0.75
+    with pytest.raises(AttributeError, match="OneCycle of infinity has no 'delta_lrs': get_last"):
+        _ = made.delta_lrs
+
+
 def test_a_schedule_of_torch_is_taken_by_its_name() -> None:
     assert rates("ExponentialLR", 3, gamma=0.5) == [0.1, 0.05, 0.025]
     with pytest.raises(ConfigError, match=r"scheduler ExponentialLR: .*beta"):

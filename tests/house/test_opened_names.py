@@ -57,6 +57,7 @@ ELSEWHERE = {
     ("deepspeed/initialize.py", "mkdir"): A_NEW_DIRECTORY,
     ("deepspeed/initialize.py", "rmdir"): A_WHOLE_DIRECTORY,
     ("deepspeed/latest.py", "write_text"): IN_A_DRAFT,
+    ("deepspeed/tools.py", "mkdir"): A_NEW_DIRECTORY,
     ("deepspeed/zero_to_fp32.py", "mkdir"): A_NEW_DIRECTORY,
     ("deepspeed/zero_to_fp32.py", "write_text"): "runs without the package, as a user's command",
     ("models/reading.py", "os.open"): READ_ONLY,

@@ -4,11 +4,13 @@ changes that count, else a sentence."""
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from pickle import dumps, loads
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import infinity
 from infinity.deepspeed import optimizer_kinds
+from infinity.deepspeed.clients import DeepSpeedCPUAdam
 from infinity.deepspeed.engine_names import OTHERS
 from infinity.deepspeed.optimizer_names import Inner, Scaler
 from infinity.deepspeed.refused import Refused
@@ -157,6 +160,26 @@ def test_a_run_goes_on_at_the_smallest_scale(start: Start) -> None:
         optimizer.loss_scaler.scale_window = 5
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: loads(dumps(each))])
+@pytest.mark.parametrize("scale", [0, 16])
+def test_a_copy_of_the_scaler_has_its_numbers(
+    start: Start, copied: Callable[[Any], Any], scale: int
+) -> None:
+    config = configuration(fp16={**FP16, "loss_scale": scale})
+    engine, optimizer, *_ = start(model=net(), config=config)
+    kept = copied(optimizer.loss_scaler)
+    assert (kept.cur_scale, kept.dynamic, kept.use_grad_scaling) == (16, not scale, True)
+    if not scale:
+        engine.backward(loss(engine) * math.inf)
+        engine.step()
+        assert (optimizer.loss_scaler.cur_scale, kept.cur_scale) == (8, 16)
+        assert (kept.scale_window, kept.delayed_shift) == (2, 1)
+    kept.loss_scale = 4
+    assert copied(kept).loss_scale == 4 != optimizer.loss_scale
+    with pytest.raises(AttributeError, match="'scale_loss': a copy of optimizer"):
+        kept.scale_loss(torch.ones(1))
+
+
 def test_copies_and_states(start: Start) -> None:
     _, optimizer, *_ = start(model=net(), config=configuration(fp16=FP16))
     for kind in (Scaler, Inner):
@@ -234,6 +257,25 @@ def test_the_inner_optimizer_is_the_same_one(start: Start) -> None:
     assert optimizer.get_lr() == pytest.approx(0.01)
     train(engine)
     assert inner.state[model.last.bias]["step"] == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, DeepSpeedCPUAdam])
+def test_the_inner_optimizer_is_one_of_the_class_of_the_client(start: Start, kind: Any) -> None:
+    model = net()
+    client = kind(model.parameters(), lr=0.1)
+    _, optimizer, *_ = start(model=model, optimizer=client, config=configuration())
+    inner = optimizer.optimizer
+    assert isinstance(inner, kind) and isinstance(inner, type(optimizer))
+    assert inner.__class__.__name__ == type(optimizer).__name__
+    assert not isinstance(inner, torch.optim.RMSprop)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_only_sgd_of_a_configuration_is_that_of_torch(start: Start, name: str) -> None:
+    block = {"type": name, "params": {"lr": 0.1}}
+    _, optimizer, *_ = start(model=net(), config=configuration(optimizer=block))
+    assert isinstance(optimizer.optimizer, torch.optim.SGD) is (name == "SGD")
+    assert not isinstance(optimizer.optimizer, torch.optim.AdamW)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,30 @@ def test_a_move_converts_what_is_not_the_engines(wrapped: Transformer) -> None:
     assert goes_on(wrapped)
 
 
+def test_a_module_may_convert_its_own_things() -> None:
+    """A metric of torchmetrics has other arguments than `recurse`, and knows them by position."""
+
+    class Metric(nn.Module):
+        given: tuple[Any, ...] = ()
+
+        def _apply(self, fn: Any, exclude_state: Any = "") -> nn.Module:  # type: ignore[override]
+            self.given += ("total" in exclude_state,)
+            return self
+
+        def converted(self) -> None:
+            self._apply(lambda tensor: tensor, exclude_state=["total"])
+
+    plain = transformer()
+    plain.metric = Metric()
+    config = config_of(gpu_memory=1 << 20, cpu_memory=1 << 26, precision="fp32")
+    model = infinity.wrap(plain, config)
+    with infinity.engine(model):
+        model.cpu()
+        model.metric.float()
+        model.metric.converted()
+        assert model.metric.given == (False, False, True)
+
+
 def test_a_closed_engine_leaves_nothing_on_the_modules(tmp_path: Path) -> None:
     plain = transformer()
     before = {name: set(vars(module)) for name, module in plain.named_modules()}

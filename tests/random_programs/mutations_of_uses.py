@@ -129,9 +129,7 @@ OF_USES = (
     Mutation(
         "a gradient that another one replaced is that one", GradientObject, "leave", nothing, 453
     ),
-    Mutation(
-        "a gradient of two parameters is two gradients", LazyGradients, "_share", nothing, 275
-    ),
+    Mutation("a gradient of two parameters is two gradients", LazyGradients, "_join", nothing, 275),
     Mutation(
         "a cleared or deleted entry of optimizer.state stays", KernelStates, "restart", nothing, 10
     ),

@@ -22,6 +22,8 @@ from their_suites.left_out import LEFT_OUT, reason_of
 TALLY = Path(__file__).with_name("tally.md")
 RUN = [sys.executable, "-m", "infinity_command", "run"]
 DEEPSPEED = "DeepSpeed"
+STARTS = {DEEPSPEED: "tests/unit/", "lightning": "tests/tests_"}
+"""Where the name of a test starts in its path, for suites whose tests have names in common."""
 
 
 class Suite(NamedTuple):
@@ -38,6 +40,15 @@ SUITES = {
     "trl": Suite(["tests/distributed"], ["-k", "zero"]),
     "transformers": Suite(
         ["tests/deepspeed/test_deepspeed.py"], ["-k", "Core or TrainerIntegration"]
+    ),
+    "lightning": Suite(
+        [
+            "tests/tests_pytorch/strategies/test_deepspeed.py",
+            "tests/tests_fabric/strategies/test_deepspeed.py",
+            "tests/tests_fabric/strategies/test_deepspeed_integration.py",
+        ],
+        [],
+        "on_cpu",
     ),
     DEEPSPEED: Suite(of_deepspeed.PATHS, ["-m", "not nightly and not sequential"], "ranks"),
 }
@@ -89,8 +100,8 @@ def of_pytest(sources: Path, library: str, models: Path) -> Iterator[Outcome]:
     subprocess.run(command, cwd=models, env=environment(models, library), check=False)
     outcomes = json.loads((models / "outcomes.json").read_text())
     for test, (result, error) in outcomes.items():
-        start = "tests/unit/" if library == DEEPSPEED else "::"
-        yield Outcome(f"{library}/{test.rpartition(start)[2]}", result, error)
+        name = test.rpartition(STARTS.get(library, "::"))[2]
+        yield Outcome(f"{library}/{name}", result, error)
 
 
 def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:

@@ -95,6 +95,8 @@ def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
 def lasting(first: float, last: float, written: int, write_set: int) -> str:
     """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence. `write_set`:
     bytes, all paths."""
+    if not first:
+        return "Nothing is said of long writes: none ended in the first tenth of the time."
     if last < LASTS * first:
         return (
             f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are "
