@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.deepspeed.groups import all_ranks
-
 _LOGGED = ("prof", "log_name", "debug")
 _THEIRS: Mapping[str, Mapping[str, str]] = {
     "all_gather_into_tensor": {"tensor": "input_tensor"},
@@ -69,11 +67,6 @@ def all_gather_coalesced(
 
 def _world() -> Any:
     return dist.group.WORLD
-
-
-def get_world_group() -> Any:
-    """The group of all ranks; None where torch.distributed is not initialized."""
-    return all_ranks()
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:

@@ -43,10 +43,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 }
 """By name: a function of the engine that gives the value."""
 
-CONFIGURATION = (
-    "engine.config is the configuration as it came, and `infinity config explain` says what "
-    "becomes of each key"
-)
+CONFIGURATION = DeepSpeedConfig.instead
 COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"
 INTERNAL = "it is internal to DeepSpeed's engine; docs/deepspeed.md says what this one has"
 """Reasons that several patterns have."""

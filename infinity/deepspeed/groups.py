@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from infinity.deepspeed.communication import get_world_size
+
 
 def one() -> int:
     """The number of model, tensor and sequence parallel ranks."""
@@ -20,19 +22,9 @@ def all_ranks() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def ranks() -> int:
-    """The number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """The number of this rank."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def all_numbers() -> list[int]:
     """The numbers of all ranks."""
-    return list(range(ranks()))
+    return list(range(get_world_size()))
 
 
 def no() -> bool:

@@ -73,10 +73,11 @@ BACKED: dict[str, dict[str, str]] = {
         _COMMUNICATION: "get_local_rank get_rank get_world_size init_distributed is_initialized "
         "log_summary",
         _COLLECTIVES: "configure all_gather_coalesced get_all_ranks_from_group get_global_rank "
-        "get_world_group has_all_gather_into_tensor=has_it has_all_reduce_coalesced=has_it "
+        "has_all_gather_into_tensor=has_it has_all_reduce_coalesced=has_it "
         "has_coalescing_manager=has_it has_comm_data has_reduce_scatter_tensor=has_it "
         "inference_all_reduce=all_reduce allgather_fn=all_gather_into_tensor "
         "reduce_scatter_fn=reduce_scatter_tensor reset_log *",
+        _GROUPS: "get_world_group=all_ranks",
     },
     "compression.helper": {_TOOLS: "recursive_getattr recursive_setattr"},
     "git_version_info": {_BUILDERS: "installed_ops=COMPATIBLE"},
@@ -158,11 +159,12 @@ BACKED: dict[str, dict[str, str]] = {
     },
     "utils.groups": {
         _COMMUNICATION: "_get_data_parallel_rank=get_rank get_data_parallel_rank=get_rank "
-        "_get_data_parallel_world_size=get_world_size get_data_parallel_world_size=get_world_size",
+        "_get_data_parallel_world_size=get_world_size get_data_parallel_world_size=get_world_size "
+        "_get_sequence_data_parallel_world_size=get_world_size "
+        "_get_sequence_data_parallel_rank=get_rank",
         _GROUPS: "_get_data_parallel_group=all_ranks get_data_parallel_group=all_ranks "
         "_get_sequence_parallel_world_size=one _get_sequence_parallel_rank=zero "
         "_get_sequence_data_parallel_group=all_ranks "
-        "_get_sequence_data_parallel_world_size=ranks _get_sequence_data_parallel_rank=rank "
         "_get_data_parallel_group_ranks=all_numbers _get_broadcast_src_rank=zero "
         "_zero_param_parallel_is_initialized=no _get_zero_param_intra_parallel_group=nothing "
         "_get_model_parallel_world_size=one get_model_parallel_world_size=one "

@@ -85,7 +85,7 @@ class _Names(Optimizer):
     def loss_scale(self) -> float:
         """What the next loss is multiplied by; 1 where nothing scales it. It can be set in fp16, to
         a power of two unless it is static."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return super().loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:

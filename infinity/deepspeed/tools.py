@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -83,14 +83,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Nothing: `engine.report()` has the bytes of each tier."""
 
 
-def instrument_w_nvtx(func: F) -> F:
-    """`func` as it is: `INFINITY_NVTX=1` marks ranges."""
-    return func
-
-
 def as_it_is(func: F) -> F:
-    """`func`."""
+    """`func`: `INFINITY_NVTX=1` marks ranges."""
     return func
+
+
+instrument_w_nvtx = as_it_is
 
 
 @contextmanager
@@ -175,8 +173,7 @@ def clip_grad_norm_(
 def set_random_seed(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
-    with suppress(ImportError):
-        importlib.import_module("numpy").random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
 
 
