@@ -17,13 +17,11 @@ The items that fill the engine are known before, in their order. They are read a
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import math
 import os
 import warnings
-import zipfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -42,10 +40,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.futures import Future
 
-from infinity.checkpoint import earlier, manifest
+from infinity.checkpoint import manifest
 from infinity.checkpoint.data_file import ReadAhead
 from infinity.checkpoint.digest import as_text, crc32c
-from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
+from infinity.checkpoint.files import MANIFEST, open_plain, sibling
 from infinity.checkpoint.frame import frame
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
@@ -117,7 +115,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(directory)
         self.directory = directory
         self._there = directory  # or the old one beside it
-        self.manifest = Manifest(VERSION, Stamp(), {}, {}, {}, None)
+        self.manifest = Manifest(VERSION, Stamp(), {}, {}, {}, frozenset())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Nothing: what goes wrong here DCP would log, and go on."""
@@ -145,30 +143,28 @@ class CheckpointReader(FileSystemReader):
                 self._check_file(self._there / name, length)
 
     def _read_manifest(self) -> Manifest:
-        for name, decode in ((MANIFEST, manifest.decode), (METADATA, earlier.decode)):
-            path = self._there / name
-            if not os.path.lexists(path):
-                continue
-            with open_plain(path) as file:
-                # A read of n bytes takes memory for n, whatever the file has.
-                size = os.fstat(file.fileno()).st_size
-                data = file.read(min(size, self.most_index_bytes) + 1)
-            if len(data) > self.most_index_bytes:
-                raise CheckpointError(
-                    f"{path} is damaged: it has more than {format_bytes(self.most_index_bytes)}; "
-                    "take an earlier checkpoint"
-                )
-            try:
-                return decode(data)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.directory} cannot be loaded: {error}") from None
-            except Exception as error:
-                raise CheckpointError(
-                    f"{path} is damaged: {error}; take an earlier checkpoint"
-                ) from error
-        raise CheckpointError(
-            f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}"
-        )
+        path = self._there / MANIFEST
+        if not os.path.lexists(path):
+            raise CheckpointError(
+                f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}"
+            )
+        with open_plain(path) as file:
+            # A read of n bytes takes memory for n, whatever the file has.
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, self.most_index_bytes) + 1)
+        if len(data) > self.most_index_bytes:
+            raise CheckpointError(
+                f"{path} is damaged: it has more than {format_bytes(self.most_index_bytes)}; "
+                "take an earlier checkpoint"
+            )
+        try:
+            return manifest.decode(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory} cannot be loaded: {error}") from None
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} is damaged: {error}; take an earlier checkpoint"
+            ) from error
 
     def _check_file(self, path: Path, length: int) -> None:
         with open_plain(path) as file:
@@ -178,8 +174,6 @@ class CheckpointReader(FileSystemReader):
                     f"{path} is cut off: it has {size} of {length} bytes; take an earlier "
                     "checkpoint"
                 )
-            if self.manifest.version == 1:
-                return
             if size > length:
                 raise CheckpointError(
                     f"{path} is too long: it has {size} bytes instead of {length}; take an "
@@ -271,18 +265,15 @@ class CheckpointReader(FileSystemReader):
         """What an item of these bytes is; raises an `Exception` for what is damaged."""
         place = self.manifest.places[index]
         known = self.tensor(index.fqn) if place.sizes is not None else None
-        if self.manifest.version > 2 and as_text(crc32c(content)) != place.digest:
+        if as_text(crc32c(content)) != place.digest:
             raise ValueError("its digest is wrong")
-        if self.manifest.version > 2 and known is not None:
-            return _framed(content, place, known.properties.dtype)
-        found = _read_object(content.numpy().tobytes(), place, self.manifest.version)
         if known is not None:
-            _check_tensor(found, known.properties.dtype, place.sizes)
-        return found
+            return _framed(content, place, known.properties.dtype)
+        return read_item(content.numpy().tobytes())
 
 
 def _framed(content: torch.Tensor, place: ItemPlace, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in an item of version 3; a view."""
+    """The tensor in an item; a view."""
     sizes = place.sizes or ()
     around = frame(place.offset, dtype, sizes)
     begin, end = len(around.head), len(around.head) + around.nbytes
@@ -291,29 +282,8 @@ def _framed(content: torch.Tensor, place: ItemPlace, dtype: torch.dtype) -> torc
         or content[:begin].numpy().tobytes() != around.head
         or content[end:].numpy().tobytes() != around.tail
     ):
-        raise _no_tensor(dtype, sizes)
+        raise ValueError(f"it is no tensor of {dtype} and of shape {sizes}")
     return content[begin:end].view(dtype).view(sizes)
-
-
-def _read_object(content: bytes, place: ItemPlace, version: int) -> Any:
-    """What torch.save wrote. Raises an `Exception` when the bytes are not those that were written,
-    as far as that can be told."""
-    if version == 2 and hashlib.sha256(content).hexdigest() != place.digest:
-        raise ValueError("its digest is wrong")
-    if version == 1:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if archive.testzip() is not None:
-                raise ValueError("a checksum is wrong")
-    return read_item(content)
-
-
-def _check_tensor(found: Any, dtype: torch.dtype, sizes: tuple[int, ...] | None) -> None:
-    if not isinstance(found, torch.Tensor) or found.dtype != dtype or tuple(found.shape) != sizes:
-        raise _no_tensor(dtype, sizes)
-
-
-def _no_tensor(dtype: torch.dtype, sizes: tuple[int, ...] | None) -> ValueError:
-    return ValueError(f"it is no tensor of {dtype} and of shape {sizes}")
 
 
 class Loading(LoadPlanner):
@@ -361,11 +331,6 @@ class Loading(LoadPlanner):
                     f"{self._where} was not written by save_checkpoint of infinity"
                 )
             self._saved = self._reader.read(MetadataIndex(HEADER))
-            if self._saved["version"] != self._reader.manifest.version:
-                raise CheckpointError(
-                    f"{self._where} is not whole: its file {MANIFEST} is missing; take an "
-                    "earlier checkpoint"
-                )
             here = self._state.header()
             self._check_shapes(here["shapes"])
             self._check_optimizers(here["optimizers"])
@@ -467,8 +432,7 @@ class Loading(LoadPlanner):
                 continue
             found = self._reader.tensor(key)
             count = math.prod(self._saved["shapes"][series.unit.keys[number]])
-            absent = self._reader.manifest.absent
-            may_lack = series.is_moment and (absent is None or key in absent)
+            may_lack = series.is_moment and key in self._reader.manifest.absent
             if series.is_moment and found is None:
                 if count and not may_lack:
                     raise CheckpointError(f"{self._where} is not whole: there is no {key}")
@@ -552,11 +516,9 @@ class Loading(LoadPlanner):
                     buffer.copy_(reader.read(_address(name, buffer)))
 
     def _count_steps(self, updater: Updater) -> None:
-        """Go on with the number of the next step; version 1 has only what the parameters of each
-        optimizer counted."""
-        counted = sum(max(header["steps"], default=0) for header in self._saved["optimizers"])
-        updater.posted_steps = self._saved.get("posted_steps", counted)
-        updater.skipped_steps = self._saved.get("skipped_steps", updater.skipped_steps)
+        """Continue with the number of the next step."""
+        updater.posted_steps = self._saved["posted_steps"]
+        updater.skipped_steps = self._saved["skipped_steps"]
 
     def _fill_all(self) -> None:
         """All series, by items that are read ahead."""

@@ -3,16 +3,16 @@
 [Note: one digest over everything]
 `infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is
 that of the bytes of `content`. `content` has the length of every data file, and of every item its
-key, place and digest: CRC32C, which runs at the speed of memory, and in version 2 SHA-256. An item
-is thus bound to its key. Every data file begins with `Stamp.head`: the run, the save and its own
-name. The items fill the rest without a gap. So every byte of a checkpoint is covered, and a file of
-another save is refused before anything is read from it.
+key, place and digest: CRC32C, which runs at the speed of memory. An item is thus bound to its key.
+Every data file begins with `Stamp.head`: the run, the save and its own name. The items fill the
+rest without a gap. So every byte of a checkpoint is covered, and a file of another save is refused
+before anything is read from it.
 
 What is zero is not written, and its keys are listed under `absent`. Anything else that is missing
 is an error.
 
 `.metadata` is written for the tools of torch.distributed.checkpoint. It is a pickle, and this
-version never reads it; see `checkpoint/earlier` for checkpoints that have nothing else.
+package never reads it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ VERSION = 3
 _FRAME = re.compile(rb'\{"content":(.*),"sha256":"([0-9a-f]{64})"\}\n', re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(r".*", re.DOTALL)
-_DIGESTS = {2: ("sha256", re.compile(r"[0-9a-f]{64}"))}
-_DIGEST = digest.ALGORITHM, re.compile(r"[0-9a-f]{8}")
+_DIGEST = re.compile(r"[0-9a-f]{8}")
 
 
 class Stamp(NamedTuple):
@@ -61,8 +60,7 @@ class Stamp(NamedTuple):
 
 
 class ItemPlace(NamedTuple):
-    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `digest` is ""
-    before version 2."""
+    """Where an item lies. `sizes` is the shape of a tensor, None for an object."""
 
     file: str
     offset: int
@@ -83,9 +81,8 @@ class Manifest(NamedTuple):
     """By key."""
 
     places: Mapping[MetadataIndex, ItemPlace]
-    absent: frozenset[str] | None
-    """The keys of which all, or a part, is not saved, and means zeros; None where the checkpoint
-    does not say (version 1)."""
+    absent: frozenset[str]
+    """The keys of which all, or a part, is not saved, and means zeros."""
 
 
 def tensor_metadata(
@@ -98,14 +95,13 @@ def tensor_metadata(
 def encode(manifest: Manifest) -> bytes:
     """The content of `infinity.json`."""
     items = []
-    name, _ = _digest_of(manifest.version)
     for index, place in manifest.places.items():
         item = {
             "key": index.fqn,
             "file": place.file,
             "offset": place.offset,
             "length": place.length,
-            name: place.digest,
+            digest.ALGORITHM: place.digest,
         }
         if place.sizes is not None:
             item |= {"offsets": list(index.offset or ()), "sizes": list(place.sizes)}
@@ -121,7 +117,7 @@ def encode(manifest: Manifest) -> bytes:
             }
             for key, tensor in manifest.tensors.items()
         },
-        "absent": sorted(manifest.absent or ()),
+        "absent": sorted(manifest.absent),
         "items": items,
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -129,17 +125,17 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """What `encode` was given. Raises `CheckpointError` for a newer version, and `ValueError` for
+    """What `encode` was given. Raises `CheckpointError` for another version, and `ValueError` for
     what is damaged."""
     frame = _FRAME.fullmatch(data)
     if frame is None or hashlib.sha256(frame[1]).hexdigest().encode() != frame[2]:
         raise ValueError("its digest is wrong")
     content = json.loads(frame[1])
     version = _number(content["version"])
-    if version > VERSION:
+    if version != VERSION:
+        wanted = "a newer infinity" if version > VERSION else "the infinity that wrote it"
         raise CheckpointError(
-            f"it has version {version}, and this infinity reads up to {VERSION}; use a "
-            "newer infinity"
+            f"it has version {version}, and this infinity reads version {VERSION}; use {wanted}"
         )
     run, save = (_text(content[name], _ID) for name in ("run", "save"))
     files = {_text(name, DATA_NAME): _number(length) for name, length in content["files"].items()}
@@ -149,7 +145,7 @@ def decode(data: bytes) -> Manifest:
     }
     places: dict[MetadataIndex, ItemPlace] = {}
     for item in content["items"]:
-        index, place = _decode_item(item, files, tensors, *_digest_of(version))
+        index, place = _decode_item(item, files, tensors)
         if index in places:
             raise ValueError(f"{index.fqn} is there twice")
         places[index] = place
@@ -163,17 +159,10 @@ def decode(data: bytes) -> Manifest:
     )
 
 
-def _digest_of(version: int) -> tuple[str, re.Pattern[str]]:
-    """What the digest of an item is called, and its form."""
-    return _DIGESTS.get(version, _DIGEST)
-
-
 def _decode_item(
     item: Mapping[str, Any],
     files: Mapping[str, int],
     tensors: Mapping[str, TensorStorageMetadata],
-    digest_name: str,
-    digest_form: re.Pattern[str],
 ) -> tuple[MetadataIndex, ItemPlace]:
     """An item and its place; a tensor's chunk is added to `tensors`."""
     key, offsets, sizes = _text(item["key"], _KEY), None, None
@@ -190,7 +179,7 @@ def _decode_item(
         _number(item["offset"]),
         _number(item["length"]),
         sizes,
-        _text(item[digest_name], digest_form),
+        _text(item[digest.ALGORITHM], _DIGEST),
     )
     if place.offset + place.length > files[place.file]:
         raise ValueError(f"{key} lies outside of {place.file}")

@@ -5,8 +5,7 @@ A pickle calls what it finds by module and name. Here each pair must be on an ex
 dots in the name, and gives a new class of its own. Calling that class stores the arguments, and
 nothing else happens. No object of torch or Python is reached, so none can be called or changed.
 
-`unpickle` is all that reads `.metadata` of version 1. Items of a checkpoint are read by
-`checkpoint/inert`.
+Items of a checkpoint are read so by `checkpoint/inert`.
 
 [Note: a pickle that takes no more than it brings]
 Python's unpickler allocates what a pickle says before it has the bytes: for the number of an
@@ -107,13 +106,6 @@ class InertUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage, which lies beside the pickle."""
-
-
-def unpickle(data: bytes, names: Collection[tuple[str, str]]) -> Any:
-    """What the pickle `data` is made of, with a `Record` for each object. Raises `UnpicklingError`
-    for a pair not in `names`, or what would take memory that `data` does not account for."""
-    check_operations(data)
-    return InertUnpickler(data, names).load()
 
 
 def check_operations(data: bytes) -> None:

@@ -17,8 +17,7 @@ caller gave, and `infinity`, which describes the rest (`header`). They are read 
 
 Three kinds of files: `infinity.json` lists the items with a digest of each (`checkpoint/manifest`).
 `__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which DCP's tools need and this
-package does not read. Checkpoints of version 1 have no `infinity.json`; they are read by
-`.metadata`, without digests (`checkpoint/earlier`).
+package does not read.
 
 [Note: how much memory]
 However large model and units are, a save holds the buffers of its file (`checkpoint/data_file`). A

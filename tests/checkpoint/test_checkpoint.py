@@ -1091,7 +1091,7 @@ def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_pat
     (where / "infinity.json").unlink()
     with refused(
         training,
-        f"^{where} is not whole: its file infinity.json is missing; take an earlier checkpoint$",
+        f"^{where} is no checkpoint, or not a whole one: it has no file infinity.json$",
     ):
         training.load(where)
 
@@ -1106,8 +1106,8 @@ def test_a_newer_version_is_refused(
     with refused(
         training,
         (
-            "cannot be loaded: it has version 4, and this infinity reads up to 3; use a newer "
-            "infinity$"
+            "cannot be loaded: it has version 4, and this infinity reads version 3; use a "
+            "newer infinity$"
         ),
     ):
         training.load(tmp_path / "checkpoint")
