@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -86,7 +87,16 @@ def _is_tensor(value: Any) -> bool:
 
 @functools.cache
 def cases(tiled: bool) -> tuple[Case, ...]:
-    """One call of each operator; with `tiled` those of weights that have rows to cut."""
+    """One call of each operator; with `tiled` those of weights that have rows to cut.
+
+    The catalogue reads the whole stack of calls for each sample, which takes seconds below pytest
+    and little in a thread.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_cases, tiled).result()
+
+
+def _cases(tiled: bool) -> tuple[Case, ...]:
     found = []
     for op in catalogue.op_db:
         if op.name in NOT_COMPARABLE or not op.supports_dtype(torch.float32, "cpu"):
