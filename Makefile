@@ -21,6 +21,7 @@ PAIRS ?= 5000
 FILES ?= 1000000
 FAILING_ARGS ?=
 FILE ?= build/hashes.json
+LONG ?=
 SUITES ?= build/their-suites
 VERSIONS ?= $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) newest
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
@@ -32,7 +33,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test test-versions python-test queued-test random-programs simulate hashes planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan sanitized lint format docs wheel try-wheel clean system
+.PHONY: help demo check test test-versions python-test queued-test long-test random-programs simulate hashes planted-seeds planted-cuda-faults kills resume-pairs foreign-files failing-calls roads-table their-tests native-test asan tsan sanitized lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -63,7 +64,7 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	@mkdir -p build/empty
 	cd build/empty
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
-	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile --durations=40 $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
+	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile --durations=40 -m "not long" $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
 # The oldest torch is that of pyproject.toml, beside versions of constraints.txt (2.11 wants an older setuptools). With the newest one comes what pip takes.
 test-versions: export OMP_WAIT_POLICY := passive
@@ -89,6 +90,9 @@ queued-test: $(VENV)/installed  ## Run tests of the engine on a simulated device
 	@mkdir -p build/empty
 	cd build/empty
 	INFINITY_TEST_DEVICE=queued "$(BIN)/pytest" -c ../../pyproject.toml -n $$(nproc) --dist load $(PYTEST_ARGS) $(addprefix ../../tests/,$(QUEUED))
+
+long-test:  ## Run the long versions of the tests for a night (LONG="words of some"), and write tests/long.md
+	@.ci/long $(LONG)
 
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
 	@mkdir -p build/empty

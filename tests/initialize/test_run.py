@@ -361,11 +361,12 @@ def test_ranks_of_mpi_and_slurm_join(tmp_path: Path, launcher: str) -> None:
 
 @pytest.mark.parametrize("way", ["direct", "in a shell script"])
 def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path, way: str) -> None:
+    # One write a rank: its launcher runs ranks unbuffered, and `print` writes word by word.
     (tmp_path / "script.py").write_text(
         "import importlib.util, os, sys\n"
         "found = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
         "is_ours = 'infinity' in importlib.util.find_spec('deepspeed').origin\n"
-        "sys.stdout.write(' '.join([*found, *sys.argv[1:], str(is_ours)]) + '\\n')  # in one write\n"
+        "sys.stdout.write(' '.join([*found, *sys.argv[1:], str(is_ours)]) + '\\n')\n"
     )
     line = ["deepspeed", "--num_gpus", "2", "--master_port", "0", str(tmp_path / "script.py")]
     (tmp_path / "train.sh").write_text(" ".join([*line, '"$@"']))

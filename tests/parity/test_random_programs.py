@@ -29,14 +29,14 @@ from random_programs.refusals import COMPILES
 from support.children import CHILD
 
 EACH = 10
-SEEDS = 2  # `make random-programs` runs thousands
 USES = 60
 """Programs with uses of one seed."""
-SEEDS_OF_USES = 2
-SAVES, SEEDS_OF_SAVES = 20, 3
+SAVES = 20
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
+"""`make random-programs` runs thousands."""
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(
     seed: int, one_thread: None
 ) -> None:
@@ -45,7 +45,7 @@ def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(
     assert ran == EACH
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_OF_USES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_uses_of_weights_see_the_same_on_every_placement_and_in_plain_pytorch(
     seed: int, one_thread: None
 ) -> None:
@@ -54,7 +54,7 @@ def test_uses_of_weights_see_the_same_on_every_placement_and_in_plain_pytorch(
     assert ran == USES
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_OF_SAVES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_saved_is_the_same_wherever_it_is_loaded(seed: int, one_thread: None) -> None:
     ran, found = run(seed, SAVES, "saves")
     assert found is None, found
