@@ -52,7 +52,6 @@ UNREAD = {
     "cli",
     "deepspeed",
     "directories",
-    "integrations",
     "losses",
     "models",
     "modules",
