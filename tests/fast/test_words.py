@@ -53,7 +53,6 @@ UNREAD = {
     "deepspeed",
     "directories",
     "losses",
-    "models",
     "modules",
     "nvme",
     "optim",
