@@ -78,7 +78,7 @@ def load(
 
     Returns the `extra` that this rank saved, or that of rank 0 if the number of ranks has changed.
     Without `strict`, tensors that only the model or only the checkpoint has are left as they are.
-    `told` reports the progress.
+    `told` receives the progress.
 
     Raises `CheckpointError`. The engine is then unchanged if the load had not begun to change it.
     Otherwise it cannot continue.

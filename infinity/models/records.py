@@ -1,5 +1,7 @@
 """Records of a data set: JSON lines, JSON arrays, CSV, parquet, and the format of `datasets`.
-Memory holds one record at a time; of parquet one batch, and a whole JSON array."""
+
+Memory holds one record at a time. Parquet takes a batch of records, and a JSON array all of them.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ UNREAD = {
     "",  # the files beside the rooms
     "activations",
     "bench",
-    "cli",
     "deepspeed",
     "directories",
     "losses",
