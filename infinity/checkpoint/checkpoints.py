@@ -1,7 +1,7 @@
-"""Saving and loading the state of one engine, while nothing of it is under way.
+"""Saves and loads the state of one engine between two steps.
 
-The files that import torch.distributed.checkpoint, which takes long, are imported by the first save
-or load.
+The first save or load imports the files that need torch.distributed.checkpoint, because that import
+takes long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.state import EngineState
 
 Buffers = Mapping[str, torch.Tensor]
-"""The persistent buffers of the model, by name; of a DTensor what this rank has."""
+"""The persistent buffers of the model, by name. Of a DTensor: the local tensor of this rank."""
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -54,17 +54,17 @@ class Checkpoints:
         self._io_engine = io_engine
         self._updater = updater
         self._exchange = exchange
-        self._run = uuid.uuid4().hex  # tells the checkpoints of this engine from those of others
+        self._run = uuid.uuid4().hex  # identifies the checkpoints of this engine
 
     @cached_property
     def _savers(self) -> collectives.Group:
-        """The ranks that save together; made once, when it is first needed."""
+        """The ranks that save together. The group is created on first use."""
         return whole_group(self._units[0].ranks)
 
     @cached_property
     def _apart(self) -> Ranks:
-        """The ranks that save together, and those that hold the same, in groups for the threads of
-        snapshots; made once, when they are first needed."""
+        """Copies of the groups of ranks that save together and of their replicas, over gloo, for
+        the threads of snapshots. They are created on first use."""
         return Ranks(self._savers, self._units[0].ranks.replicas).copy(self._timeout, "gloo")
 
     def save(
@@ -141,7 +141,7 @@ class Checkpoints:
             )
         self._meet("load_checkpoint")
         extra = load(state, directory.absolute(), strict, progress)
-        # Of these the checkpoint may have some, of an optimizer that was not saved.
+        # The checkpoint may contain states of these parameters by an optimizer that is not loaded.
         for share, _ in shared:
             owners.forget_states(
                 share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
@@ -151,7 +151,8 @@ class Checkpoints:
         return extra
 
     def close(self) -> None:
-        """Let go of the ranks: the engine was closed, and may live on. See `Unit.close`."""
+        """Release the process groups. The closed engine may still be referenced. See
+        `Unit.close`."""
         apart = vars(self).pop("_apart", None)
         if apart is not None:
             apart.end()
@@ -181,14 +182,14 @@ class Checkpoints:
         )
 
     def _meet(self, call: str) -> None:
-        """Return when all ranks have made this `call`: where one does not, the error of the
-        exchange names it, and what follows would end in a text of torch."""
+        """Return when all ranks have made this `call`. If a rank does not, the exchange raises an
+        error that names the rank. Without this, torch would raise a less clear error later."""
         if self._exchange is not None:
             self._exchange.sum([0.0], f"for {call} (all ranks call it)")
 
     def _rest(self) -> None:
-        """Return when nothing is under way, so that others may read and write states and join
-        collectives."""
+        """Return when no update and no collective is in flight. Then the caller may read and write
+        states and join collectives."""
         self._updater.drain()
         if self._exchange is not None:
             self._exchange.rest()

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, read without an engine: for `infinity inspect` and `infinity export`.
+"""Reads a checkpoint without an engine, for `infinity inspect` and `infinity export`.
 
-Neither needs a GPU, process groups, or memory for more than a piece of a tensor.
+Neither command needs a GPU or process groups. Memory holds one piece of a tensor at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from infinity.errors import CheckpointError
 MOST_EXTRA_BYTES = 64 << 20
 """The largest `extra` of a rank that `Contents.extra_keys` reads."""
 _MOST_DIGITS = 9
-"""Of the number of a rank."""
+"""The largest number of digits in a rank number."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the model: its name and shape there, and its key, dtype and chunks here."""
+    """A tensor of the model: its name and shape in the model, and its key, dtype and chunks in the
+    checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,14 +46,16 @@ class StoredTensor(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements of a tensor that follow each other: the index of the first one, and values, (n,)."""
+    """Consecutive elements of a tensor: the flat index of the first element, and values of shape
+    (n,)."""
 
     begin: int
     values: torch.Tensor
 
 
 class Damage(NamedTuple):
-    """What `Contents.verify` found."""
+    """The result of `Contents.verify`: items and bytes read, and one error text per damaged
+    item."""
 
     items: int
     nbytes: int
@@ -60,12 +63,12 @@ class Damage(NamedTuple):
 
 
 class Contents:
-    """One checkpoint. Opening it reads the index and the header, and checks every file's length and
-    first bytes.
+    """One checkpoint, opened for reading. The constructor reads the index and the header, and
+    checks the length and the first bytes of every file.
 
-    `left_out` are the names of frozen parameters that it was saved without, `tied` other names of
-    tied ones, each with the name that `weights` has. Raises `CheckpointError` for what is no
-    checkpoint, not whole, or of a newer version.
+    `left_out` has the names of frozen parameters that the save left out. `tied` maps each other
+    name of a tied parameter to its name in `weights`. Raises `CheckpointError` if the directory is
+    no checkpoint, is incomplete, or has another version.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,12 +95,12 @@ class Contents:
         return self._reader.manifest
 
     def weights(self) -> list[StoredTensor]:
-        """The parameters and buffers of the model that it has, in their order."""
+        """The parameters and buffers in the checkpoint, in the order of the model."""
         return self._weights
 
     def trained(self) -> frozenset[str]:
-        """The names of the parameters that optimizers update. Raises `CheckpointError` where the
-        checkpoint was saved without any optimizer, and so does not say."""
+        """The names of the parameters that optimizers update. Raises `CheckpointError` if the
+        checkpoint was saved without an optimizer."""
         optimizers = self.header["optimizers"]
         if not optimizers:
             raise CheckpointError(
@@ -124,15 +127,16 @@ class Contents:
         return StoredTensor(name, shape, key, found.properties.dtype, tuple(found.chunks))
 
     def read(self, tensor: StoredTensor) -> Iterator[Run]:
-        """The elements of `tensor`, piece by piece, each with its digest checked."""
+        """Read `tensor` piece by piece, as `Run`s of values in the stored dtype. Raises
+        `CheckpointError` if the digest of a piece is wrong."""
         size = self.manifest.tensors[tensor.key].size if tensor.chunks else torch.Size()
         for chunk in tensor.chunks:
             index = MetadataIndex(tensor.key, chunk.offsets)
             yield from _runs(self._reader.read(index), chunk.offsets, size)
 
     def extra_keys(self) -> dict[int, list[str] | None]:
-        """The keys of what the caller of each rank gave; None where it is too large to be read for
-        this."""
+        """The keys of the `extra` of each rank, by rank. The value is None if `extra` is no mapping
+        or has more than `MOST_EXTRA_BYTES`."""
         found: dict[int, list[str] | None] = {}
         for index, place in self.manifest.places.items():
             kind, _, rank = index.fqn.partition(".")
@@ -145,13 +149,13 @@ class Contents:
         return dict(sorted(found.items()))
 
     def extra(self, rank: int) -> Mapping[str, Any]:
-        """What the caller of a rank gave; empty where it is no mapping, or there is none."""
+        """The `extra` of a rank. Empty if there is none or it is no mapping."""
         index = MetadataIndex(f"extra.{rank}")
         value = self._reader.read(index) if index in self.manifest.places else None
         return value if isinstance(value, Mapping) else {}
 
     def verify(self) -> Damage:
-        """Read every item, and compare its digest."""
+        """Read every item and compare its digest."""
         errors, nbytes = [], 0
         for index, place in self.manifest.places.items():
             nbytes += place.length
@@ -163,7 +167,7 @@ class Contents:
 
 
 def _runs(values: torch.Tensor, offsets: Sequence[int], size: Sequence[int]) -> Iterator[Run]:
-    """A piece at `offsets` of a tensor of `size`, as elements that follow each other there."""
+    """Split a piece at `offsets` of a tensor of shape `size` into runs of consecutive elements."""
     if len(size) == 2 and values.shape[1] < size[1]:  # columns of a tensor parallel rank
         for number, row in enumerate(values):
             yield Run((offsets[0] + number) * size[1] + offsets[1], row)
@@ -172,8 +176,11 @@ def _runs(values: torch.Tensor, offsets: Sequence[int], size: Sequence[int]) -> 
 
 
 def latest(directory: Path) -> Path:
-    """`directory`, or if it is the folder of a run the last of its checkpoints: the one that a file
-    `latest` names, else `step-<number>` with the highest number."""
+    """The newest checkpoint in the directory of a run. A checkpoint itself is returned as it is.
+
+    In the directory of a run, a file `latest` names the checkpoint. Without that file, it is
+    `step-<number>` with the highest number. Without any checkpoint, it is `directory` itself.
+    """
     if is_whole(directory) or not directory.is_dir():
         return directory
     named = directory / "latest"

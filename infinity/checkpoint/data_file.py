@@ -1,10 +1,10 @@
-"""Data files at the speed of the drive: written from start to end, and read ahead, with O_DIRECT
-where the file system has it.
+"""Writes data files from start to end, and reads their items ahead. Both run at the speed of the
+drive, with O_DIRECT if the file system supports it.
 
 [Note: how much memory a data file takes]
-A file that is written passes `BUFFERS` buffers of `BUFFER_BYTES`: one is filled while the others
-are on their way. What is read comes in `SLOTS` runs of items, of at most `RUN_BYTES` or one item
-each: one is used while the others arrive.
+A writer has `BUFFERS` buffers of `BUFFER_BYTES`. It fills one buffer while the drive writes the
+others. A reader has `SLOTS` slots. Each holds one run of items, of at most `RUN_BYTES`, or one
+larger item. The caller uses one slot while the others are read.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from infinity.tiers.drives import ALIGNMENT
 
 BUFFERS = 4
 BUFFER_BYTES = 8 << 20
-SEGMENT_BYTES = 1 << 20  # is filled, then digested while a cache still has it
+SEGMENT_BYTES = 1 << 20  # filled, then digested while it is in a cache
 SLOTS = 3
 RUN_BYTES = 16 << 20
 
 
 class DataWriter:
-    """A new file that is written from its start to its end; `crc` is the digest of what came since
-    it was last set. Used by one thread.
+    """A new file that is written from start to end. Used by one thread.
 
-    Ends with `finish` and `close`, or with `close` alone, which waits for what is in flight.
+    `crc` is the CRC32C of the bytes since the caller last set it. The caller ends with `finish` and
+    `close`. `close` alone abandons the file after it waits for writes in flight.
     """
 
     def __init__(self, path: Path, io_engine: str) -> None:
-        """Raises `OSError`, also when `path` exists."""
+        """Raises `OSError`, also if `path` exists."""
         self.crc = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
@@ -56,27 +56,30 @@ class DataWriter:
         self._free = deque(self._memory.split(BUFFER_BYTES))
         self._writing: deque[tuple[Any, torch.Tensor]] = deque()
         self._buffer, self._filled = self._free.popleft(), 0
-        self._written = 0  # bytes of whole buffers before
+        self._written = 0  # bytes in earlier buffers
 
     def tell(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes so far."""
         return self._written + self._filled
 
     def reserve(self, nbytes: int) -> None:
-        """`nbytes` more will come. Writes behind the end of a file would be done one after the
-        other. Raises `OSError` when there is no room."""
+        """Allocate `nbytes` more. File systems serialize writes past the end of a file. Raises
+        `OSError` if there is no room."""
         allocate(self._file, self.tell() + nbytes)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add `data`."""
         if len(data):
             writable = data if isinstance(data, memoryview) else bytearray(data)
             source = torch.frombuffer(writable, dtype=torch.uint8)
             self.fill(len(data), lambda begin, part: copy_alone(part, source[begin:][: len(part)]))
 
     def fill(self, nbytes: int, put: Callable[[int, torch.Tensor], object]) -> None:
-        """Add `nbytes` bytes: `put(begin, part)` writes those from byte `begin` on to `part`
-        (uint8), which begins and ends at multiples of 64 bytes of the file, but for the ends."""
+        """Append `nbytes` bytes.
+
+        `put(begin, part)` fills `part` (uint8), of at most `SEGMENT_BYTES`, with the bytes from
+        byte `begin` on. If byte 0 lies at a multiple of 64 in the file, each `part` begins at such
+        a multiple.
+        """
         done = 0
         while done < nbytes:
             if self._filled == BUFFER_BYTES:
@@ -89,7 +92,7 @@ class DataWriter:
             done += room
 
     def finish(self) -> None:
-        """Return when everything is on the drive."""
+        """Return when everything is on the drive. Raises `NvmeError` or `OSError`."""
         length = self.tell()
         whole = round_up(self._filled, ALIGNMENT)
         zero_alone(self._buffer[self._filled : whole])
@@ -101,7 +104,7 @@ class DataWriter:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file; what is in flight ends first."""
+        """Wait for writes in flight, then close the file."""
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
@@ -109,7 +112,7 @@ class DataWriter:
         os.close(self._descriptor)
 
     def _send(self) -> None:
-        """Start writing the buffer, and take another one."""
+        """Start writing the buffer, and take a free one."""
         if self._filled:
             ticket = self._engine.write(
                 self._file,
@@ -132,7 +135,7 @@ class DataWriter:
 
 
 class _ItemRun(NamedTuple):
-    """Items that follow each other in a file, and so are read as one."""
+    """Items that are adjacent in a file. One read brings all of them."""
 
     file: str
     offset: int
@@ -141,10 +144,10 @@ class _ItemRun(NamedTuple):
 
 
 class ReadAhead:
-    """The bytes of items in their order, each while those behind it are on their way. Used by one
-    thread; ends with `close`, which waits for what is in flight.
+    """Iterates over the bytes of items in the given order, and reads the next items ahead. Used by
+    one thread. `close` waits for reads in flight.
 
-    `open_file` gives a descriptor of a data file, by its name.
+    `open_file(name)` returns a descriptor of a data file.
     """
 
     def __init__(
@@ -155,19 +158,19 @@ class ReadAhead:
         path: Path,
         io_engine: str,
     ) -> None:
-        """`longest`: bytes of the longest one of `places`; `path`: the directory, for errors."""
+        """`longest`: bytes of the longest item in `places`. `path`: the directory, for errors."""
         self._open_file, self._path = open_file, path
         self._most = max(longest, RUN_BYTES)
         self._runs = self._joined(places)
         self._engine = native.make_engine(io_engine)
         self._memory = huge_pages(SLOTS * (round_up(self._most, ALIGNMENT) + ALIGNMENT))
         self._free = deque(self._memory.chunk(SLOTS))
-        self._coming: deque[tuple[Any, _ItemRun, torch.Tensor]] = deque()  # with their slots
+        self._coming: deque[tuple[Any, _ItemRun, torch.Tensor]] = deque()  # reads in flight
         self._file: tuple[str, Any] = "", None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Each item as uint8, at the distance from a multiple of 4096 that it has in its file;
-        valid until the next one is asked for. Raises `NvmeError`."""
+        """Yield each item as uint8. Its address equals its file offset modulo 4096. A tensor is
+        valid until the next one is requested. Raises `NvmeError`."""
         while True:
             while self._free and (run := next(self._runs, None)) is not None:
                 self._start(run)
@@ -182,7 +185,6 @@ class ReadAhead:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Let go of the files."""
         self._engine.close()
         if self._file[1] is not None:
             self._file[1].close()
@@ -215,7 +217,7 @@ class ReadAhead:
         self._coming.append((ticket, run, slot))
 
     def _get(self, name: str) -> Any:
-        """The file; one is open at a time, and those in flight keep theirs."""
+        """The file called `name`. One file is open at a time. Reads in flight keep theirs open."""
         known, file = self._file
         if known != name:
             if file is not None:
@@ -231,5 +233,5 @@ class ReadAhead:
 
 
 def _path_of(descriptor: int) -> str:
-    """A path to an open file, whatever is renamed."""
+    """A path to an open file that stays valid after a rename."""
     return f"/proc/self/fd/{descriptor}"

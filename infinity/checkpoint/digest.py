@@ -1,4 +1,4 @@
-"""The digest of an item, at the speed of memory."""
+"""The digest of an item, computed at memory speed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch
 from infinity import native
 
 ALGORITHM = "crc32c"
-"""Its name in `infinity.json`. It finds damage. It does not stop who changes files on purpose:
-these can change the index, too."""
+"""Its name in `infinity.json`. It detects accidental damage. It does not protect against deliberate
+changes, because an attacker can change the index too."""
 
 
 def crc32c(data: torch.Tensor, before: int = 0) -> int:
-    """The CRC32C of contiguous `data` on the host, after bytes that have `before`."""
+    """The CRC32C of contiguous `data` on the host. `before` is the CRC32C of the bytes before
+    `data`."""
     found: int = native.aio().crc32c(data.data_ptr(), data.nbytes, before)
     return found
 
 
 def as_text(value: int) -> str:
-    """As `infinity.json` has it."""
+    """Eight hexadecimal digits, as `infinity.json` stores it."""
     return f"{value:08x}"

@@ -1,9 +1,9 @@
-"""A checkpoint as safetensors, as `from_pretrained` and other programs read them.
+"""Writes a checkpoint as safetensors, for `from_pretrained` and other programs.
 
 [Note: how much memory an export takes]
-The header of every file is known before: names, dtypes and shapes are in the checkpoint. So each
-piece of a tensor goes straight to its place in its file. One piece is in memory, of at most 16 MiB
-in fp32, and its bytes as they were read.
+The checkpoint gives all names, dtypes and shapes, so each file starts with its final header. Each
+piece of a tensor goes straight to its place in its file. Memory holds one piece, of at most 16 MiB
+in fp32, and the bytes of that piece as they were read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from infinity.nvme import safetensors
 from infinity.sharding.codec import round_to
 
 SHARD_BYTES = 4 << 30
-"""Most bytes of tensors in one file, by default; a larger tensor has a file of its own."""
+"""The default limit of tensor bytes in one file. A larger tensor gets a file of its own."""
 
 
 class Selection(NamedTuple):
-    """What is exported: for each tensor its name in the files, or None to leave it out."""
+    """The tensors of an export. `rename` maps the name of a tensor to its name in the files, or to
+    None to leave it out."""
 
     stem: str
     """Files are called `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors`."""
@@ -37,7 +38,7 @@ class Selection(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What an export wrote."""
+    """The result of an export. `nbytes` counts the elements of tensors."""
 
     directory: Path
     files: list[str]
@@ -46,7 +47,8 @@ class Exported(NamedTuple):
 
 
 def everything(contents: Contents) -> Selection:
-    """All parameters and buffers. Raises `CheckpointError` where frozen ones were left out."""
+    """All parameters and buffers. Raises `CheckpointError` if the save left out frozen
+    parameters."""
     if contents.left_out:
         raise CheckpointError(
             f"{contents.directory} was saved without its {len(contents.left_out)} frozen "
@@ -56,15 +58,16 @@ def everything(contents: Contents) -> Selection:
 
 
 def trained_only(contents: Contents) -> Selection:
-    """The parameters that optimizers update. Raises `CheckpointError` where this is not known."""
+    """The parameters that optimizers update. Raises `CheckpointError` if the checkpoint was saved
+    without an optimizer."""
     names = contents.trained()
     return Selection("model", lambda name: name if name in names else None)
 
 
 def adapters_only(contents: Contents, adapter: str) -> Selection:
-    """What PEFT added under the name `adapter`, by the names of its files.
+    """The parameters of PEFT's `adapter`, under the names of PEFT's own files.
 
-    Raises `CheckpointError` where there is nothing of it.
+    Raises `CheckpointError` if the checkpoint has no such parameters.
     """
     if not any(adapter_name(weight.name, adapter) for weight in contents.weights()):
         raise CheckpointError(
@@ -76,15 +79,16 @@ def adapters_only(contents: Contents, adapter: str) -> Selection:
 
 
 def adapter_name(name: str, adapter: str) -> str | None:
-    """What PEFT's files call the parameter `name` of `adapter`; None for one of the base model.
+    """The name of parameter `name` in PEFT's files of `adapter`. None for a parameter of the base
+    model.
 
-    Example: `base_model.model.q.lora_A.default.weight` is `base_model.model.q.lora_A.weight`.
+    Example: `base_model.model.q.lora_A.default.weight` becomes `base_model.model.q.lora_A.weight`.
     """
     parts = name.split(".")
     if adapter not in parts[1:]:
         return None
     at = parts.index(adapter, 1)
-    # A module that is saved whole stands beside the one that it replaces.
+    # PEFT names a module that is saved whole `<module>.modules_to_save.<adapter>`.
     begin = at - 1 if parts[at - 1] == "modules_to_save" else at
     return ".".join(parts[:begin] + parts[at + 1 :])
 
@@ -98,12 +102,14 @@ def export(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write what `selection` takes of a checkpoint to the new directory `out`.
+    """Write the tensors of `selection` to the new directory `out`.
 
-    `dtype`: what floating-point tensors of 16 bits and more become; None leaves them as they are.
-    `files`: the content of more files. With `overwrite`, a directory of plain files is replaced.
-    Raises `ConfigError` when `out` cannot be made, and `CheckpointError` for a damaged checkpoint;
-    `out` is then as it was.
+    `dtype`: the new dtype of floating-point tensors of 16 bits and more; None keeps their dtypes.
+    `files`: the content of additional files, by name. `overwrite` allows replacing a directory of
+    plain files. `shard_bytes`: the limit of tensor bytes in one file.
+
+    Raises `ConfigError` if `out` cannot be created, and `CheckpointError` if the checkpoint is
+    damaged. After an error `out` is unchanged.
     """
     check_target(out, contents.directory, overwrite)
     wanted = []
@@ -127,7 +133,7 @@ def export(
 
 
 def check_target(out: Path, checkpoint: Path, overwrite: bool) -> None:
-    """Raise `ConfigError` unless an export can take the name `out`."""
+    """Raise `ConfigError` if an export must not replace `out`, or cannot create it."""
     if not os.path.lexists(out):
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"{out} cannot be made: {out.absolute().parent} does not exist")
@@ -150,12 +156,12 @@ def check_target(out: Path, checkpoint: Path, overwrite: bool) -> None:
 
 
 def target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor becomes: quantized values and counts stay."""
+    """The dtype of a tensor in the export. Quantized values and integers keep theirs."""
     return dtype if dtype and stored.is_floating_point and stored.itemsize > 1 else stored
 
 
 Wanted = tuple[str, StoredTensor, torch.dtype]
-"""A name in the export, what is exported, and the dtype that it gets."""
+"""The name of a tensor in the export, the stored tensor, and its new dtype."""
 
 
 def _nbytes(wanted: Wanted) -> int:
@@ -163,7 +169,7 @@ def _nbytes(wanted: Wanted) -> int:
 
 
 def _shards(wanted: Sequence[Wanted], most: int | None) -> list[list[Wanted]]:
-    """In their order, as many for each file as fit."""
+    """Fill one file after the other, in the given order, up to `most` bytes each."""
     shards: list[list[Wanted]] = [[]]
     held = 0
     for each in wanted:
@@ -182,7 +188,7 @@ def _file_names(stem: str, count: int) -> list[str]:
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[Wanted]]) -> bytes:
-    """What says which tensor is in which file."""
+    """The JSON index that maps each tensor to its file."""
     total = sum(_nbytes(each) for shard in shards for each in shard)
     where = {each[0]: name for name, shard in zip(names, shards, strict=True) for each in shard}
     content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": where}
@@ -190,7 +196,7 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[Wanted]]) -> bytes:
 
 
 def _write_file(drafts: Drafts, name: str, shard: Sequence[Wanted], contents: Contents) -> None:
-    """Write one file, piece by piece, and wait until it is on the drive."""
+    """Write one file piece by piece, and return when it is on the drive."""
     tensors = {called: (dtype, weight.shape) for called, weight, dtype in shard}
     if len(tensors) < len(shard):
         raise CheckpointError(f"{contents.directory} has two tensors that would have one name")
@@ -205,7 +211,7 @@ def _write_file(drafts: Drafts, name: str, shard: Sequence[Wanted], contents: Co
                 for run in contents.read(weight):
                     data = _rounded(run.values, dtype).view(torch.uint8).numpy().data
                     _write(descriptor, begin + run.begin * dtype.itemsize, data)
-                    del run, data  # before the next piece comes
+                    del run, data  # free the piece before the next read
             os.ftruncate(descriptor, max([len(head), *(entry.end for entry in entries)]))
             os.fsync(descriptor)
     finally:
@@ -213,7 +219,8 @@ def _write_file(drafts: Drafts, name: str, shard: Sequence[Wanted], contents: Co
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` as the engine's own parameters are rounded from fp32, in every bit."""
+    """Convert `values` to `dtype`, with the same rounding from fp32 as the engine's own
+    parameters."""
     if values.dtype != torch.float32 or dtype == torch.float32:
         return values.to(dtype).contiguous()
     target = torch.empty_like(values, dtype=dtype)

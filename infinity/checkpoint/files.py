@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names, how they are opened, and who writes them."""
+"""Names of the files of a checkpoint, safe opening, and the lock of a save."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import IO
 from infinity.errors import CheckpointError
 
 MANIFEST = "infinity.json"
-METADATA = ".metadata"  # the name that DCP gives to its own
+METADATA = ".metadata"  # the index of DCP
 DATA_NAME = re.compile(r"__\d+_\d+\.distcp")
-"""What data files are called."""
+"""The pattern of the names of data files."""
 
 
 def sibling(directory: Path, what: str) -> Path:
-    """Where a save that is under way keeps something, beside the checkpoint."""
+    """A path beside the checkpoint, for the temporary directories of a save."""
     return directory.with_name(f".{directory.name}.{what}")
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint of any version whose save has ended."""
+    """Whether `directory` is a complete checkpoint, of any version."""
     return any((directory / name).is_file() for name in (MANIFEST, METADATA))
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """The plain file `path`, to read. A link is not followed and a named pipe not waited for:
-    `CheckpointError`."""
+    """Open the plain file `path` for reading. Raises `CheckpointError` if it is missing, a link, a
+    named pipe, or unreadable. It does not follow links or block on pipes."""
     try:
         descriptor = os.open(
             path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -52,8 +52,8 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def hold(directory: Path) -> int:
-    """A descriptor of `directory`; `is_held` tells others until it is closed, or this process
-    ends."""
+    """Return a descriptor that locks `directory`. `is_held` returns True until the descriptor is
+    closed or the process ends."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +61,7 @@ def hold(directory: Path) -> int:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a save writes to `directory` now, in whatever process."""
+    """Whether a save in any process is writing to `directory`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

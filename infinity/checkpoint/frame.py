@@ -2,15 +2,15 @@
 
 [Note: a tensor in a data file]
 The readers of torch.distributed.checkpoint (DCP) give each item to torch.load. So an item is an
-archive of torch.save: a zip file of records that are not compressed. Dtype, shape and the item's
-place in its file decide every byte of it but the elements. So a save writes the elements at the
-speed of the drive, with `Frame.head` before and `Frame.tail` behind them. A load compares both, and
-takes what is between.
+archive of torch.save: a zip file of uncompressed records. Dtype, shape and the place in the data
+file decide every byte of an item except the elements. A save writes `Frame.head`, the elements and
+`Frame.tail` at the speed of the drive. A load compares head and tail, and uses the bytes between
+them.
 
-The elements begin at a multiple of 64 bytes of the data file, and from `BLOCK_ALIGNED` bytes on at
-a multiple of 4096. The zip checksum of the elements is 0, as torch.save with
-`set_crc32_options(False)` leaves it unset: torch.load does not compare it, and `infinity.json` has
-a better one.
+The elements begin at a multiple of 64 bytes of the data file. Elements of `BLOCK_ALIGNED` bytes or
+more begin at a multiple of 4096. The zip checksum of the elements is 0, as with
+`set_crc32_options(False)` of torch.save. torch.load ignores it, and `infinity.json` has a better
+digest.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DATA = "data/0"
 _LOCAL, _CENTRAL = 0x04034B50, 0x02014B50
 _END, _END_64, _LOCATOR_64 = 0x06054B50, 0x06064B50, 0x07064B50
-_VERSION = 45  # of the zip format: sizes of 64 bits
+_VERSION = 45  # of the zip format, with 64-bit sizes
 _DATE = 0x21  # 1980-01-01
 _ZIP64, _PADDING = 0x0001, 0x4246  # ids of extra fields; the second one is torch's "FB"
-_LONG = 0xFFFFFFFF  # "see the extra field"
+_LONG = 0xFFFFFFFF  # the size is in the extra field
 
 
 class Frame(NamedTuple):
-    """What is before and behind the `nbytes` bytes of the elements."""
+    """The bytes before and behind `nbytes` bytes of elements."""
 
     head: bytes
     nbytes: int
@@ -50,7 +50,8 @@ class Frame(NamedTuple):
 
 
 def frame(at: int, dtype: torch.dtype, sizes: Sequence[int]) -> Frame:
-    """That of a contiguous tensor whose item begins at byte `at` of its file."""
+    """The frame of a contiguous tensor of shape `sizes`. Its item begins at byte `at` of its
+    file."""
     nbytes = math.prod(sizes) * dtype.itemsize
     records = {"data.pkl": _pickle(dtype, sizes), "byteorder": b"little", "version": b"3\n"}
     head, directory = bytearray(), bytearray()
@@ -70,7 +71,8 @@ def _named(name: str) -> bytes:
 
 
 def _local(name: str, nbytes: int, checksum: int, padding: int | None = None) -> bytes:
-    """What is before a record; with `padding` sizes have 64 bits, and so many bytes follow."""
+    """The local header of a record. With `padding`, its sizes have 64 bits and `padding` bytes
+    follow it."""
     extra, short = b"", nbytes
     if padding is not None:
         extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes)
@@ -82,7 +84,7 @@ def _local(name: str, nbytes: int, checksum: int, padding: int | None = None) ->
 
 
 def _entry(name: str, offset: int, nbytes: int, checksum: int) -> bytes:
-    """A record in the archive's directory."""
+    """The entry of a record in the central directory."""
     called = _named(name)
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if name == _DATA else b""
     short = _LONG if extra else nbytes
@@ -93,7 +95,7 @@ def _entry(name: str, offset: int, nbytes: int, checksum: int) -> bytes:
 
 
 def _end(count: int, offset: int, size: int) -> bytes:
-    """What is behind the directory, which has `size` bytes from `offset` on; in 64 bits."""
+    """The 64-bit records behind the central directory, which has `size` bytes from `offset` on."""
     return (
         struct.pack(
             "<IQHHIIQQQQ", _END_64, 44, _VERSION, _VERSION, 0, 0, count, count, size, offset
@@ -104,7 +106,7 @@ def _end(count: int, offset: int, size: int) -> bytes:
 
 
 def _pickle(dtype: torch.dtype, sizes: Sequence[int]) -> bytes:
-    """A call of `_rebuild_tensor_v3`, which takes any dtype, in opcodes of pickle's protocol 2."""
+    """A call of `_rebuild_tensor_v3`, which takes any dtype, in opcodes of pickle protocol 2."""
     strides = [math.prod(sizes[number + 1 :]) for number in range(len(sizes))]
     storage = b"(%b%b%b%b%bt" % (
         _text("storage"),
@@ -133,7 +135,7 @@ def _text(value: str) -> bytes:
 
 
 def _integer(value: int) -> bytes:
-    """As LONG1, of any size."""
+    """Encode as LONG1, which has any size."""
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + struct.pack("<B", len(data)) + data
 

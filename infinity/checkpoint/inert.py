@@ -1,21 +1,21 @@
-"""Items of checkpoints and records: objects of Python and tensors, as torch.save writes them.
+"""Items of checkpoints and records: Python objects and tensors, as torch.save writes them.
 
 [Note: an item takes no more than it brings]
-An item may come from anywhere. Before torch reads it, with `weights_only`, it is gone through
-without effects (see `checkpoint/pickles`). These are refused, because a few bytes of them take any
-amount of memory or time:
+An item may come from an untrusted source. Before torch reads it with `weights_only`, this module
+walks through it without effects (see `checkpoint/pickles`). It refuses everything that turns a few
+bytes into unlimited memory or time:
 
-| what | why |
+| refused | why |
 |---|---|
-| compressed parts, parts of the same bytes | parts are larger than the file |
-| an object of a type that is not in `NAMES` | it could do anything |
-| `bytearray(n)`, texts in other codes, copies of copies | a call makes more than it is given |
+| compressed parts, parts that share bytes | parts are larger than the file |
+| an object of a type outside `NAMES` | its constructor could do anything |
+| `bytearray(n)`, texts in other encodings, copies of copies | a call makes more than it is given |
 | a tensor beyond its storage, a storage of another size | torch makes the storage larger |
 | a tensor many times as large as its storage | the first copy of it |
-| nesting deeper than `DEPTH`, cycles | code that goes through it calls itself |
-| objects that appear in many places | code that goes through it goes through each place |
+| nesting deeper than `DEPTH`, cycles | code that walks through it recurses |
+| objects that appear in many places | code that walks through it visits each place |
 
-torch gets the parts in an archive that is written here, for its reader of archives is another one.
+torch gets the parts in a new archive, because its zip reader differs from Python's.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from infinity.checkpoint.pickles import DTYPES, NAMES, InertUnpickler, Record, c
 from infinity.errors import CheckpointError
 
 DEPTH = 100
-"""Objects inside of objects."""
+"""The deepest allowed nesting of objects."""
 _LEAST = 1 << 20
 _TIMES = 16
-"""An item may be taken for so many times as large as it is, or `_LEAST`, in bytes and objects."""
+"""An item may make up to `_TIMES` times its own size, or `_LEAST`, in bytes and in objects."""
 _STORAGES: Mapping[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
 
 
 class _Spending:
-    """What calls in one pickle may make in all, in elements."""
+    """The number of elements that all calls in one pickle may still make."""
 
     def __init__(self, most: int) -> None:
         self.left = most
 
     def take(self, count: int) -> None:
-        """Raises `UnpicklingError` when that is more than is left."""
+        """Raises `UnpicklingError` if fewer than `count` are left."""
         self.left -= count
         if self.left < 0:
             raise pickle.UnpicklingError("it makes much more than it is itself")
 
 
 class _Storage:
-    """A part of the archive that has elements of `dtype`."""
+    """A part of the archive, with elements of `dtype`."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
         self.nbytes, self.dtype = nbytes, dtype
 
 
 class _Called(Record):
-    """An object that a call makes. `size` is how many elements it has."""
+    """The result of a call in the pickle. `size` is its number of elements."""
 
     spending: _Spending
     size = 0
@@ -75,7 +75,7 @@ class _Called(Record):
             check(self)
 
     def __setstate__(self, state: Any) -> None:
-        if type(self).__name__ != "OrderedDict":  # of which a state dict of modules has one
+        if type(self).__name__ != "OrderedDict":  # the state dict of a module sets one
             raise pickle.UnpicklingError(f"{type(self).__name__} has no state")
         self.state = state
 
@@ -132,7 +132,7 @@ class _ItemUnpickler(InertUnpickler):
         return type(name, (_Called,), {"spending": self._spending})
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that lies in a part of its own. Raises `UnpicklingError` where that has
+        """The storage in its own part of the archive. Raises `UnpicklingError` if that part has
         another size."""
         what, kind, key, _, count = pid
         name = kind.__name__
@@ -144,8 +144,8 @@ class _ItemUnpickler(InertUnpickler):
 
 
 def _check_objects(value: Any, most: int) -> None:
-    """Raise `UnpicklingError` where `value` has more objects than `most`, each counted in all
-    places where it appears, or they are nested too deep, or without end."""
+    """Raise `UnpicklingError` if `value` contains more than `most` objects, is nested too deep, or
+    contains itself. An object counts once for each place where it appears."""
     counts: dict[int, int | None] = {}
 
     def count(value: Any, depth: int) -> int:
@@ -170,7 +170,7 @@ def _check_objects(value: Any, most: int) -> None:
 
 
 def _inner(value: Any) -> Iterable[Any] | None:
-    """What is inside of an object; None where nothing can be."""
+    """The objects inside an object. None for an object that has no content."""
     if isinstance(value, Record):
         return (*value.args, value.state)
     if isinstance(value, dict):
@@ -179,7 +179,8 @@ def _inner(value: Any) -> Iterable[Any] | None:
 
 
 def _parts_of(content: bytes) -> dict[str, bytes]:
-    """The parts of an archive of torch.save, by their names below its directory."""
+    """The parts of an archive of torch.save, by their names below its directory. Raises
+    `ValueError`."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         found = archive.infolist()
         if any(each.compress_type != zipfile.ZIP_STORED for each in found):
@@ -187,7 +188,7 @@ def _parts_of(content: bytes) -> dict[str, bytes]:
         if sum(each.file_size for each in found) > len(content):
             raise ValueError("its parts are larger than it is")
         for each in found:
-            del each.CRC  # which torch does not look at; `frame` has none
+            del each.CRC  # torch ignores it, and `frame` leaves it 0
         names = [each.filename.partition("/")[2] for each in found]
         if len(set(names)) != len(names):
             raise ValueError("a part of it is there twice")
@@ -204,9 +205,11 @@ def _archive(parts: Mapping[str, bytes]) -> io.BytesIO:
 
 
 def read_item(content: bytes) -> Any:
-    """What torch.save wrote as `content`, on the host. Raises some `Exception`, in one line, for
-    what has other types, or takes much more memory than it has bytes. See [Note: an item takes no
-    more than it brings]."""
+    """Read `content`, which torch.save wrote, with tensors on the host.
+
+    Raises an `Exception` with a one-line text if it has other types, or if it takes much more
+    memory than its own size. See [Note: an item takes no more than it brings].
+    """
     parts = _parts_of(content)
     data = parts["data.pkl"]
     check_operations(data)
@@ -219,8 +222,8 @@ def read_item(content: bytes) -> Any:
 
 
 def pack_item(what: str, content: Any) -> io.BytesIO:
-    """`content` as torch.save writes it; raises `CheckpointError` for what `read_item` could not
-    read again."""
+    """`content` as torch.save writes it. Raises `CheckpointError` if `read_item` could not read it
+    again."""
     stream = io.BytesIO()
     try:
         torch.save(content, stream)

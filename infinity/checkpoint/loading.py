@@ -1,18 +1,18 @@
-"""Reading a checkpoint.
+"""Reads a checkpoint into an engine.
 
 [Note: before anything is changed]
 Errors are found while the ranks agree on a plan: a manifest with a wrong digest; files that are
-missing, cut off or of another save; missing items; other names, shapes, dtypes or optimizers.
-Damage inside a tensor shows by its digest, when its piece is read. Then the engine ends. To digest
-everything before would mean to read everything twice.
+missing, truncated or of another save; missing items; other names, shapes, dtypes or optimizers. The
+digest of a tensor is compared later, when its piece is read. If it is wrong, the engine ends. To
+check all digests first would read everything twice.
 
 [Note: nothing runs]
-See `checkpoint/inert`. And the item of a tensor must be one tensor, of the dtype and shape that the
-manifest says. From version 3 on its bytes are taken as they are, and no pickle is read.
+See `checkpoint/inert`. The item of a tensor must be one tensor of the dtype and shape in the
+manifest. Its bytes are used as they are, without reading a pickle.
 
 [Note: at the speed of the drive]
-The items that fill the engine are known before, in their order. They are read ahead
-(`checkpoint/data_file`), and chunks are written while the next ones are filled.
+The plan gives the items in the order in which they fill the engine. They are read ahead
+(`checkpoint/data_file`). Chunks are written while the next chunks are filled.
 """
 
 from __future__ import annotations
@@ -67,19 +67,21 @@ from infinity.sharding.states import StateStream
 
 log = logging.getLogger("infinity")
 
-_FRAME_BYTES = 1 << 20  # what torch.save puts around a tensor takes some kilobytes
+_FRAME_BYTES = 1 << 20  # more than any frame, which takes some kilobytes
 _ALIGNMENT = 64  # of elements in their file, and so in memory
 
 
 def load(
     state: EngineState, directory: Path, strict: bool = True, told: Told | None = None
 ) -> dict[str, Any]:
-    """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`,
-    or if the number of ranks has changed that of the first rank. Unless `strict`, what only one of
-    the two has is left as it is. `told` hears how far it is.
+    """Fill `state` from `directory`. All ranks call it.
 
-    Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go
-    on.
+    Returns the `extra` that this rank saved, or that of rank 0 if the number of ranks has changed.
+    Without `strict`, tensors that only the model or only the checkpoint has are left as they are.
+    `told` receives the progress.
+
+    Raises `CheckpointError`. The engine is then unchanged if the load had not begun to change it.
+    Otherwise it cannot continue.
     """
     reader = CheckpointReader(directory)
     says = state.rank == 0
@@ -106,19 +108,19 @@ def load(
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads tensors and objects of a checkpoint one by one, and checks their checksums."""
+    """Reads tensors and objects of a checkpoint one by one, and compares their digests."""
 
     most_index_bytes = 1 << 30
-    """The longest `infinity.json`; that of a trillion parameters has about 200 MB."""
+    """The longest allowed `infinity.json`. A trillion parameters take about 200 MB."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.directory = directory
-        self._there = directory  # or the old one beside it
+        self._there = directory  # or its sibling `.old`
         self.manifest = Manifest(VERSION, Stamp(), {}, {}, {}, frozenset())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Nothing: what goes wrong here DCP would log, and go on."""
+        """Empty: DCP would log an error raised here and continue."""
         return Metadata({})
 
     def set_up_storage_reader(
@@ -128,8 +130,8 @@ class CheckpointReader(FileSystemReader):
         self.open_files()
 
     def open_files(self) -> None:
-        """Read what the checkpoint consists of, and see that every file is there, as long as it
-        was, and of the same save."""
+        """Read the manifest, and check the presence, the length and the first bytes of every file.
+        Raises `CheckpointError`."""
         with in_words(f"{self.directory} cannot be loaded"):
             old = sibling(self.directory, "old")
             self._there = old if old.exists() and not self.directory.exists() else self.directory
@@ -149,7 +151,7 @@ class CheckpointReader(FileSystemReader):
                 f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}"
             )
         with open_plain(path) as file:
-            # A read of n bytes takes memory for n, whatever the file has.
+            # `read(n)` allocates n bytes, even for a shorter file.
             size = os.fstat(file.fileno()).st_size
             data = file.read(min(size, self.most_index_bytes) + 1)
         if len(data) > self.most_index_bytes:
@@ -187,22 +189,23 @@ class CheckpointReader(FileSystemReader):
                 )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Let the planner, a `Loading`, read in its order."""
+        """Call `Loading.load`, which reads items in its own order."""
         future: Future[None] = Future()
         future.set_result(planner.load(plan.items))  # type: ignore[attr-defined]
         return future
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is known of the tensor under `key`; None when there is none."""
+        """The metadata of the tensor under `key`; None if there is none."""
         return self.manifest.tensors.get(key)
 
     def check(self, index: MetadataIndex) -> None:
-        """Raise `CheckpointError` unless there is something under `index`."""
+        """Raise `CheckpointError` unless there is an item under `index`."""
         if index not in self.manifest.places:
             raise CheckpointError(f"{self.directory} is not whole: there is no {index.fqn}")
 
     def read(self, index: MetadataIndex) -> Any:
-        """The tensor or object under `index`."""
+        """The tensor or object under `index`. Raises `CheckpointError` if it is missing or
+        damaged."""
         self.check(index)
         place = self.manifest.places[index]
         with self._in_item(index):
@@ -218,8 +221,8 @@ class CheckpointReader(FileSystemReader):
     def read_in_turn(
         self, indexes: Sequence[MetadataIndex], io_engine: str
     ) -> Generator[Any, None, None]:
-        """Like `read`, of tensors, each while the next ones are on their way; valid until the next
-        one is asked for."""
+        """Yield the tensor under each index, and read the next ones ahead. A tensor is valid until
+        the next one is requested. Raises `CheckpointError` like `read`."""
         for index in dict.fromkeys(indexes):
             self.check(index)
             with self._in_item(index):
@@ -241,7 +244,7 @@ class CheckpointReader(FileSystemReader):
 
     @contextmanager
     def _in_item(self, index: MetadataIndex) -> Iterator[None]:
-        """What goes wrong inside is damage of this item."""
+        """Turn an error inside into a `CheckpointError` that names the damaged item."""
         try:
             yield
         except CheckpointError:
@@ -253,7 +256,7 @@ class CheckpointReader(FileSystemReader):
             ) from error
 
     def _check_length(self, index: MetadataIndex) -> None:
-        """Raise `ValueError` where a tensor would be read from more bytes than it can take."""
+        """Raise `ValueError` if an item has more bytes than its tensor can take."""
         place, tensor = self.manifest.places[index], self.tensor(index.fqn)
         if tensor is None or place.sizes is None:
             return
@@ -262,7 +265,8 @@ class CheckpointReader(FileSystemReader):
             raise ValueError(f"it has {place.length} bytes, and at most {most} are possible")
 
     def _decode(self, index: MetadataIndex, content: torch.Tensor) -> Any:
-        """What an item of these bytes is; raises an `Exception` for what is damaged."""
+        """The tensor or object in the bytes of an item. Raises an `Exception` if they are
+        damaged."""
         place = self.manifest.places[index]
         known = self.tensor(index.fqn) if place.sizes is not None else None
         if as_text(crc32c(content)) != place.digest:
@@ -273,7 +277,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def _framed(content: torch.Tensor, place: ItemPlace, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in an item; a view."""
+    """The tensor in an item, as a view. Raises `ValueError` if the frame is wrong."""
     sizes = place.sizes or ()
     around = frame(place.offset, dtype, sizes)
     begin, end = len(around.head), len(around.head) + around.nbytes
@@ -299,11 +303,11 @@ class Loading(LoadPlanner):
         self._state, self._reader, self._where = state, reader, reader.directory
         self._progress, self._strict = progress, strict
         self._saved: dict[str, Any] = {}  # the header
-        self._kept: frozenset[str] = frozenset()  # names of which the checkpoint has no values
+        self._kept: frozenset[str] = frozenset()  # names without values in the checkpoint
         self._series: list[Series] = []
-        self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
+        self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the address of the piece
         self._pieces: dict[Series, list[ShardPiece]] = {}
-        # What is seen so of what is stored flat.
+        # Boxes of tensors that are stored flat: by index, the stored tensor and the box of it.
         self._boxes: dict[MetadataIndex, tuple[MetadataIndex, Box | None]] = {}
         self.extra: dict[str, Any] = {}
         self.begun = False
@@ -312,7 +316,7 @@ class Loading(LoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Wait for updates."""
+        """Wait for updates. Raises `CheckpointError` if units are in use."""
         with in_words(f"{self._where} cannot be loaded"):
             self._state.await_updates()
             self._state.units[0].listeners.border.end_interrupted("a load")
@@ -324,7 +328,8 @@ class Loading(LoadPlanner):
                 )
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads; raises `CheckpointError` when the checkpoint does not fit."""
+        """The items that this rank reads. Raises `CheckpointError` if the checkpoint does not
+        fit."""
         with in_words(f"{self._where} cannot be loaded"):
             if MetadataIndex(HEADER) not in self._reader.manifest.places:
                 raise CheckpointError(
@@ -366,15 +371,15 @@ class Loading(LoadPlanner):
                 self._reader.check(_address(name, buffer))
 
     def _warn(self, here: dict[str, list[int]]) -> None:
-        """Name what only the model or only the checkpoint has values of."""
+        """Log the names that only the model or only the checkpoint has."""
         if kept := [name for name in here if name in self._kept]:
             log.warning("%s has no %s; the model keeps its own", self._where, ", ".join(kept))
         if unknown := [name for name in self._saved["shapes"] if name not in here]:
             log.warning("%s has %s, which this model lacks", self._where, ", ".join(unknown))
 
     def _in_checkpoint(self, series: Sequence[Series]) -> list[Series]:
-        """Those of `series` that the checkpoint has; frozen parameters may be left out, and keep
-        their values."""
+        """The members of `series` that the checkpoint has. Frozen parameters may be missing, and
+        keep their values."""
         found = []
         for each in series:
             missing = [] if each.is_moment else [n for n in each.unit.keys if n in self._kept]
@@ -418,13 +423,14 @@ class Loading(LoadPlanner):
                 )
         for saved, optimizer in zip(there if here else [], self._state.optimizers, strict=False):
             keys, tiles = self._state.keys_in(optimizer), self._state.tiles_in(optimizer)
-            with_tiles(saved, keys, tiles)  # before anything is changed
+            with_tiles(saved, keys, tiles)  # raises before anything is changed
 
     def _items_of(self, series: Series) -> list[ReadItem]:
-        """The reads that fill `series`; none for moments that are zeros, and what is kept."""
+        """The reads that fill `series`. Moments that are zeros and parameters that keep their
+        values have none."""
         items: list[ReadItem] = []
         keys = [".".join((*series.prefix, name)) for name in series.unit.keys]
-        # Also where no part of it is on this rank.
+        # Also if no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
@@ -460,8 +466,8 @@ class Loading(LoadPlanner):
     def _matched(
         self, series: Series, number: int, found: TensorStorageMetadata | None
     ) -> tuple[list[ShardPiece], TensorStorageMetadata | None]:
-        """What this rank needs of parameter `number`, and what the checkpoint has of it, as parts
-        of tensors of one shape."""
+        """The pieces of parameter `number` that this rank needs, and the stored tensor, both under
+        one shape. The stored tensor is None if it is missing."""
         size = series.size(number)
         if found is None or len(size) == 1 or found.size == size:
             return list(pieces_of(series, number, size if found is None else found.size)), found
@@ -484,15 +490,15 @@ class Loading(LoadPlanner):
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to agree on."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load(self, items: Sequence[ReadItem]) -> None:
-        """Fill the engine by `items`, the local plan."""
+        """Fill the engine from `items`, the local plan."""
         self.begun = True
         state, reader = self._state, self._reader
         for item in items:
@@ -516,12 +522,12 @@ class Loading(LoadPlanner):
                     buffer.copy_(reader.read(_address(name, buffer)))
 
     def _count_steps(self, updater: Updater) -> None:
-        """Continue with the number of the next step."""
+        """Set the step counts to those of the checkpoint."""
         updater.posted_steps = self._saved["posted_steps"]
         updater.skipped_steps = self._saved["skipped_steps"]
 
     def _fill_all(self) -> None:
-        """All series, by items that are read ahead."""
+        """Fill all series from items that are read ahead."""
         stored = [
             self._stored(item.storage_index)[0]
             for series in self._series
@@ -544,11 +550,11 @@ class Loading(LoadPlanner):
             yield found
 
     def _sorted(self, series: Series) -> list[ShardPiece]:
-        """The pieces that fill it, in their order in the shard."""
+        """The pieces that fill `series`, in their order in the shard."""
         return sorted(self._pieces.get(series, ()), key=lambda piece: piece.in_shard)
 
     def _fill(self, series: Series, arriving: Iterator[torch.Tensor], stream: StateStream) -> None:
-        """In chunks of the store, out of pieces that are cut at other places."""
+        """Fill `series` in chunks of the store. Pieces and chunks have different boundaries."""
         unit = series.unit
         dtype = unit.states.dtype_of(series.kind)
         memory = torch.empty(0, dtype=dtype)
@@ -560,11 +566,11 @@ class Loading(LoadPlanner):
                 found = self._part(item, next(arriving))
                 is_all = found.numel() == piece.length and found.dtype == dtype
                 if is_all and found.is_contiguous():
-                    return found.view(-1)  # where it arrived
+                    return found.view(-1)  # without a copy
                 if memory.numel() < piece.length:
                     memory = memory.new_empty(piece.length)
                 if not number and _size(items) < piece.length:
-                    memory[: piece.length] = 0  # what was not saved
+                    memory[: piece.length] = 0  # elements that were not saved
                 target = memory[: piece.length].view(piece.sizes)
                 _copy(target[_slices(item.dest_offsets, item.lengths)], found)
             return memory[: piece.length]
@@ -588,31 +594,31 @@ class Loading(LoadPlanner):
             stream.write(unit.states, series.kind, cursor.read)
 
     def _part(self, item: ReadItem, found: torch.Tensor) -> torch.Tensor:
-        """What is wanted of a stored tensor, or of a box of one."""
+        """The elements that `item` reads of a stored tensor, or of a box of it."""
         _, box = self._stored(item.storage_index)
         if box is not None:
             found = found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
         return found[_slices(item.storage_offsets, item.lengths)]
 
     def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, Box | None]:
-        """The tensor that the checkpoint has, and which box of it is wanted."""
+        """The index of the stored tensor, and the box of it that `index` names."""
         return self._boxes.get(index, (index, None))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called, for `CheckpointReader.read_data` calls `load`."""
+        """Not called, because `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Never called, for `CheckpointReader.read_data` calls `load`."""
+        """Not called, because `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Never called, for `CheckpointReader.read_data` calls `load`."""
+        """Not called, because `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
 
 def _size(items: Iterable[ReadItem]) -> int:
-    """How many elements they read."""
+    """The number of elements that `items` read."""
     return sum(math.prod(item.lengths) for item in items)
 
 
@@ -624,7 +630,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _address(name: str, buffer: torch.Tensor) -> MetadataIndex:
-    """Where a buffer is: it is saved in one piece."""
+    """The index of a buffer, which is saved in one piece."""
     return MetadataIndex(f"model.{name}", [0] * buffer.ndim)
 
 

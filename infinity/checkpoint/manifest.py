@@ -1,15 +1,15 @@
-"""What a checkpoint consists of, in a file that cannot run anything: `infinity.json`.
+"""The index of a checkpoint, in a file that cannot run code: `infinity.json`.
 
 [Note: one digest over everything]
-`infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is
-that of the bytes of `content`. `content` has the length of every data file, and of every item its
-key, place and digest: CRC32C, which runs at the speed of memory. An item is thus bound to its key.
-Every data file begins with `Stamp.head`: the run, the save and its own name. The items fill the
-rest without a gap. So every byte of a checkpoint is covered, and a file of another save is refused
-before anything is read from it.
+`infinity.json` is written last. It holds `{"content":{...},"sha256":"..."}`, with the digest of the
+bytes of `content`. `content` has the length of every data file, and the key, place and digest of
+every item. So each item is bound to its key. The digest of an item is CRC32C, which runs at memory
+speed. Every data file begins with `Stamp.head`: the run, the save and its own name. The items fill
+the rest without gaps. So the digests cover every byte of a checkpoint, and a load refuses a file of
+another save before it reads its items.
 
-What is zero is not written, and its keys are listed under `absent`. Anything else that is missing
-is an error.
+Moments that are zeros are not written. `absent` lists their keys. Any other missing item is an
+error.
 
 `.metadata` is written for the tools of torch.distributed.checkpoint. It is a pickle, and this
 package never reads it.
@@ -44,8 +44,8 @@ _DIGEST = re.compile(r"[0-9a-f]{8}")
 
 
 class Stamp(NamedTuple):
-    """Which save a file belongs to: random ids of the engine's run and of the save, and how many
-    steps had been made."""
+    """Identifies a save: random ids of the engine's run and of the save, and the number of
+    steps."""
 
     run: str = ""
     save: str = ""
@@ -60,7 +60,8 @@ class Stamp(NamedTuple):
 
 
 class ItemPlace(NamedTuple):
-    """Where an item lies. `sizes` is the shape of a tensor, None for an object."""
+    """The bytes of an item in its file. `sizes` is the shape of a tensor, and None for an
+    object."""
 
     file: str
     offset: int
@@ -70,25 +71,25 @@ class ItemPlace(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that is known of a checkpoint before its items are read."""
+    """The index of a checkpoint."""
 
     version: int
     stamp: Stamp
     files: Mapping[str, int]
-    """The bytes of each data file."""
+    """The length of each data file, in bytes."""
 
     tensors: Mapping[str, TensorStorageMetadata]
     """By key."""
 
     places: Mapping[MetadataIndex, ItemPlace]
     absent: frozenset[str]
-    """The keys of which all, or a part, is not saved, and means zeros."""
+    """The keys that are not saved, or not saved in full. The missing elements are zeros."""
 
 
 def tensor_metadata(
     dtype: torch.dtype, size: Iterable[int], chunks: Iterable[ChunkStorageMetadata]
 ) -> TensorStorageMetadata:
-    """DCP's words for a tensor."""
+    """DCP's metadata of a tensor."""
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), list(chunks))
 
 
@@ -125,8 +126,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """What `encode` was given. Raises `CheckpointError` for another version, and `ValueError` for
-    what is damaged."""
+    """The manifest that `encode` was given. Raises `CheckpointError` for another version, and an
+    `Exception` such as `ValueError` for damaged data."""
     frame = _FRAME.fullmatch(data)
     if frame is None or hashlib.sha256(frame[1]).hexdigest().encode() != frame[2]:
         raise ValueError("its digest is wrong")
@@ -164,7 +165,7 @@ def _decode_item(
     files: Mapping[str, int],
     tensors: Mapping[str, TensorStorageMetadata],
 ) -> tuple[MetadataIndex, ItemPlace]:
-    """An item and its place; a tensor's chunk is added to `tensors`."""
+    """The index and place of an item. The chunk of a tensor is added to `tensors`."""
     key, offsets, sizes = _text(item["key"], _KEY), None, None
     if "sizes" in item:
         offsets, sizes = _numbers(item["offsets"]), _numbers(item["sizes"])

@@ -1,16 +1,18 @@
-"""Pickles that run nothing.
+"""Reads pickles without running code.
 
 [Note: a pickle that runs nothing]
-A pickle calls what it finds by module and name. Here each pair must be on an exact list, without
-dots in the name, and gives a new class of its own. Calling that class stores the arguments, and
-nothing else happens. No object of torch or Python is reached, so none can be called or changed.
+A pickle calls objects that it names by module and name. Here each pair must be on an exact list,
+without dots in the name. Each pair gives a new class of its own. A call of that class stores its
+arguments and has no other effect. The pickle reaches no object of torch or Python, so it can
+neither call nor change one.
 
-Items of a checkpoint are read so by `checkpoint/inert`.
+`checkpoint/inert` reads items of a checkpoint this way.
 
 [Note: a pickle that takes no more than it brings]
-Python's unpickler allocates what a pickle says before it has the bytes: for the number of an
-object (a list of all numbers below), and for lengths. So the operations are read first, without
-their effects: each argument must be there, and numbers be smaller than the pickle is long.
+Python's unpickler trusts numbers in a pickle before it has the bytes. It allocates a list up to the
+highest object number, and buffers of the given lengths. So `check_operations` reads the operations
+first, without their effects. Each argument must be present, and each object number must be smaller
+than the length of the pickle.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ DTYPES = {
 }
 _NUMBERED = {"PUT", "BINPUT", "LONG_BINPUT"}
 _FOREIGN = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
-"""Refer to what is not in the pickle."""
+"""Operations that refer to data outside the pickle."""
 NAMES = frozenset(
     {
         ("torch._utils", "_rebuild_tensor_v2"),
@@ -57,13 +59,13 @@ NAMES = frozenset(
         ),
     }
 )
-"""(module, name) of the types of items: dicts, lists, tuples, sets, numbers, texts, bytes and
+"""(module, name) of the types in items: dicts, lists, tuples, sets, numbers, texts, bytes and
 tensors."""
 
 
 class Record:
-    """Stands for whatever a pickle makes. `args`: what it was called with; `state`: what its
-    attributes were set to."""
+    """Stands for any object that a pickle makes. `args` has the arguments of the call, and `state`
+    the attributes that the pickle sets."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -75,13 +77,13 @@ class Record:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Nothing: it is no dict."""
+        """Does nothing, because a record is no dict."""
 
     def append(self, value: Any) -> None:
-        """Nothing: it is no list."""
+        """Does nothing, because a record is no list."""
 
     def extend(self, values: Any) -> None:
-        """Nothing: it is no list."""
+        """Does nothing, because a record is no list."""
 
 
 class InertUnpickler(pickle.Unpickler):
@@ -93,7 +95,8 @@ class InertUnpickler(pickle.Unpickler):
         self._kinds: dict[tuple[str, str], type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> type[Record]:
-        """The class that stands for one; raises `UnpicklingError` for one that is not expected."""
+        """The class that stands for `module.name`. Raises `UnpicklingError` if it is not on the
+        list."""
         if (module, name) not in self._names:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
         if (module, name) not in self._kinds:
@@ -101,15 +104,15 @@ class InertUnpickler(pickle.Unpickler):
         return self._kinds[module, name]
 
     def kind(self, name: str) -> type[Record]:
-        """A new class of that name."""
+        """Create a class called `name`."""
         return type(name, (Record,), {})
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, which lies beside the pickle."""
+        """The storage beside the pickle. Here None."""
 
 
 def check_operations(data: bytes) -> None:
-    """Raise `UnpicklingError` or `ValueError` before anything is made. See [Note: a pickle that
+    """Raise `UnpicklingError` or `ValueError` before any object is made. See [Note: a pickle that
     takes no more than it brings]."""
     for operation, argument, _ in pickletools.genops(data):
         if operation.name in _FOREIGN:

@@ -1,4 +1,4 @@
-"""How what a unit saves is cut into pieces, which are items of a checkpoint."""
+"""Cuts the states that a unit saves into pieces, which are the items of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PIECE = 1 << 22  # elements: 16 MiB of fp32
 
 
 class ShardPiece(NamedTuple):
-    """Elements of one parameter under `key`: their start in this rank's shard, and per dimension
-    where they lie under it."""
+    """Elements of one parameter under `key`: their start in this rank's shard, and their offsets
+    and sizes, per dimension, in the tensor of that key."""
 
     key: str
     in_shard: int
@@ -25,23 +25,23 @@ class ShardPiece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many they are."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
     def address(self) -> MetadataIndex:
-        """DCP's name of it."""
+        """DCP's index of the piece."""
         return MetadataIndex(self.key, self.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """DCP's word for where it lies in the parameter."""
+        """DCP's description of the place in the parameter."""
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
 class Box(NamedTuple):
-    """`rows` x `columns` elements from (`row`, `column`) on, of a matrix; the first is number
-    `number` of what was cut."""
+    """`rows` x `columns` elements of a matrix, from (`row`, `column`) on. The first element has the
+    position `number` in the range that was cut."""
 
     number: int
     row: int
@@ -51,9 +51,9 @@ class Box(NamedTuple):
 
 
 def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
-    """Elements [begin, end) of a matrix of `width` columns, which are those from `left` on of a
-    wider one, as boxes in that: the end of a row, whole rows, and the beginning of a row, as far as
-    there are any.
+    """Cut elements [begin, end) of a matrix of `width` columns into boxes: the end of a row, whole
+    rows, and the beginning of a row. The matrix may be a part of a wider one, from column `left`
+    on. The boxes then have coordinates in the wider one.
 
     Example: 3 to 17 of 5 columns: 2 elements of row 0, rows 1 and 2, and 2 elements of row 3.
     """
@@ -67,8 +67,8 @@ def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
 
 
 def pieces_of(series: Series, number: int, size: torch.Size) -> Iterator[ShardPiece]:
-    """What this rank has of parameter `number`, under a key of the shape `size`: that which
-    `Series.size` gives, or if this is one row any other."""
+    """The pieces of parameter `number` in this rank's shard, under a key of shape `size`. `size` is
+    `Series.size`. If that has one dimension, `size` may also be a matrix of the same elements."""
     key = ".".join((*series.prefix, series.unit.keys[number]))
     overlap, part = series.unit.layout.overlap(number, series.unit.rank), series.unit.parts[number]
     first, width, left = (

@@ -1,4 +1,4 @@
-"""How far a save or a load is: for the caller, and for the log."""
+"""Reports the progress of a save or a load to the caller and to the log."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infinity.quantities import format_bytes
 log = logging.getLogger("infinity")
 
 Told = Callable[[int, int], object]
-"""Is told how many bytes of how many are done."""
+"""A callback: `told(done, total)`, in bytes."""
 EVERY = 10.0  # seconds between two lines of the log
 
 
 class CheckpointProgress:
-    """Counts the bytes of one save or load on this rank. `doing` and `done` are how the log calls
-    it; "" where another rank says it."""
+    """Counts the bytes of one save or load on this rank. `doing` and `done` are its names in the
+    log. They are "" on ranks that do not log."""
 
     def __init__(self, doing: str, done: str, told: Told | None = None) -> None:
         self._doing, self._done, self._told = doing, done, told
@@ -25,12 +25,12 @@ class CheckpointProgress:
         self._moved = self._total = 0
 
     def expect(self, nbytes: int) -> None:
-        """It will be so many bytes."""
+        """Set the total to `nbytes`."""
         self._total = nbytes
         self._tell()
 
     def add(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Count `nbytes` more."""
         self._moved += nbytes
         self._tell()
         now = time.monotonic()
@@ -39,7 +39,7 @@ class CheckpointProgress:
             log.info("%s: %s of %s", self._doing, format_bytes(self._moved), self._of())
 
     def end(self) -> None:
-        """All is done."""
+        """Log the total and the rate."""
         seconds = max(time.monotonic() - self._begin, 1e-9)
         if self._done:
             rate = self._moved / seconds / 1e9

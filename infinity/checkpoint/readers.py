@@ -1,10 +1,11 @@
-"""Where a save reads states: from an engine that rests, or from what its last commit speaks of
-while it trains.
+"""Reads states for a save: from an engine between two steps, or from its last commit while it
+trains.
 
 [Note: a snapshot]
-What was committed stays whole in its extents. It is read from there, past the staging of the store:
-an update that waits for a block to be read may hold slots of that. Units come in the order in which
-updates wait for them, and each is given back as soon as it has been read.
+A snapshot reads committed states from their extents, which stay unchanged. It does not use the
+staging of the store: an update may hold slots there while it waits until the snapshot has read its
+block. The snapshot reads units in the order in which updates wait for them. It releases each unit
+as soon as it has read it.
 """
 
 from __future__ import annotations
@@ -31,33 +32,32 @@ from infinity.tiers.staging import ChunkRequest
 READ_BYTES = 1 << 20
 """The most bytes of a chunk that a snapshot reads."""
 READ_SLOTS = 8
-"""How many of these it holds."""
+"""The number of chunks that a snapshot holds in memory."""
 
 
 class StatesReader(Protocol):
-    """What a save reads. For one thread; `begin` comes first, and `end` last."""
+    """The source of a save. Used by one thread. `begin` is the first call and `end` the last."""
 
     def begin(self, series: Sequence[Series]) -> None:
-        """These are all that will be read."""
+        """Prepare to read `series`, and nothing else."""
 
     def end(self) -> None:
-        """Nothing more will be read."""
+        """End reading."""
 
     def counts(self, updater: Updater) -> tuple[int, int]:
-        """How many steps were made, and how many skipped."""
+        """The number of steps, and of skipped steps."""
 
     def header(self, optimizer: Optimizer) -> Mapping[str, Any]:
         """See `Optimizer.header`."""
 
     def is_written(self, block: Block) -> bool:
-        """Whether an update has written it."""
+        """Whether an update has written `block`."""
 
     def starts(self, series: Series) -> Sequence[int]:
         """The first element of every chunk."""
 
     def check_out(self, series: Series, begin: int, waits: bool) -> list[Checkout] | None:
-        """The chunk from element `begin` on; None where there is no room for it, unless it
-        `waits`."""
+        """The chunk from element `begin` on. None if there is no room and `waits` is false."""
 
     def decode(
         self, series: Series, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
@@ -65,32 +65,32 @@ class StatesReader(Protocol):
         """See `States.decode`."""
 
     def in_order(self, units: Sequence[Unit | None]) -> Iterator[int]:
-        """The numbers of what is to be read, each a part of one of `units` or of none, in the order
-        in which that is best."""
+        """The numbers of all `units`, in the best order for reading. `units[number]` is the unit of
+        an item, or None."""
 
     def leave(self, unit: Unit) -> None:
-        """All of it has been read that comes together."""
+        """The consecutive items of `unit` have been read."""
 
 
 class LiveStates:
-    """The states of an engine that rests, through the staging of its store."""
+    """The states of an engine between two steps, read through the staging of its store."""
 
     def begin(self, series: Sequence[Series]) -> None:
-        """Nothing: no update is under way."""
+        """Does nothing, because no update is in flight."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def counts(self, updater: Updater) -> tuple[int, int]:
-        """As of now."""
+        """The current counts."""
         return updater.posted_steps, updater.skipped_steps
 
     def header(self, optimizer: Optimizer) -> Mapping[str, Any]:
-        """As of now."""
+        """The current header."""
         return optimizer.header()
 
     def is_written(self, block: Block) -> bool:
-        """Whether an update has written it."""
+        """Whether an update has written `block`."""
         return block.written
 
     def starts(self, series: Series) -> Sequence[int]:
@@ -112,15 +112,15 @@ class LiveStates:
         states.decode(states.source_of(series.kind), tensors, first, values)
 
     def in_order(self, units: Sequence[Unit | None]) -> Iterator[int]:
-        """As they are."""
+        """In the order of `units`."""
         return iter(range(len(units)))
 
     def leave(self, unit: Unit) -> None:
-        """Nothing: whoever checks out also releases."""
+        """Does nothing, because the caller releases its chunks."""
 
 
 class CommittedStates:
-    """The states of a commit, and what its record says of steps and optimizers."""
+    """The states of a commit, with the step counts and optimizer headers of its record."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class CommittedStates:
         first: Callable[[Sequence[Unit]], Unit],
         released: Callable[[], object],
     ) -> None:
-        """`first` says which of some units is wanted first; `released` is told when one was
+        """`first` chooses the unit that is needed first. `released` is called after blocks were
         released."""
         self._pinned = pinned
         self._counts, self._headers = counts, dict(headers)
@@ -144,16 +144,16 @@ class CommittedStates:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those whose states were committed."""
+        """The optimizers in the record of the commit."""
         return list(self._headers)
 
     @property
     def step(self) -> int:
-        """The step that was committed, those included that were left out."""
+        """The number of the committed step, skipped steps included."""
         return sum(self._counts)
 
     def begin(self, series: Sequence[Series]) -> None:
-        """Take memory. What is not needed for `series` may be overwritten."""
+        """Allocate memory, and release the blocks that `series` does not need."""
         self._slots = list(huge_pages(READ_SLOTS * READ_BYTES).split(READ_BYTES))
         needed = {
             block
@@ -166,20 +166,20 @@ class CommittedStates:
         self._released()
 
     def end(self) -> None:
-        """All may be overwritten. Any thread may call it, often."""
+        """Release all blocks. Any thread may call it, more than once."""
         self._pinned.release()
         self._released()
 
     def counts(self, updater: Updater) -> tuple[int, int]:
-        """As of the commit."""
+        """The counts of the commit."""
         return self._counts
 
     def header(self, optimizer: Optimizer) -> Mapping[str, Any]:
-        """As of the commit."""
+        """The header of the commit."""
         return self._headers[optimizer]
 
     def is_written(self, block: Block) -> bool:
-        """Whether an update had written it."""
+        """Whether an update had written `block` before the commit."""
         return self._pinned.is_written(block)
 
     def starts(self, series: Series) -> Sequence[int]:
@@ -187,7 +187,8 @@ class CommittedStates:
         return self._chunks.starts(series.unit.blocks[self._source(series)].placed)
 
     def check_out(self, series: Series, begin: int, waits: bool) -> list[Checkout] | None:
-        """The chunk from element `begin` on, checked as it comes. Who `waits` holds no other."""
+        """The chunk from element `begin` on. Its checksum is compared as it is read. A caller that
+        `waits` holds no other chunk."""
         blocks = self._blocks(series)
         if len(self._slots) < len(blocks):
             return None
@@ -208,7 +209,7 @@ class CommittedStates:
         series.unit.states.decode(self._source(series), tensors, first, values)
 
     def in_order(self, units: Sequence[Unit | None]) -> Iterator[int]:
-        """Unit after unit, those first for which an update waits."""
+        """Unit by unit. Units for which an update waits come first."""
         numbers: dict[Unit, list[int]] = {}
         for number, unit in enumerate(units):
             if unit is None:
@@ -221,12 +222,12 @@ class CommittedStates:
             yield from numbers.pop(self._first(list(numbers)))
 
     def leave(self, unit: Unit) -> None:
-        """It may be overwritten."""
+        """Release the blocks of `unit`, so that updates may overwrite them."""
         self._pinned.release(unit.blocks.values())
         self._released()
 
     def _source(self, series: Series) -> Kind:
-        """As `States.source_of`, when it was committed."""
+        """Like `States.source_of`, as of the commit."""
         unwritten = series.kind is Kind.MASTER and not self.is_written(
             series.unit.blocks[Kind.MASTER]
         )

@@ -1,15 +1,16 @@
-"""Writing a checkpoint.
+"""Writes a checkpoint.
 
 [Note: all or nothing]
 All ranks write into `.<name>.partial` beside the directory. When everything is on the drive, the
-first rank moves the old checkpoint to `.<name>.old` and the new one to its name. Then it removes
-the old one. So an interrupted save harms nothing. A whole checkpoint always exists, under its name
-or, between the two moves, as `.old`. A load finds it there, too.
+first rank renames the old checkpoint to `.<name>.old` and the new one to its name. Then it removes
+the old one. So a whole checkpoint always exists: under its name or, between the two renames, as
+`.old`. A load finds it in both places.
 
 [Note: at the speed of the drive]
-Chunks of the store come ahead (`sharding/states`). Each is decoded straight into the buffer that
-will be written, and digested there. Meanwhile the buffers before it are on their way to the drive
-(`checkpoint/data_file`). Objects come first, because who reads ahead holds slots of the store.
+`ChunkStream` reads chunks of the store ahead. Each is decoded straight into the buffer that will be
+written, and digested there. Meanwhile earlier buffers are written to the drive
+(`checkpoint/data_file`). Objects are written first, because the chunks that are read ahead hold
+slots of the store.
 """
 
 from __future__ import annotations
@@ -75,16 +76,16 @@ from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 from infinity.tiers.access import Checkout
 
-_AHEAD = 8  # chunks of the store that are under way or in use, slots permitting
+_AHEAD = 8  # most chunks of the store in flight or in use
 
 
 def save(
     state: EngineState, directory: Path, extra: Mapping[str, Any], told: Told | None = None
 ) -> None:
-    """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the
-    first one writes, and so the first one is `told`.
+    """Write `state` and this rank's `extra` to `directory`. All ranks call it. Only the first
+    replica writes, so `told` is called only there.
 
-    Raises `CheckpointError`; what was in `directory` is then as it was.
+    Raises `CheckpointError`. The earlier content of `directory` is then unchanged.
     """
     replicas, failure = state.replicas, None
     try:
@@ -92,7 +93,7 @@ def save(
             _save(state, directory, extra, told)
         else:
             with in_words("the engine cannot be saved"):
-                # What is delayed is seen from now on, by all replicas or by none.
+                # A delayed update becomes visible now. All replicas must do the same.
                 state.await_updates()
                 state.reader.end()
     except CheckpointError as error:
@@ -132,8 +133,8 @@ def _save(state: EngineState, directory: Path, extra: Mapping[str, Any], told: T
 
 
 def _save_alone(planner: Saving, writer: CheckpointWriter) -> None:
-    """What DCP does, which on one rank gives a warning of that; filters of warnings are those of
-    all threads."""
+    """Make the calls of DCP on one rank. DCP itself would warn there, and a warning filter would
+    affect all threads."""
     planner.set_up_planner({})
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan(
@@ -153,17 +154,17 @@ class _Need(NamedTuple):
 
 
 class ChunkStream:
-    """Elements of series, each chunk while those behind it are on their way.
+    """Reads elements of series, and reads the next chunks ahead.
 
-    `needs` are the chunks of `reader` in the order in which `read` wants them. Who has it checks
-    out nothing else until `close`.
+    `needs` are chunks of `reader`, in the order in which `read` uses them. Until `close`, the
+    caller checks out nothing else.
     """
 
     def __init__(self, reader: StatesReader, needs: Iterator[_Need]) -> None:
         self._reader = reader
         self._needs = needs
-        self._next = next(needs, None)  # the first one that was not asked for
-        self._held: deque[tuple[_Need, list[Checkout]]] = deque()  # the first one is in use
+        self._next = next(needs, None)  # the first need that was not checked out
+        self._held: deque[tuple[_Need, list[Checkout]]] = deque()  # the first chunk is in use
 
     def read(self, series: Series, begin: int, values: torch.Tensor) -> None:
         """Fill `values` with the elements from `begin` on."""
@@ -182,13 +183,13 @@ class ChunkStream:
             at += part.numel()
 
     def close(self) -> None:
-        """Give the slots back."""
+        """Release all slots."""
         with ExitStack() as stack:
             for _ in range(len(self._held)):
                 stack.callback(self._release_first)
 
     def _ask(self) -> None:
-        """Start reading what comes next, as far as there are slots."""
+        """Start to read the next chunks while slots are free."""
         while self._next is not None and len(self._held) < _AHEAD:
             series, begin, _ = self._next
             chunks = self._reader.check_out(series, begin, waits=not self._held)
@@ -205,7 +206,7 @@ class ChunkStream:
 
 
 class TensorSource(NamedTuple):
-    """Where the elements of an item come from: a series, or a tensor on the host."""
+    """The source of the elements of an item: a series, or a tensor on the host."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -220,7 +221,7 @@ class TensorSource(NamedTuple):
         return None if self.series is None else self.series.unit
 
     def put(self, stream: ChunkStream, at: int, part: torch.Tensor) -> None:
-        """Write the bytes from byte `at` on to `part`."""
+        """Fill `part` (uint8) with the bytes from byte `at` on."""
         values, first = part.view(self.dtype), at // self.dtype.itemsize
         if self.series is not None:
             stream.read(self.series, self.begin + first, values)
@@ -228,7 +229,7 @@ class TensorSource(NamedTuple):
             copy_alone(values, self.tensor[first:][: values.numel()])
 
     def needs(self, reader: StatesReader) -> Iterator[_Need]:
-        """The chunks that it takes."""
+        """The chunks that contain its elements."""
         if self.series is not None:
             bounds = [*reader.starts(self.series), self.series.unit.layout.shard_numel]
             at, end = self.begin, self.begin + math.prod(self.sizes)
@@ -239,12 +240,12 @@ class TensorSource(NamedTuple):
 
 
 class Saving(SavePlanner):
-    """Tells DCP what this rank writes, and brings it piece by piece. Lives for one save."""
+    """Tells DCP the items of this rank, and gives their content. Lives for one save."""
 
     def __init__(self, state: EngineState, extra: Mapping[str, Any]) -> None:
         self._state, self._extra = state, dict(extra)
         self._items: list[WriteItem] = []
-        # By key: where a nested dict of everything has it.
+        # By key: its path in DCP's nested dict.
         self._paths: dict[str, tuple[str, ...]] = {}
         self._objects: dict[MetadataIndex, Callable[[], io.BytesIO]] = {}
         self._tensors: dict[MetadataIndex, TensorSource] = {}
@@ -258,13 +259,13 @@ class Saving(SavePlanner):
             self._state.reader.begin(self._state.series())
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank writes."""
+        """The items that this rank writes."""
         with in_words("the engine cannot be saved"):
             self._plan(self._state)
         return SavePlan(self._items, planner_data=self._paths)
 
     def _plan(self, state: EngineState) -> None:
-        # Before anything is written, so that it is refused in time.
+        # Raises before anything is written.
         extra = pack_item("extra", self._extra)
         self._add_object(("extra", str(state.rank)), lambda: extra)
         if state.rank == 0:
@@ -277,7 +278,7 @@ class Saving(SavePlanner):
                 self._add(("model", name), chunk, buffer.shape, source)
         for series in state.series():
             if state.is_zero(series):
-                continue  # and in `EngineState.absent`
+                continue  # `EngineState.absent` lists it
             for number, name in enumerate(series.unit.keys):
                 size = series.size(number)
                 for piece in pieces_of(series, number, size) if series.unit.counted[number] else ():
@@ -306,7 +307,7 @@ class Saving(SavePlanner):
         self._paths[index.fqn], self._objects[index] = path, source
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank: what all ranks write."""
+        """On the first rank: the plans of all ranks, and DCP's metadata."""
         plans, metadata = create_default_global_save_plan(all_plans)
         metadata.planner_data = {
             key: path for plan in all_plans for key, path in plan.planner_data.items()
@@ -314,19 +315,19 @@ class Saving(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Never called, for `CheckpointWriter.write_data` asks for `content` and `source`."""
+        """Not called, because `CheckpointWriter.write_data` calls `content` and `source`."""
         raise NotImplementedError
 
     def content(self, item: WriteItem) -> memoryview:
-        """That of an object."""
+        """The bytes of an object."""
         return self._objects[item.index]().getbuffer()
 
     def source(self, item: WriteItem) -> TensorSource:
-        """That of a tensor."""
+        """The source of a tensor."""
         return self._tensors[item.index]
 
 
@@ -337,41 +338,41 @@ def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
 
 
 class WriteInstructions(NamedTuple):
-    """What the first rank tells each rank to write, besides its items."""
+    """The data file and the stamp that the first rank assigns to a rank."""
 
     name: str
     stamp: Stamp
 
 
 class Written(NamedTuple):
-    """An item that lies in its file."""
+    """The address and the place of an item in its file."""
 
     address: MetadataIndex
     place: ItemPlace
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes beside the directory, and gives what is whole its name."""
+    """Writes beside the directory, and renames the complete checkpoint."""
 
     def __init__(self, directory: Path, state: EngineState, progress: CheckpointProgress) -> None:
-        if not directory.name:  # which is the same on all ranks
+        if not directory.name:  # the same on all ranks
             raise _refusal(directory)
         self._directory, self._progress = directory, progress
         self._partial = sibling(directory, "partial")
         self._old = sibling(directory, "old")
         self._state = state
-        self._stamp = Stamp()  # on the first rank, as soon as all have planned
+        self._stamp = Stamp()  # set on the first rank once all have planned
         self._absent = frozenset[str]()
-        self._held: int | None = None  # the descriptor that tells others of this save
+        self._held: int | None = None  # the descriptor that locks the directory
         super().__init__(self._partial)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing: the first rank makes the directory."""
+        """Return the plan unchanged, because the first rank creates the directory."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any writes: make the directory, after saves that were cut off
-        are cleaned up."""
+        """On the first rank, before any rank writes: clean up after interrupted saves, and create
+        the directory. Raises `CheckpointError` if the save must not replace `directory`."""
         with in_words(f"{self._directory} cannot be written"):
             if os.path.ismount(self._directory):
                 raise _refusal(self._directory)
@@ -389,7 +390,7 @@ class CheckpointWriter(FileSystemWriter):
                     "own directory"
                 )
             if self._old.exists():
-                make_durable(self._directory.parent)  # the newer one may have its name since
+                make_durable(self._directory.parent)  # before `.old` is removed
             for left in (self._old, self._partial):
                 if left.exists():
                     shutil.rmtree(left)
@@ -406,8 +407,8 @@ class CheckpointWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's file, and make sure that it is on the drive: a head, and the items
-        without a gap."""
+        """Write this rank's file: a head, then the items without gaps. Returns when it is on the
+        drive."""
         share: WriteInstructions = plan.storage_data
         path = self._partial / share.name
         with (
@@ -439,7 +440,7 @@ class CheckpointWriter(FileSystemWriter):
         self._progress.expect(end)
         self._progress.add(file.tell())
         reader, unit = self._state.reader, None
-        # Which comes next is decided as late as possible, and once: when it is read ahead.
+        # `in_order` chooses the next item as late as possible: when its first chunk is read ahead.
         order, ahead = itertools.tee(reader.in_order([source.unit for source in sources]))
         needs = (need for number in ahead for need in sources[number].needs(reader))
         with closing(ChunkStream(reader, _without_repeats(needs))) as stream:
@@ -456,12 +457,12 @@ class CheckpointWriter(FileSystemWriter):
                 self._progress.add(around.length)
                 yield Written(tensors[number].index, place)
         reader.end()
-        if file.tell() != end:  # what lies between items depends on their order
+        if file.tell() != end:  # the padding of frames depends on the order of items
             self._progress.expect(file.tell())
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On the first rank, when all have written: complete the checkpoint and put it in its
-        place."""
+        """On the first rank, after all ranks have written: write the index and rename the
+        checkpoint."""
         places = {item.address: item.place for written in results for item in written}
         with in_words(f"{self._directory} cannot be written"):
             infos = {
@@ -472,7 +473,7 @@ class CheckpointWriter(FileSystemWriter):
                 metadata,
                 [[WriteResult(index, length, info) for index, (length, info) in infos.items()]],
             )
-            # Torch has flushed it before Python had written all of it.
+            # Torch calls fsync before Python has flushed its buffer.
             make_durable(self._partial / METADATA)
             self._write_manifest(metadata, places)
             make_durable(self._partial)
@@ -485,15 +486,15 @@ class CheckpointWriter(FileSystemWriter):
                     self._old.rename(self._directory)
                 raise
             make_durable(self._directory.parent)
-            shutil.rmtree(self._old, ignore_errors=True)  # else the next save does it
+            shutil.rmtree(self._old, ignore_errors=True)  # if this fails, the next save removes it
 
     def give_up(self) -> None:
-        """Remove what was written; on other ranks than the first nothing."""
+        """On the first rank, remove the incomplete checkpoint."""
         if self._held is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def close(self) -> None:
-        """The save has ended, well or not."""
+        """Release the lock on the directory."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -520,7 +521,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def _without_repeats(needs: Iterator[_Need]) -> Iterator[_Need]:
-    """Pieces of one chunk follow each other."""
+    """Drop consecutive needs of the same chunk."""
     last: _Need | None = None
     for need in needs:
         if last is None or need.series is not last.series or need.begin != last.begin:

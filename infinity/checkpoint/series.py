@@ -1,4 +1,4 @@
-"""What each unit saves of its states."""
+"""Names the states that each unit saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.sharding.unit import Unit
 
 
 class Series(NamedTuple):
-    """The states of one kind of one unit; a key is `prefix` and the name of a parameter."""
+    """The states of one kind of one unit. A key is `prefix` and the name of a parameter."""
 
     unit: Unit
     kind: Kind
@@ -19,12 +19,12 @@ class Series(NamedTuple):
 
     @property
     def is_moment(self) -> bool:
-        """Whether it belongs to an optimizer; else it is the weights."""
+        """Whether these are states of an optimizer. Otherwise they are weights."""
         return self.kind not in (Kind.PARAM, Kind.MASTER)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the checkpoint."""
+        """The dtype in the checkpoint."""
         return (
             torch.bfloat16
             if self.unit.blocks[self.kind].format is BF16
@@ -32,6 +32,7 @@ class Series(NamedTuple):
         )
 
     def size(self, number: int) -> torch.Size:
-        """The shape of what this rank saves under the key of parameter `number`."""
+        """The shape under the key of parameter `number`: (numel,), or a matrix if tensor parallel
+        ranks cut another dimension than the first."""
         part = self.unit.parts[number]
         return torch.Size((part.rows, part.columns)[part.rows == 1 :])

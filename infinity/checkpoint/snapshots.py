@@ -1,9 +1,8 @@
-"""A checkpoint that is written while training goes on: the handle that a user has of it, and its
-thread.
+"""Writes a checkpoint while training continues: its handle and its thread.
 
 [Note: with several ranks]
-The threads of all ranks meet in process groups that nobody else uses, as the ranks of a save do. So
-what fails on one of them ends the snapshot on all, and a rank that is killed ends it, too.
+The threads of all ranks meet in process groups of their own, as the ranks of a save do. So an error
+on one rank, or a killed rank, ends the snapshot on all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ log = logging.getLogger("infinity")
 
 
 class SnapshotTask:
-    """A checkpoint of a committed step on its way to its directory, made by `Engine.snapshot`. Any
-    thread may call its methods."""
+    """A checkpoint of a committed step, in progress. `Engine.snapshot` starts it. Any thread may
+    call its methods."""
 
     def __init__(
         self,
@@ -31,11 +30,11 @@ class SnapshotTask:
         end: Callable[[], object],
         progress: Told | None,
     ) -> None:
-        """`write(told)` writes it, on the thread; `end` is called there when it has ended."""
+        """The thread calls `write(told)`, which writes the checkpoint, and then `end`."""
         self.step = step
-        """The step that it has: `Engine.committed_step` when it began."""
+        """The saved step: `Engine.committed_step` when the snapshot began."""
         self.directory = directory
-        """Where it will be."""
+        """The directory of the checkpoint."""
         self._write, self._end, self._progress = write, end, progress
         self._is_cancelled = False
         self._error: BaseException | None = None
@@ -44,13 +43,13 @@ class SnapshotTask:
         thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the checkpoint is there, on all ranks; False when it is not after `timeout`
-        seconds. Raises `CheckpointError` when it failed or was cancelled: what was in the directory
-        before is there."""
+        """Block until the checkpoint is complete on all ranks. Returns False after `timeout`
+        seconds. Raises `CheckpointError` if it failed or was cancelled. The earlier content of the
+        directory is then unchanged."""
         if not self.finish(timeout):
             return False
         if self._error is not None:
@@ -59,12 +58,12 @@ class SnapshotTask:
         return True
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Like `wait`, but raises nothing."""
+        """Like `wait`, without raising errors."""
         return self._ended.wait(timeout)
 
     def cancel(self) -> None:
-        """End it, on all ranks, and return when it has ended. What was in the directory before
-        stays there, and nothing else. A checkpoint that is there by then stays, too."""
+        """End the snapshot on all ranks, and block until it has ended. The earlier content of the
+        directory is then unchanged. A checkpoint that was already complete stays."""
         self._is_cancelled = True
         self.finish()
 
@@ -82,7 +81,7 @@ class SnapshotTask:
                 )
         finally:
             self._end()
-            self._write = self._end = _nothing  # what they held is let go
+            self._write = self._end = _nothing  # release the states that they refer to
             self._progress = None
             self._ended.set()
 
@@ -94,4 +93,4 @@ class SnapshotTask:
 
 
 def _nothing(*told: object) -> None:
-    """It has ended."""
+    """Stands for the callbacks of a snapshot that has ended."""

@@ -1,28 +1,37 @@
-"""What a checkpoint has of an engine, and under which names.
+"""The content of a checkpoint, and its keys.
 
-[Note: what lies where]
-A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read
-it. Every tensor has a key: `model.<parameter>`, the fp32 values of what is trained (its parameter
-follows by rounding), what is frozen in its dtype; `model.<buffer>`;
-`optimizer.<state>.<parameter>`, by torch's names of states. Parameters and states are flat,
-(numel,), without padding, and cut where shards end, so any number of ranks reads what any other has
-written. What tensor parallel ranks cut along another dimension than the first one is a matrix:
-(product of the dimensions before that one, product of the others), of which each rank has some
-columns, cut into `boxes`. Either is read where the other is wanted. Moments are in bf16 where they
-are kept so, else in fp32: int8 is decoded, and encodes to the same bytes. Moments that no update
-has written are zeros and have no tensor: `infinity.json` lists their keys. Objects are
-`optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the
-caller gave, and `infinity`, which describes the rest (`header`). They are read without running code
-(`checkpoint/inert`).
+[Note: keys and files]
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), so DCP's tools can
+read it. Every tensor has a key:
 
-Three kinds of files: `infinity.json` lists the items with a digest of each (`checkpoint/manifest`).
-`__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which DCP's tools need and this
-package does not read.
+| key | content |
+|---|---|
+| `model.<parameter>` | fp32 values of a trained parameter; a frozen one in its dtype |
+| `model.<buffer>` | a buffer, in its dtype |
+| `optimizer.<state>.<parameter>` | a state, by torch's name: bf16 if kept in bf16, else fp32 |
+
+A load rounds the fp32 values to the dtype of the parameter. int8 moments are decoded, and encode to
+the same bytes. Moments that no update has written are zeros. They have no tensor, and
+`infinity.json` lists their keys.
+
+Parameters and states are flat, (numel,), without padding, and cut at the ends of shards. So any
+number of ranks can read a checkpoint of any other number. Tensor parallel ranks may cut another
+dimension than the first. Then the tensor is a matrix: (product of the dimensions before the cut
+one, product of the others). Each rank has some columns of it, cut into `boxes`. A load reads both
+forms as either form.
+
+Objects are `optimizer.<number>.<unit>` (states of a torch optimizer of one unit), `extra.<rank>`
+(from the caller), and `infinity` (`header`, which describes the rest). They are read without
+running code (`checkpoint/inert`).
+
+There are three kinds of files. `infinity.json` lists the items with a digest of each
+(`checkpoint/manifest`). `__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which
+DCP's tools need and this package does not read.
 
 [Note: how much memory]
-However large model and units are, a save holds the buffers of its file (`checkpoint/data_file`). A
-load holds the items that it reads ahead, a piece where it is made of parts of items, and a chunk of
-the store. With `infinity.adapt` they also hold the states of one unit.
+The size of the model and its units does not matter. A save holds the buffers of its file
+(`checkpoint/data_file`). A load holds the items that it reads ahead, a piece if several items form
+it, and a chunk of the store. With `infinity.adapt` both also hold the states of one unit.
 """
 
 from __future__ import annotations
@@ -53,41 +62,41 @@ HEADER = "infinity"
 
 
 class EngineState(NamedTuple):
-    """The parts of an engine that make its state, between two steps."""
+    """The parts of an engine that form its state between two steps."""
 
     units: Sequence[Unit]
     buffers: Mapping[str, torch.Tensor]
     optimizers: Sequence[Optimizer]
     await_updates: Callable[[], None]
-    """Returns when no update is under way."""
+    """Returns when no update is in flight."""
 
     group: collectives.Group
-    """The ranks that save or load together: those that hold one whole of the model."""
+    """The ranks that save or load together. They hold the model once."""
 
     updater: Updater
-    """Counts the steps: with `update="delayed"` their number decides which one is seen late."""
+    """Counts the steps. With `update="delayed"` that count decides which update is applied late."""
 
     run: str
-    """What tells checkpoints of this engine from those of others: 32 hexadecimal digits."""
+    """The id of the engine's run: 32 hexadecimal digits."""
 
     tied: Mapping[str, str] = {}
-    """Other names of tied parameters, and for each the name that the checkpoint has it under."""
+    """Maps each other name of a tied parameter to its name in the checkpoint."""
 
     trainable_only: bool = False
     """Whether frozen parameters are left out."""
 
     io_engine: str = "auto"
-    """Which native engine moves the files, as `Tuning.io_engine` says."""
+    """The native I/O engine, as in `Tuning.io_engine`."""
 
     replicas: collectives.Group = None
-    """The ranks that hold the same as this one; the first of them saves for all."""
+    """The ranks that hold the same states as this one. The first of them saves for all."""
 
     reader: StatesReader = LIVE
-    """What a save reads."""
+    """The source of a save."""
 
     @property
     def rank(self) -> int:
-        """The number of this one among them."""
+        """The number of this rank in `group`."""
         return collectives.rank(self.group)
 
     def series(self) -> list[Series]:
@@ -104,25 +113,24 @@ class EngineState(NamedTuple):
             for name, kind in optimizer.states.items()
             if kind in unit.blocks
         ]
-        return kept + list(dict.fromkeys(moments))  # optimizers may share a unit
+        return kept + list(dict.fromkeys(moments))  # two optimizers may share a unit
 
     def is_zero(self, series: Series) -> bool:
-        """Whether it is a moment that no update has written."""
+        """Whether `series` is a moment that no update has written."""
         return series.is_moment and not self.reader.is_written(series.unit.blocks[series.kind])
 
     def foreign(self) -> Iterator[tuple[Adapted, Unit, tuple[str, ...]]]:
-        """The units of optimizers of torch, and the path of what these have of each."""
+        """The units of torch optimizers, with the path of their states in the checkpoint."""
         for number, optimizer in enumerate(self.optimizers):
             if isinstance(optimizer, Adapted):
                 for unit in optimizer.units:
                     yield optimizer, unit, ("optimizer", str(number), unit.name)
 
     def header(self) -> dict[str, Any]:
-        """A description of the rest: `version`, the number of `ranks` that wrote it, the `shapes`
-        under `model`, other names of `tied` parameters, the names of `frozen` ones that are left
-        out, and how many steps were made and skipped. For each optimizer: groups and counts
-        (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
-        """
+        """The description of the checkpoint: `version`, the number of `ranks` of the save, the
+        `shapes` under `model`, `tied` names, the names of `frozen` parameters that are left out,
+        and the numbers of posted and skipped steps. For each optimizer: groups and counts
+        (`Optimizer.header`), the `names` in its groups, and its `states`."""
         shapes = {
             name: list(unit.whole_shape(number))
             for unit in self.units
@@ -156,8 +164,8 @@ class EngineState(NamedTuple):
         }
 
     def keys_in(self, optimizer: Optimizer) -> list[list[str]]:
-        """What each parameter in the groups of `optimizer` is called here; a weight in tiles once
-        for each of them."""
+        """The key of each parameter, by group of `optimizer`. A weight in tiles appears once per
+        tile."""
         known = {
             id(p): key
             for unit in self.units
@@ -166,8 +174,8 @@ class EngineState(NamedTuple):
         return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def tiles_in(self, optimizer: Optimizer) -> list[TilePlace | None]:
-        """Where each parameter in the groups of `optimizer` lies that is a tile, one after the
-        other."""
+        """The place of each parameter of `optimizer` in its weight, in the order of the groups.
+        None for a parameter that is no tile."""
         known = {
             id(p): tile
             for unit in self.units
@@ -176,8 +184,8 @@ class EngineState(NamedTuple):
         return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
     def absent(self) -> frozenset[str]:
-        """The keys of moments that are zeros, and so are not saved: of every parameter, for every
-        state of any optimizer. Of a weight in tiles, they may be so in a part."""
+        """The keys of moments that are zeros and so are not saved, for every parameter and every
+        state of any optimizer. Of a weight in tiles, some tiles may be zeros."""
         kinds = {name for optimizer in self.optimizers for name in optimizer.states}
         saved = {(s.prefix, s.unit) for s in self.series() if s.is_moment and not self.is_zero(s)}
         return frozenset(
@@ -194,12 +202,11 @@ def with_wholes(
     keys: Sequence[Sequence[str]],
     tiles: Sequence[TilePlace | None],
 ) -> dict[str, Any]:
-    """The `Optimizer.header` of parameters with these `keys`, which lie in `tiles`, as that of
-    weights that are not in tiles, and their `names`.
+    """Convert an `Optimizer.header` of parameters in tiles to a header of whole weights, and add
+    their `names`. `keys` and `tiles` describe its parameters.
 
-    A weight whose tiles had different numbers of updates has these in `tile_steps`: a list of
-    begin, end and number, along the dimension that is cut. Its number in `steps` is that of the
-    first tile.
+    If the tiles of a weight had different numbers of updates, `tile_steps` lists them as (begin,
+    end, number) along the cut dimension. Its number in `steps` is then that of the first tile.
     """
     flat = [key for group in keys for key in group]
     steps = dict(zip(reversed(flat), reversed(header["steps"]), strict=True))
@@ -223,11 +230,10 @@ def with_tiles(
     keys: Sequence[Sequence[str]],
     tiles: Sequence[TilePlace | None],
 ) -> dict[str, Any]:
-    """What `with_wholes` gave, as the `Optimizer.header` of parameters with these `keys`, which are
-    in the same groups and lie in `tiles`.
+    """Convert the result of `with_wholes` to an `Optimizer.header` of parameters with these `keys`
+    and `tiles`. The groups must be the same.
 
-    Raises `CheckpointError` where a tile, or a weight that is not in tiles here, has rows of
-    different numbers of updates.
+    Raises `CheckpointError` if rows of one parameter had different numbers of updates.
     """
     names = [name for group in header["names"] for name in group]
     steps = dict(zip(names, header["steps"], strict=True))
@@ -241,7 +247,8 @@ def with_tiles(
 
 
 def _steps_within(key: str, ranges: Sequence[Sequence[int]], tile: TilePlace | None) -> int:
-    """The one number of updates that a tile of the weight `key` had, or all of it for None."""
+    """The number of updates of `tile` in the weight `key`. `tile` is None for the whole weight.
+    Raises `CheckpointError` if there are several numbers."""
     found = sorted(
         {
             count
@@ -259,7 +266,7 @@ def _steps_within(key: str, ranges: Sequence[Sequence[int]], tile: TilePlace | N
 
 
 def _regrouped(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """`header` with groups of so many parameters, numbered as torch does it."""
+    """`header` with one group per entry of `keys`, with parameters numbered as in torch."""
     groups, begin = [], 0
     for group, members in zip(header["param_groups"], keys, strict=True):
         groups.append(group | {"params": list(range(begin, begin + len(members)))})
@@ -268,7 +275,7 @@ def _regrouped(header: Mapping[str, Any], keys: Sequence[Sequence[str]]) -> dict
 
 
 def _states_of(optimizer: Optimizer) -> str:
-    """What must be the same for one optimizer to take over from another."""
+    """The states of `optimizer`, as text. An optimizer with the same text can load them."""
     if isinstance(optimizer, Adapted):
         return f"those of torch's {optimizer.kind.__name__}"
     return (
@@ -282,9 +289,9 @@ def _states_of(optimizer: Optimizer) -> str:
 
 
 class PieceCursor:
-    """Elements of a shard, asked for in rising order, that come in pieces; zeros between them.
+    """Reads the elements of a shard in rising order from pieces. Elements between pieces are zeros.
 
-    `bring(piece)` gives the elements of a piece, flat, valid until it is called again.
+    `bring(piece)` returns the elements of a piece, flat. They are valid until the next call.
     """
 
     def __init__(
@@ -294,12 +301,13 @@ class PieceCursor:
         bring: Callable[[ShardPiece], torch.Tensor],
     ) -> None:
         self._pieces, self._bring = iter(pieces), bring
-        self._joined = torch.empty(0, dtype=dtype)  # what lies in several pieces
+        self._joined = torch.empty(0, dtype=dtype)  # elements from several pieces
         self._begin = self._end = 0  # of the piece in `_values`
         self._values = self._joined
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The elements [begin, end), valid until the next call; of one piece without a copy."""
+        """The elements [begin, end), valid until the next call. A range within one piece is not
+        copied."""
         if begin == self._end:
             self._advance()
         if self._begin <= begin and end <= self._end:
@@ -320,7 +328,7 @@ class PieceCursor:
         return self._joined[: end - begin]
 
     def _advance(self) -> bool:
-        """Go on to the next piece, if there is one."""
+        """Move to the next piece. Returns False if there is none."""
         piece = next(self._pieces, None)
         if piece is not None:
             self._begin, self._end = piece.in_shard, piece.in_shard + piece.length
@@ -330,11 +338,11 @@ class PieceCursor:
 
 @contextmanager
 def in_words(what: str) -> Iterator[None]:
-    """What goes wrong inside becomes a `CheckpointError` that begins with `what`, unless the engine
+    """Turn an exception inside into a `CheckpointError` that begins with `what`, unless the engine
     was closed.
 
-    Before DCP sends it to the other ranks: they could not make every error anew, and would wait for
-    ever.
+    This happens before DCP sends the error to other ranks. They cannot rebuild every exception, and
+    would wait forever.
     """
     try:
         yield
@@ -342,7 +350,7 @@ def in_words(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason: BaseException | None = error
-        # torch raises its own on top
+        # skip the exceptions that torch adds
         while reason is not None and not isinstance(reason, (OSError, InfinityError)):
             reason = reason.__cause__ or reason.__context__
         raise CheckpointError(f"{what}: {sentence(reason or error)}") from reason or error
@@ -350,8 +358,8 @@ def in_words(what: str) -> Iterator[None]:
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """On every rank the error of the first one that has any, instead of DCP's exception, which is
-    no `Exception`."""
+    """Raise the error of the first failed rank on every rank. DCP's own exception is no
+    `Exception`."""
     try:
         yield
     except CheckpointException as failed:

@@ -1,2 +1,1 @@
-"""The command line: `infinity finetune | inspect | export | doctor | gc | bench`. The only part of
-the package that prints."""
+"""The command line `infinity`. `main` lists its commands. No other part of the package prints."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one folder per step, of which the last ones stay."""
+"""The checkpoints of a run: one folder per step. Only the last ones are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFTOVER = re.compile(r"\.(step-\d+)\.(partial|old|removed)")
 
 
 class Saver(Protocol):
-    """What can be saved and loaded: `infinity.Engine`."""
+    """An object that saves and loads its state: `infinity.Engine`."""
 
     def save_checkpoint(
         self, directory: str | Path, optimizer: Any, extra: Any, *, progress: Told | None
@@ -32,22 +32,23 @@ class CheckpointFolders:
     """The folders `step-<number>` in `directory`. One job at a time writes there, from `prepare` to
     `close`.
 
-    A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks
-    all save, and the one that `prunes` removes.
+    A checkpoint is due every `every` steps. The last `keep` checkpoints are kept. All ranks save,
+    and the rank with `prunes` removes old checkpoints.
     """
 
     def __init__(self, directory: Path, every: int, keep: int, prunes: bool = True) -> None:
         self.directory, self._every, self._keep, self._prunes = directory, every, keep, prunes
         self._lock: Lock | None = None
         self.describe: Callable[[Path], None] = _nothing
-        """Writes what a checkpoint needs to be exported: config and tokenizer of the model."""
+        """Writes the files that an export of a checkpoint needs: config and tokenizer of the
+        model."""
 
     def prepare(self, resume: bool) -> Path | None:
-        """Create `directory`, lock it, and remove what killed runs left; returns the last
-        checkpoint in it, if there is any.
+        """Create `directory`, lock it, and remove leftovers of killed runs. Returns the last
+        checkpoint in it, or None.
 
-        Raises `ValueError` when there is one and the run does not resume from it. Raises
-        `PathInUseError` when another job writes there, and `OSError` when `directory` cannot be
+        Raises `ValueError` if there is a checkpoint and the run does not `resume`. Raises
+        `PathInUseError` if another job writes there, and `OSError` if `directory` cannot be
         created.
         """
         check_length(self.directory, "--checkpoint")
@@ -70,12 +71,12 @@ class CheckpointFolders:
         return found[-1] if found else None
 
     def close(self) -> None:
-        """Let other jobs write there. May be called twice, and without `prepare`."""
+        """Release the lock. May be called twice, and without `prepare`."""
         if self._lock is not None:
             self._lock.release()
 
     def is_due(self, number: int) -> bool:
-        """Whether step `number` (from 1) is to be saved."""
+        """Whether to save after step `number` (from 1)."""
         return number % self._every == 0
 
     def save(
@@ -86,8 +87,8 @@ class CheckpointFolders:
         extra: dict[str, Any],
         told: Told | None = None,
     ) -> None:
-        """Save the state after step `number`, and remove what is too old, or was left by a save
-        that was killed. `told` hears how far it is."""
+        """Save the state after step `number`. Then remove old checkpoints and leftovers of killed
+        saves. `told` receives the progress."""
         place = self.directory / f"step-{number}"
         engine.save_checkpoint(place, optimizer, extra, progress=told)
         if not self._prunes:
@@ -96,7 +97,7 @@ class CheckpointFolders:
         remove(self._whole()[: -self._keep] + leftovers(self.directory))
 
     def _put_back(self) -> None:
-        """Give a checkpoint its name again whose save was killed between the two renames."""
+        """Rename back each checkpoint of a save that was killed between its two renames."""
         for path in self.directory.iterdir():
             name = _LEFTOVER.fullmatch(path.name)
             if (
@@ -108,20 +109,20 @@ class CheckpointFolders:
                 path.rename(self.directory / name[1])
 
     def _whole(self) -> list[Path]:
-        """All checkpoints in the order of their steps."""
+        """All checkpoints, in the order of their steps."""
         numbers = {path: _NAME.fullmatch(path.name) for path in self.directory.iterdir()}
         whole = {path: int(name[1]) for path, name in numbers.items() if name and is_whole(path)}
         return sorted(whole, key=lambda path: whole[path])
 
 
 def _nothing(place: Path) -> None:
-    """A run without a description."""
+    """Describes nothing."""
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """The folders in `directory` that killed jobs left, which hold no whole checkpoint that is not
-    there otherwise: saves and removals that were cut off. Earlier versions removed in place, and
-    left `step-<number>` with data files alone."""
+    """The folders in `directory` that killed jobs left: interrupted saves and removals. A folder
+    with the only copy of a whole checkpoint is not among them. Earlier versions removed in place,
+    and left `step-<number>` with data files alone."""
     return [
         path
         for path in sorted(directory.iterdir())
@@ -130,10 +131,9 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def remove(paths: list[Path]) -> dict[str, int]:
-    """Remove folders of checkpoints; returns their paths with their bytes on disk.
+    """Remove folders of checkpoints. Returns their paths and bytes on disk.
 
-    A folder gets another name first, so that one which is removed in part is never taken for a
-    checkpoint.
+    A folder is renamed first, so that a partly removed folder never looks like a checkpoint.
     """
     removed = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""`infinity config explain`: what becomes of every key of a DeepSpeed configuration."""
+"""`infinity config explain`: how each key of a DeepSpeed configuration is treated."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 config = typer.Typer(no_args_is_help=True, help="Read configurations of other tools.")
 _STYLES = {"exact": "green", "mapped": "cyan", "ignored": "yellow", "refused": "red", "auto": "dim"}
 _PLAIN_WIDTH = 200
-"""Columns where the output is no terminal."""
+"""Columns if the output is no terminal."""
 
 
 @config.callback()
 def _group() -> None:
-    """Keep `explain` a command of its own, though it is the only one."""
+    """Keeps `explain` a subcommand, although it is the only one."""
 
 
 @config.command()
@@ -42,8 +42,8 @@ def explain(
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
     ] = False,
 ) -> None:
-    """Show what becomes of every key of a DeepSpeed configuration; the exit status is 1 where it is
-    refused."""
+    """Show how each key of a DeepSpeed configuration is treated. The exit status is 1 if the
+    configuration is refused."""
     from infinity.deepspeed import settings
 
     with plain_failures(debug):
@@ -110,7 +110,7 @@ def _text(value: Any) -> str:
 
 
 def _summary(settings: Settings) -> list[str]:
-    """What the configuration says as a whole."""
+    """The settings of the whole configuration, in words."""
     batches = settings.batches
     clipping = settings.gradient_clipping
     chosen = ", ".join(f"{name}={value!r}" for name, value in _config(settings.config).items())
@@ -131,7 +131,7 @@ def _summary(settings: Settings) -> list[str]:
 
 
 def _config(config: Config) -> dict[str, Any]:
-    """The fields that differ from their defaults, as they are written."""
+    """The fields that differ from their defaults, ready for JSON."""
     found: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)

@@ -1,4 +1,4 @@
-"""`infinity doctor`: what this machine offers, and what is missing for full speed."""
+"""`infinity doctor`: the capabilities of this machine, and what limits its speed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NATIVE = ("_aio", "_cpu_adam", "_cuda")
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    """The version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -45,8 +45,8 @@ def installed_version(package: str) -> str | None:
 
 
 def _others_of_this_name() -> list[str]:
-    """Other distributions that install a package `infinity`, as MegaTrain does. Files of both then
-    lie in one folder."""
+    """Other distributions that install a package `infinity`, such as MegaTrain. The files of both
+    then lie in one folder."""
     found = importlib.metadata.packages_distributions().get("infinity", [])
     return sorted({*found} - {_PACKAGES[0]})
 
@@ -60,7 +60,7 @@ def _isa() -> list[str]:
 
 
 def _native() -> dict[str, str | None]:
-    """None per compiled module that loads, else why it does not."""
+    """For each compiled module None, or the reason why it does not load."""
     state: dict[str, str | None] = {}
     for name in _NATIVE:
         try:
@@ -89,7 +89,7 @@ def _path(directory: Path) -> dict[str, Any]:
 
 
 def _verdict(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The sizes of models that have room; None where the memory is not known."""
+    """The sizes of models that fit. None if the memory is unknown."""
     if isinstance(facts["budgets"], str):
         return None
     drives = {p["device"]: p for p in facts["nvme"] if p["speed"] is not None}.values()
@@ -100,7 +100,7 @@ def _verdict(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _verdict_lines(facts: dict[str, Any]) -> list[str]:
-    """The last words of the table: what trains here."""
+    """The last lines of the table: the sizes of models that train here."""
     verdict, host = facts["verdict"], facts["host_memory"]
     if verdict is None:
         return ["The memory of this machine is not known, so the size of models is not, either."]
@@ -135,7 +135,8 @@ def _count(parameters: int) -> str:
 
 
 def _budgets(gpu: Memory | None) -> dict[str, dict[str, Any]] | str:
-    """What "auto" would be for one rank now, before states ask for more; else why there is none."""
+    """The "auto" budgets of one rank now, before states ask for more; or the reason why there are
+    none."""
     try:
         choice = choose("auto", "auto", Available(read_host(), gpu), Budgets(0, 0))
     except ConfigError as error:
@@ -144,16 +145,16 @@ def _budgets(gpu: Memory | None) -> dict[str, dict[str, Any]] | str:
 
 
 def _expandable_segments() -> bool:
-    """Whether torch's allocator of GPU memory joins what it frees; the older variable counts where
-    the newer one is not set."""
+    """Whether torch's GPU allocator uses expandable segments. The older variable counts if the
+    newer is not set."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     said = next((os.environ[name] for name in names if os.environ.get(name)), "")
     return "expandable_segments:true" in said.replace(" ", "").lower()
 
 
 def examine(nvme: list[Path]) -> dict[str, Any]:
-    """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no
-    problem"."""
+    """All facts of `infinity doctor`, ready for JSON. Sizes are in bytes. None means no limit or no
+    problem."""
     import torch
 
     from infinity.device import ComputeDevice
@@ -186,7 +187,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
 
 
 def rows_of(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
-    """(fine?, what, value) per line of the table."""
+    """The rows of the table: (fine?, name, value)."""
     rows = [
         (True, "Python", f"{facts['python']}, Linux {facts['kernel']}, {facts['machine']}"),
         *(
@@ -280,9 +281,9 @@ def doctor(
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
     ] = False,
 ) -> None:
-    """Show what this machine offers, and which sizes of models it takes: versions, instruction
-    sets, io_uring, memory, NVMe directories. Writes 64 MiB to each directory to see how fast it
-    is."""
+    """Show the capabilities of this machine and the sizes of models that fit: versions, instruction
+    sets, io_uring, memory, NVMe directories. Writes 64 MiB to each directory to measure its
+    speed."""
     with plain_failures(debug):
         facts = examine(nvme or [])
         if as_json:

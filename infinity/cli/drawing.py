@@ -1,4 +1,4 @@
-"""How figures look: colours, style, and SVG text for embedding in HTML."""
+"""The look of figures: colors, style, and SVG text for HTML."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STYLE = {
 
 @contextmanager
 def styled(salt: str) -> Iterator[None]:
-    """Draw inside with the look of the pages; equal `salt` and content give equal text."""
+    """Draw inside in the style of the pages. Equal `salt` and content give equal text."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
@@ -46,8 +46,7 @@ def styled(salt: str) -> Iterator[None]:
 
 
 def new_figure(height: float) -> Any:
-    """A figure of `height` inches that belongs to no window system: its canvas is the SVG
-    writer's."""
+    """A figure of `height` inches that needs no window system. Its canvas writes SVG."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -57,8 +56,8 @@ def new_figure(height: float) -> Any:
 
 
 def svg(figure: Any, label: str) -> str:
-    """`figure` as an `<svg>` element: no XML prologue, metadata, namespaces or group ids, which
-    HTML has no use for."""
+    """`figure` as an `<svg>` element for HTML, without XML prologue, metadata, namespaces and group
+    ids."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""`infinity export`: a checkpoint as a directory that `from_pretrained` loads."""
+"""`infinity export`: writes a checkpoint as a directory for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _DTYPES = {
 class Description:
     """The files beside the weights: configuration, tokenizer, chat template.
 
-    They are looked for in the first of `places` that has `needed`. Links are followed only where
-    the user `names` the place: what lies in a checkpoint is not trusted.
+    They come from the first of `places` that contains `needed`. Links are followed only if the user
+    `names` the place, because files in a checkpoint are not trusted.
     """
 
     def __init__(self, places: list[Path], needed: str, names: bool) -> None:
@@ -60,7 +60,7 @@ class Description:
         return content
 
     def config(self) -> dict[str, Any]:
-        """The values of config.json; none where there is no such file."""
+        """The values of config.json. Empty if there is no such file."""
         from infinity.models.reading import parse_json
 
         if CONFIG not in self.files:
@@ -71,13 +71,13 @@ class Description:
         return values
 
     def dtype(self) -> str | None:
-        """The dtype that config.json gives the weights."""
+        """The dtype of the weights in config.json."""
         config = self.config()
         found = config.get("dtype", config.get("torch_dtype"))
         return _DTYPES.get(str(found))
 
     def set_dtype(self, dtype: str) -> None:
-        """Write the dtype of the weights into config.json."""
+        """Set the dtype of the weights in config.json."""
         config = self.config()
         if config:
             config.pop("torch_dtype", None)
@@ -133,10 +133,10 @@ def export(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as safetensors that transformers and PEFT load. Needs no GPU, and memory
-    for a piece of a tensor only.
+    """Write a checkpoint as safetensors for transformers and PEFT. Needs no GPU, and memory for
+    only a piece of a tensor.
 
-    OUT appears when it is whole. Trained weights are stored in fp32, and rounded to the dtype.
+    OUT appears when it is complete. Trained weights are stored in fp32, and rounded to the dtype.
     """
     with plain_failures(debug):
         if trainable_only and adapters_only:
@@ -174,8 +174,7 @@ def export(
 
 
 def _described(checkpoint: Path, model: Path | None, needed: str) -> Description:
-    """The files beside the weights. Raises `ConfigError` where `needed` must be there and is
-    not."""
+    """The files beside the weights. Raises `ConfigError` if a needed file is missing."""
     places = [checkpoint, checkpoint.absolute().parent] if model is None else [model]
     described = Description(places, needed, names=model is not None)
     if described.directory is None and (model is not None or needed == ADAPTER):

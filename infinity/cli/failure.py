@@ -1,5 +1,4 @@
-"""What a failure looks like to the person at the terminal: one plain sentence and an exit
-status."""
+"""Shows a failure at the terminal: one plain sentence and an exit status."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ import typer
 from infinity.errors import InfinityError, sentence
 
 EXPECTED = (InfinityError, ValueError, OSError)
-"""What a failing world and wrong input raise. Anything else is a defect."""
+"""Errors of the environment and of wrong input. Any other exception is a defect."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells write it: 128 + SIGINT."""
+"""The exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, in the name of the program."""
+    """Write a line to stderr, after the name of the program."""
     typer.echo(f"infinity: {text}", err=True)
 
 
 def explained(error: BaseException) -> str:
-    """`error` as one sentence; for an unexpected one, which is a defect, also where its traceback
-    was written."""
+    """`error` as one sentence. An unexpected error is a defect, and the sentence names the file
+    with its traceback."""
     if isinstance(error, KeyboardInterrupt):
         return _interruption(error)
     if isinstance(error, EXPECTED):
@@ -45,7 +44,7 @@ def _interruption(error: KeyboardInterrupt) -> str:
 
 
 def _written(error: BaseException) -> str:
-    """Where the traceback of `error` is."""
+    """Write the traceback of `error` to a file. Returns words that name the file."""
     text = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
@@ -63,16 +62,16 @@ def _written(error: BaseException) -> str:
 
 
 def tell(error: BaseException) -> None:
-    """Say why the command ends."""
+    """Print the reason why the command ends."""
     say(explained(error))
 
 
 @contextmanager
 def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) -> Iterator[None]:
-    """Turn a failure inside into one line, by `tell`, and exit status 1; with `debug` let it pass
-    as it is.
+    """Turn an exception inside into one line, by `tell`, and exit status 1. With `debug` the
+    exception passes unchanged.
 
-    An interruption is told too, and ends with 128 + its signal, as shells write it.
+    An interruption is also passed to `tell`. It exits with 128 + its signal, as in shells.
     """
     try:
         yield
@@ -89,7 +88,7 @@ def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) ->
 
 
 def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
-    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra
+    """Raise `InfinityError` with the pip command if one of `modules` (the optional extra
     `finetune`) is missing for `what`."""
     for module in modules:
         try:

@@ -1,4 +1,4 @@
-"""The figures of the report, drawn with matplotlib as SVG text for embedding in HTML."""
+"""The figures of the report, drawn with matplotlib as SVG text for HTML."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from infinity.quantities import format_bytes, parse_bytes
 
 TIMELINE_STEPS = 3
 _FINEST = 2500
-"""Spans of a lane nearer than this fraction of the timeline are drawn as one: more could not be
-seen."""
+"""Spans of a lane are joined if their gap is below this fraction of the timeline. Such a gap is
+invisible."""
 _LABEL_SHARE = 0.05
-"""A bar is named where it is at least this share of the timeline."""
+"""A bar has a label if it is longer than this share of the timeline."""
 _BUDGET_SHARE = 0.2
-"""A budget is drawn where at least this share of it is in use; else it would flatten the curve."""
+"""A budget is drawn if more than this share of it is in use. Otherwise it would flatten the
+curve."""
 _LANE_COLORS = {
     "compute": BLUE,
     "wait nvme": RED,
@@ -45,7 +46,7 @@ _TIER_COLORS = {"gpu": BLUE, "cpu": PURPLE, "nvme": TEAL}
 
 
 def loss_figure(history: History) -> str:
-    """Loss (training and validation) above, learning rate below, over steps."""
+    """Over steps: the training and validation loss above, the learning rate below."""
     numbers = [step.number for step in history.steps]
     with styled("loss"):
         figure = new_figure(4.6)
@@ -70,7 +71,7 @@ def loss_figure(history: History) -> str:
 
 
 def tiers_figure(history: History, budgets: dict[str, int]) -> str:
-    """Bytes in use per tier over time, against the budget where that is near enough to share a
+    """Bytes in use per tier over time. The budget is drawn if it is near enough for a common
     scale."""
     tiers = [tier for tier in TIERS if any(tier in sample.used for sample in history.samples)]
     if not tiers:
@@ -107,14 +108,14 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
 
 
 def _scale(count: int) -> tuple[str, int]:
-    """The binary prefix in which `count` bytes are written, and its factor."""
+    """The binary prefix for `count` bytes, and its factor."""
     prefix = format_bytes(count).split()[1]
     return prefix, parse_bytes(f"1{prefix}")
 
 
 def _joined(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
-    """Spans of one lane inside [begin, end], those too near to tell apart drawn as one (named when
-    their names agree)."""
+    """The spans of one lane inside [begin, end]. Spans with an invisible gap are joined. They keep
+    their name if it is the same."""
     nearest = (end - begin) / _FINEST
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -131,7 +132,7 @@ def _joined(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
 
 
 def timeline_figure(history: History, spans: Sequence[Span]) -> str:
-    """The last few steps by lane: which lane was busy when."""
+    """The busy times of each lane in the last few steps."""
     steps = history.steps[-TIMELINE_STEPS:]
     lanes = lane_order(spans)
     if not steps or not lanes:

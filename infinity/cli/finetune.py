@@ -1,4 +1,4 @@
-"""`infinity finetune`: continue the training of a causal language model whose states live on
+"""`infinity finetune`: continues the training of a causal language model with its states on
 NVMe."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.cli.ranks import joined
 LEFT_OUT = (
     "algorithm",  # it trains with AdamW
     "stage",
-    "durability",  # it has a third value here
+    "durability",  # this command adds the value auto
     "inference",
     *("split_master", "copy_on_write", "collective_timeout", "poison"),
     *("device", "instruction_set", "threads"),
@@ -64,8 +64,8 @@ def finetune(
     """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU.
 
     On many ranks: torchrun --nproc-per-node N -m infinity finetune ... shards the model over them.
-    The batch size is that of all ranks together. Host memory and NVMe are those of a node. Each
-    rank works in a directory of its own below every --nvme.
+    The batch size is that of all ranks together. Host memory and NVMe are budgets of a node. Each
+    rank has its own directory below every --nvme.
     """
     values: dict[str, Any] = {**locals()}
     for name in ("as_json", "debug"):
@@ -86,8 +86,8 @@ def finetune(
             typer.echo(json.dumps(summary, allow_nan=False))
         elif world.is_first:
             print_summary(summary)
-        # An exit status other than 0 makes torchrun end the other ranks, the one that writes among
-        # them.
+        # torchrun ends the other ranks after a nonzero exit status. The first rank may still write
+        # then.
         world.wait()
         if summary["signal"] is not None:
             raise typer.Exit(128 + summary["signal"])

@@ -1,5 +1,5 @@
-"""`infinity gc`: removes what a dead run left in an NVMe directory, and nothing that a live run
-uses."""
+"""`infinity gc`: removes leftovers of dead runs from NVMe and checkpoint directories. It touches
+nothing that a live run uses."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from infinity.tiers.durable import (
 def collect(
     *directories: Path, committed: bool = False, removed: dict[str, int] | None = None
 ) -> dict[str, int]:
-    """Remove the leftovers of dead runs from `directories`, and from those of their ranks and
-    engines; returns the removed paths with their bytes on disk, which are added to `removed` one
-    after the other. States that outlive their process
-    are left there, unless what is `committed` shall go, too: give all directories of a run then.
+    """Remove leftovers of dead runs from `directories` and from the directories of their ranks and
+    engines. Returns the removed paths with their bytes on disk. Each is also added to `removed` at
+    once.
 
-    Raises `PathInUseError` while a live process trains or measures in one of them, and
-    `NotADirectoryError` for a path that is not a directory. Raises `ConfigError` when a foreign
-    file has the name of one of ours, or lies in the folder of a benchmark. Nothing is removed then.
+    Committed states stay, unless `committed`. Then `directories` must be all directories of a run.
+
+    Raises `PathInUseError` if a live process trains or measures in one of them, and
+    `NotADirectoryError` for a path that is no directory. Raises `ConfigError` if a foreign file has
+    the name of one of our files, or lies in the folder of a benchmark. Nothing is removed then.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -58,7 +59,7 @@ def collect(
                 if each.is_any:
                     locks.enter_context(lock(each.place))
             left = [_without_new(each, committed) for each in left]
-            # All of them before any states: states may be striped over several directories.
+            # All records before any states, because states may be striped over several directories.
             remove_records([each.place for each in left if each.is_any and each.has_states])
             for each in left:
                 found |= _remove(each)
@@ -66,19 +67,20 @@ def collect(
             if inner.parent is not None and any(
                 Path(path).is_relative_to(inner.place.path) for path in found
             ):
-                inner.parent.remove_directory(inner.name)  # unless somebody else's files are in it
+                inner.parent.remove_directory(inner.name)  # stays if other files are in it
     return found
 
 
 def committed_runs(*directories: Path) -> set[str]:
-    """The runs whose committed states lie in these, and in those of their ranks and engines."""
+    """The ids of runs with committed states in `directories`, or in directories of their ranks and
+    engines."""
     with ExitStack() as stack:
         places = [each.place for each in _open_all(stack, directories)]
         return {run_of(place) for place in places if holds_committed(place)}
 
 
 class _OpenPlace(NamedTuple):
-    """A directory, or one of a rank or an engine in its `parent`."""
+    """A directory. The directory of a rank or an engine also has its `parent`."""
 
     place: Directory
     name: str = ""
@@ -86,7 +88,7 @@ class _OpenPlace(NamedTuple):
 
 
 def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_OpenPlace]:
-    """All of them, each once, those above first; open as long as `stack` is."""
+    """All directories, each once, parents first. They stay open as long as `stack`."""
     seen = set[tuple[int, int]]()
     coming = [
         _OpenPlace(stack.enter_context(Directory(each, "nvme directory"))) for each in directories
@@ -105,14 +107,14 @@ def _open_all(stack: ExitStack, directories: Iterable[Path]) -> Iterator[_OpenPl
 
 
 class _Leftovers(NamedTuple):
-    """What dead runs left in one directory: the folders of benchmarks, and the paths of states and
-    others, with their bytes."""
+    """Leftovers of dead runs in one directory: the folders of benchmarks, and all paths with their
+    bytes."""
 
     place: Directory
     has_states: bool
     benchmark: list[Path]
     found: dict[str, int]
-    is_any: bool  # of what is removed under the lock
+    is_any: bool  # of files that are removed under the lock
 
 
 def _look(place: Directory, committed: bool) -> _Leftovers:
@@ -131,7 +133,7 @@ def _look(place: Directory, committed: bool) -> _Leftovers:
 
 
 def _without_new(left: _Leftovers, committed: bool) -> _Leftovers:
-    """What goes under the lock: not what a run has committed between the look and the lock."""
+    """`left` under the lock, without states that a run has committed since `_look`."""
     if committed or not left.has_states or not holds_committed(left.place):
         return left
     states = {str(left.place.path / name) for name in (STATES_NAME, *DURABLE_NAMES)}
@@ -140,13 +142,14 @@ def _without_new(left: _Leftovers, committed: bool) -> _Leftovers:
 
 
 def _remove(left: _Leftovers) -> dict[str, int]:
-    """Remove it, after the records of all directories; returns paths and bytes."""
+    """Remove the leftovers of one directory. Returns paths and bytes. The records of all
+    directories are removed before."""
     place, found = left.place, dict(left.found)
     if left.is_any:
         if left.has_states:
             place.reclaim(STATES_NAME)
         remove(place, left.benchmark)
-        # Asked again: a save may have been under way.
+        # Search again, because a save may have ended since.
         found |= checkpoints.remove(checkpoints.leftovers(place.path))
     return found | {str(place.path / name): used for name, used in remove_leftovers(place).items()}
 
@@ -171,8 +174,8 @@ def gc(
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
     ] = False,
 ) -> None:
-    """Remove what a dead run left in NVMe and checkpoint directories; refuses where a live process
-    still uses one."""
+    """Remove leftovers of dead runs from NVMe and checkpoint directories. Refuses a directory that
+    a live process uses."""
     with plain_failures(debug):
         removed: dict[str, int] = {}
         try:

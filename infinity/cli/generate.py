@@ -1,4 +1,5 @@
-"""`infinity generate`: text from a causal language model whose weights stay in their files."""
+"""`infinity generate`: continues prompts with a causal language model that stays in its weight
+files."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LEFT_OUT = (
     *("activation_memory", "gradient_precision", "split_master", "copy_on_write", "update"),
     *("delayed_after", "durability", "verify", "threads", "instruction_set"),
     "deterministic",
-    "inference",  # it does nothing else
+    "inference",  # always on
     *("stage", "collective_timeout", "poison", "device"),
 )
 _TEXT = "Text"
@@ -108,9 +109,9 @@ def generate(
 ) -> None:
     """Continue prompts with a model that is larger than the compute device.
 
-    Weights are read from their safetensors files, for each token, as far as they do not fit into
-    --gpu-memory and --cpu-memory. Nothing is written there, and --nvme is needed only for weights
-    that have to be converted. The text goes to stdout, figures to stderr.
+    Weights that do not fit into --gpu-memory and --cpu-memory are read from their safetensors files
+    for each token. Nothing is written there. --nvme is needed only for weights that have to be
+    converted. The text goes to stdout, figures to stderr.
     """
     with joined(debug) as world:
         require_extras("transformers", what="`infinity generate`")
@@ -127,7 +128,7 @@ def generate(
 
 
 def _texts(prompt: str | None, prompts: Path | None) -> list[str]:
-    """What is to be continued."""
+    """The prompts. Raises `ValueError` unless exactly one option gives them."""
     from infinity.models.generation import read_prompts
 
     if (prompt is None) == (prompts is None):
@@ -145,7 +146,7 @@ def _run(
     world: World,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Refuse what cannot be before the model is built, then generate; returns the figures."""
+    """Check options and prompts before the model is built, then generate. Returns the figures."""
     from infinity.models import generation
     from infinity.models.source import find_model
     from infinity.models.tokenizer import load_tokenizer
@@ -173,7 +174,7 @@ def _run(
 def _check_key_values(
     source: ModelSource, batches: list[PromptBatch], new_tokens: int, most: int | None
 ) -> int:
-    """Bytes of the largest KV cache; raises `ValueError` where they are more than `most`."""
+    """Bytes of the largest KV cache. Raises `ValueError` if they exceed `most`."""
     from infinity.models.generation import check_key_values, key_value_bytes
 
     dtype = getattr(source.config, "dtype", None)
@@ -208,7 +209,7 @@ def _generate(
     decoding: Decoding,
     shows: bool,
 ) -> dict[str, Any]:
-    """Run all batches, and print the texts where it `shows`; returns the figures."""
+    """Run all batches, and print the texts if `shows`. Returns the figures."""
 
     def read() -> int:
         return int(engine.recorder.counters().get("nvme bytes read", 0))

@@ -1,5 +1,5 @@
-"""What happened in a run, step by step: filled by the training loop, read by progress, summary and
-report."""
+"""The history of a run, step by step. The training loop fills it, and progress, summary and report
+read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.report import Report
 
 TIERS = ("gpu", "cpu", "nvme")
 KEPT = 512
-"""Of the steps before a resume, how many of the last are kept, and at most of those before."""
+"""After a resume, this many of the last steps are kept, and at most as many earlier steps."""
 WORST_WAITS = 5
 
 
@@ -27,16 +27,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_loss(loss: float | None, form: str = ".4f") -> str:
-    """`loss` as `form` says; "-" where there is none."""
+    """`loss` in the format `form`; "-" for None."""
     return "-" if loss is None else format(loss, form)
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of
+    """One optimizer step. `number` counts from 1. `start` and `end` are seconds of
     `time.perf_counter`.
 
-    `loss_scale` is what the next loss is multiplied by, if anything. A step whose gradients were
-    not finite has no norm.
+    `loss_scale` is the scale of the next loss. `grad_norm` is None if the gradients were not
+    finite.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """Mean loss over held-out windows after step `step`."""
+    """The mean loss over held-out windows after step `step`."""
 
     step: int
     loss: float
@@ -66,9 +66,9 @@ Row = TypeVar("Row", StepRecord, Validation)
 
 
 def thinned(rows: Sequence[Row], every: int = 1) -> list[Row]:
-    """The first of `rows`, the last 512, and of those between at most 512: those whose number is a
-    multiple of a power of two. They come every so many steps. What was thinned and has grown is
-    thinned to the same as all.
+    """The first of `rows`, the last `KEPT`, and at most `KEPT` between them. `every` is the
+    distance between numbers. In units of `every`, the numbers between are multiples of a power of
+    two. Thinning a thinned list that has grown gives the same as thinning all rows.
 
     Example: of 5,000 steps number 1, every 16th one, and numbers 4,489 to 5,000.
     """
@@ -81,13 +81,13 @@ def thinned(rows: Sequence[Row], every: int = 1) -> list[Row]:
 
 
 def packed(rows: Sequence[StepRecord] | Sequence[Validation]) -> torch.Tensor:
-    """`rows` as a tensor (rows, fields) of fp64, in which NaN stands for None."""
+    """`rows` as a tensor (rows, fields) of fp64. NaN stands for None."""
     values = [[math.nan if value is None else float(value) for value in row] for row in rows]
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def unpacked_steps(values: torch.Tensor) -> list[StepRecord]:
-    """The steps that `packed` was given."""
+    """The inverse of `packed` for steps."""
     rows: list[list[Any]] = [
         [None if math.isnan(value) else value for value in row] for row in values.tolist()
     ]
@@ -95,14 +95,14 @@ def unpacked_steps(values: torch.Tensor) -> list[StepRecord]:
 
 
 def unpacked_validations(values: torch.Tensor) -> list[Validation]:
-    """The validations that `packed` was given."""
+    """The inverse of `packed` for validations."""
     return [Validation(int(step), loss) for step, loss in values.tolist()]
 
 
 @dataclass
 class History:
-    """The record of one run; owned by the training loop, append-only. After a resume the steps
-    before it are there as far as `thinned` keeps them."""
+    """The record of one run. The training loop owns it and appends to it. After a resume it begins
+    with the earlier steps that `thinned` has kept."""
 
     tokens_per_step: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -113,14 +113,14 @@ class History:
 
     @property
     def done(self) -> int:
-        """How many steps were made."""
+        """The number of completed steps."""
         return self.steps[-1].number if self.steps else 0
 
     def tokens_per_second(self) -> float:
-        """Trained tokens per second, evaluation left out; the first step (planning, warm-up) counts
-        only when it is alone.
+        """Trained tokens per second, without evaluation. The first step (planning, warm-up) counts
+        only if it is alone.
 
-        Each step contains the wait for the update of the one before, so steps 2 to N carry N - 1
+        Each step includes the wait for the update of the step before, so steps 2 to N include N - 1
         updates.
         """
         steps = self.steps[1:] or self.steps
@@ -129,22 +129,24 @@ class History:
 
 
 def cached_text(cached: dict[str, int]) -> str:
-    """How much of what is on NVMe is cached in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1
-    MiB of 1 GiB"; and what of that each step writes all the same, if anything."""
+    """The part of the bytes on NVMe that is cached in host memory. If each step also writes some of
+    it to NVMe, the text says so.
+
+    Example: {"bytes": 1 << 20, "of": 1 << 30} gives "1 MiB of 1 GiB".
+    """
     through = cached.get("written_through", 0)
     also = f"; each step writes {format_bytes(through)} of it" if through else ""
     return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}{also}"
 
 
 def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
-    """What one rank may use of `tier`, in bytes, by a summary; None without a limit."""
+    """The budget of one rank on `tier` in bytes, from a summary. None without a limit."""
     budget: int | None = summary["memory"][tier]["budget"]
     return budget and budget // shared_by(tier, summary["ranks_per_node"])
 
 
 def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
-    """The budget of a rank on `tier`, after `before`, and if it is a part, of what; nothing when
-    there is no budget.
+    """The budget of a rank on `tier`, after `before`. Empty without a budget.
 
     With 1 GiB of host memory for two ranks: " of 512 MiB (1 GiB for the 2 ranks of a node)".
     """
@@ -158,8 +160,8 @@ def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
 
 
 def shared_by(tier: str, per_node: int) -> int:
-    """How many of `per_node` ranks share the budget of `tier`: each has a compute device of its
-    own."""
+    """The number of ranks that share the budget of `tier`, of `per_node` ranks. Each rank has its
+    own compute device."""
     return 1 if tier == "gpu" else per_node
 
 
@@ -182,10 +184,9 @@ _MOVED = (
 
 
 def combine(reports: Sequence[Report], per_node: int) -> Report:
-    """What all ranks did, given the report of each, in the order of the ranks: bytes are sums over
-    ranks, a peak is the highest of any rank, and a budget is that of a node with `per_node` ranks.
-    Times and counts are those of the first rank.
-    """
+    """One report of all ranks, from the report of each in the order of ranks. Bytes are sums over
+    ranks, and peaks are maxima. Budgets are those of a node with `per_node` ranks. Times and counts
+    are those of the first rank."""
     if len(reports) == 1:
         return reports[0]
     first = reports[0]
@@ -211,11 +212,11 @@ def summarize(
     ranks: int = 1,
     per_node: int = 1,
 ) -> dict[str, Any]:
-    """The run of `ranks` ranks, `per_node` of them on each node, in one JSON-ready object; times in
-    seconds, sizes in bytes.
+    """The run of `ranks` ranks, `per_node` of them on each node, as one object ready for JSON.
+    Times are in seconds, sizes in bytes.
 
-    `files` names what was written beside. A peak is that of a rank, a budget that of the ranks that
-    share it (`shared_by`).
+    `files` names further files of the run. A peak is that of one rank. A budget is that of the
+    ranks that share it (`shared_by`).
     """
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
     budgets = report.limits

@@ -1,4 +1,4 @@
-"""`infinity inspect`: what a checkpoint holds, and whether it is damaged."""
+"""`infinity inspect`: shows the content of a checkpoint, and whether it is damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def describe(contents: Contents, tensors: bool) -> dict[str, Any]:
-    """Everything that `infinity inspect` says but the damage, JSON-ready; sizes in bytes."""
+    """All facts of `infinity inspect` without damage, ready for JSON. Sizes are in bytes."""
     manifest, header = contents.manifest, contents.header
     states: dict[str, Counter[str]] = {}
     sizes: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def _name(dtype: object) -> str:
 
 
 def _dtypes(names: Iterable[str]) -> dict[str, int]:
-    """How many tensors each dtype has."""
+    """The number of tensors of each dtype."""
     return dict(Counter(names))
 
 
@@ -149,8 +149,8 @@ def inspect(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a checkpoint holds: step, ranks, tensors, optimizer states, and what the caller
-    added. Checks the length and the start of every file, and with --verify all bytes."""
+    """Show the content of a checkpoint: step, ranks, tensors, optimizer states, and the additions
+    of the caller. Checks the length and the start of every file, and with --verify all bytes."""
     with plain_failures(debug):
         from infinity.checkpoint.contents import Contents, latest
 

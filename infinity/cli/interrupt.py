@@ -1,5 +1,5 @@
-"""Ctrl-C and its like: as a request, where a run ends after the current step, and as an exception
-that clean-up survives."""
+"""Handles Ctrl-C and similar signals: as a request to end after the current step, and as an
+exception that does not interrupt cleanup."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a run: Ctrl-C, a scheduler or torchrun, and a terminal that is closed."""
+"""The signals that end a run: from Ctrl-C, from a scheduler or torchrun, and from a closed
+terminal."""
 
 
 class Interrupt:
-    """Between enter and exit, notes the first of `SIGNALS` in `signal`; the second raises
+    """A context manager that notes the first of `SIGNALS` in `signal`. The second raises
     `KeyboardInterrupt` with its number.
 
-    Main thread only. The previous handlers come back on exit, unless a `KeyboardInterrupt` passes:
-    then further signals stay ignored, so that they cannot cut off what encloses this and cleans up.
+    Main thread only. The exit restores the previous handlers. If a `KeyboardInterrupt` passes,
+    signals stay ignored instead, so that they cannot interrupt the cleanup outside.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,8 @@ class Interrupt:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Inside, the first of `SIGNALS` raises `KeyboardInterrupt` with its number; later ones are
-    ignored.
-
-    So a second Ctrl-C cannot cut off what the first one made the program clean up. Main thread
-    only.
-    """
+    """Inside, the first of `SIGNALS` raises `KeyboardInterrupt` with its number. Later signals are
+    ignored, so a second Ctrl-C cannot interrupt the cleanup after the first. Main thread only."""
     previous = _catch(_raise_once)
     try:
         yield
@@ -61,10 +58,10 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 def _catch(act: Callable[[int], None]) -> dict[int, Any]:
-    """Let `act` have the signals; returns their handlers before.
+    """Pass the signals to `act`. Returns the previous handlers.
 
-    Under nohup SIGHUP stays ignored. Where all are ignored, an interruption is being cleaned up,
-    and all stay so.
+    Under nohup SIGHUP stays ignored. If all signals are ignored, a cleanup is in progress, and they
+    stay ignored.
     """
     ignored = [each for each in SIGNALS if signal.getsignal(each) == signal.SIG_IGN]
     if len(ignored) == len(SIGNALS):
@@ -95,8 +92,8 @@ def _raise_once(number: int) -> None:
 
 
 def _let_go(terminals: list[int]) -> None:
-    """Send what is written to a terminal that is gone to nowhere: each write would fail, and end a
-    run that could save."""
+    """Redirect output for a closed terminal to /dev/null. Otherwise each write would fail, and end
+    a run that could still save."""
     for descriptor in terminals:
         if not os.isatty(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,5 +1,5 @@
-"""One fine-tuning run from its options to its output: check everything first, then build, train,
-save."""
+"""One fine-tuning run, from its options to its output. It checks everything, then builds, trains
+and saves."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 
 
 class Display(Watcher, Protocol):
-    """A watcher that is also told which part of the run comes next."""
+    """A watcher of all parts of a run."""
 
     def phase(self, text: str) -> None:
-        """The run goes on with `text`."""
+        """The part `text` of the run begins."""
 
     def attach(self, engine: TrainedEngine) -> None:
-        """The engine exists from now on."""
+        """The engine was created."""
 
     def note(self, text: str) -> None:
-        """Something that is worth a line."""
+        """Show a line."""
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """The options of one run, as `infinity finetune` takes them; sizes in bytes. All ranks have the
-    same."""
+    """The options of one run, as `infinity finetune` takes them. Sizes are in bytes. They are the
+    same on all ranks."""
 
     model: str
     checkpoint_activations: bool
@@ -89,8 +89,8 @@ class FinetuneJob:
     """The options that mirror `Config` and `Tuning`, as typer gives them."""
 
     def config(self, world: World = ALONE) -> Config:
-        """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and
-        no directory is given, and `ConfigError`."""
+        """The configuration of this rank's engine. Raises `ConfigError`, and `ValueError` if a
+        state is on nvme without a directory."""
         if self.durability == "auto":
             try:
                 return configured({**self.knobs, "durability": "step"}, world.share)
@@ -99,7 +99,7 @@ class FinetuneJob:
         return configured({**self.knobs, "durability": self.durability}, world.share)
 
     def schedule(self) -> Schedule:
-        """Length and portions of the training."""
+        """The length of the training and its batches."""
         return Schedule(
             self.steps,
             self.batch_size,
@@ -111,10 +111,10 @@ class FinetuneJob:
         )
 
     def run(self, display: Display, world: World = ALONE) -> dict[str, Any]:
-        """Train and write the output; returns the summary (see `summarize`). Every rank of `world`
-        runs it, the first one writes. A run that is to be resumed and has ended is left as it is.
+        """Train and write the output. Returns the summary (see `summarize`). All ranks of `world`
+        call it, and the first one writes. A resumed run that is complete is left unchanged.
 
-        Everything that can be refused is refused before the model is built.
+        Options, directories and data are checked before the model is built.
         """
         world.check_batch(self.batch_size)
         config = self.config(world)
@@ -135,7 +135,7 @@ class FinetuneJob:
         checkpoints, last = self._checkpoints(display, world, config)
         if self.overwrite and not self.resume:
             self._remove_committed(config, world)
-        is_ours = last is not None or written is not None  # cut off
+        is_ours = last is not None or written is not None  # an interrupted run
         try:
             return self._run(display, world, config, checkpoints, last, is_ours)
         finally:
@@ -186,7 +186,7 @@ class FinetuneJob:
                 trainer.resume(last, display)
             summary = self._train(display, tokenizer, trainer, parts, world, config)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
-                engine.discard_committed()  # it has ended, or a checkpoint has all of it
+                engine.discard_committed()  # it has ended, or a checkpoint has its state
             elif engine.committed_step is not None:
                 kept = " and ".join(map(str, config.nvme))
                 display.note(f"the last step stays in {kept}: --resume goes on from it")
@@ -194,13 +194,13 @@ class FinetuneJob:
         finally:
             has_begun = goes_on or (trainer is not None and trainer.history.steps)
             if self.durability == "auto" and not has_begun:
-                engine.discard_committed()  # there is nothing to go on from
-            with Interrupt():  # closing goes to its end
+                engine.discard_committed()  # there is no step to resume from
+            with Interrupt():  # a signal does not interrupt closing
                 engine.close()
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What makes this run, as JSON has it; a resumed one has the same."""
+        """The options that identify a run, as JSON values. A resumed run must have the same."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("resume", "output", "overwrite", "report", *_OF_CHECKPOINTS):
             del values[name]
@@ -210,8 +210,8 @@ class FinetuneJob:
         return found
 
     def _written(self) -> RunFile | None:
-        """What this run left in the output, where it is resumed; with a summary if that is
-        whole."""
+        """The run file in the output, if this run resumes; without its summary if files are
+        missing."""
         if not self.resume or self.output is None:
             return None
         found = RunFile.of(self.output, self._options)
@@ -220,7 +220,7 @@ class FinetuneJob:
         return found
 
     def _states(self, config: Config, world: World) -> str:
-        """The run of the states that this one has committed; "" for none."""
+        """The id of the run that committed the states of this rank; "" if there is none."""
         if not config.nvme or config.durability == "off":
             return ""
         first = Path(config.nvme[0])
@@ -228,13 +228,13 @@ class FinetuneJob:
             return run_of(place)
 
     def _finish_removal(self, written: RunFile, config: Config, world: World) -> None:
-        """Remove the steps of a run that was killed before it had done so."""
+        """Remove the committed steps of a complete run that was killed before it removed them."""
         is_kept = self.durability != "auto" or not written.states
         if not is_kept and committed_runs(*map(Path, config.nvme)) == {written.states}:
             self._remove_committed(config, world)
 
     def _remove_committed(self, config: Config, world: World) -> None:
-        """Remove the steps that an earlier run committed; returns when all ranks have done so."""
+        """Remove the committed steps of an earlier run. Returns when all ranks have done so."""
         if world.local_rank == 0:
             collect(*config.nvme, committed=True)
         world.wait()
@@ -242,7 +242,7 @@ class FinetuneJob:
     def _checkpoints(
         self, display: Display, world: World, config: Config
     ) -> tuple[CheckpointFolders | None, Path | None]:
-        """Where to save, and what to go on from."""
+        """The folders of checkpoints, and the checkpoint to resume from."""
         if self.checkpoint is None:
             if self.resume and config.durability == "off":
                 raise ValueError(
@@ -276,7 +276,7 @@ class FinetuneJob:
             display.phase("training")
             history = trainer.train(interrupt, display)
             report = combine(world.gather(parts.engine.report()), world.local_size)
-            # A step has been made, and before it something was committed.
+            # After the first step, the directory has a commit of this run.
             run_file = RunFile(options=self._options, states=self._states(config, world))
             if self.output is not None:
                 display.phase("saving")
@@ -285,7 +285,7 @@ class FinetuneJob:
                     run_file.begin(self.output)
                     save_model(self.output, parts.model, weights, tokenizer)
                 else:
-                    deque(weights, maxlen=0)  # brings this rank's parts
+                    deque(weights, maxlen=0)  # joins the gathers of the first rank
         summary = summarize(
             self.model, history, report, self.output, {}, world.size, world.local_size
         )
@@ -334,7 +334,7 @@ def _check_name(output: Path) -> None:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What training needs, assembled."""
+    """The assembled parts of a training run."""
 
     model: torch.nn.Module
     engine: TrainedEngine
@@ -345,8 +345,8 @@ class RunParts:
 def _with_or_without_commits(
     job: FinetuneJob, config: Config, world: World, wrap: Callable[..., torch.nn.Module]
 ) -> None:
-    """Wrap; without commits where `auto` was to commit and one rank has no room for that: they take
-    space for all states, also for those that are cached."""
+    """Wrap the model. On one rank, if durability is `auto` and commits do not fit, wrap it without
+    commits. Commits take NVMe space for all states, including cached ones."""
     try:
         wrap(config, resume=job.resume and config.durability != "off")
     except BudgetError as error:
@@ -359,13 +359,13 @@ def _with_or_without_commits(
 def assemble(
     job: FinetuneJob, source: ModelSource, config: Config, world: World
 ) -> tuple[torch.nn.Module, TrainedEngine, torch.optim.Optimizer, torch.device]:
-    """Build the model without memory, stream its weights into the tiers, and give it an
+    """Build the model without memory, stream its weights into the tiers, and create its
     optimizer."""
     import infinity
     from infinity.weights.load import check_complete, open_weights
 
     with infinity.init(exact=False):
-        # A block with checkpoints of its own leaves nothing to choose.
+        # "auto" can choose nothing for a block that checkpoints itself.
         model = source.build(job.checkpoint_activations and config.recompute != "auto")
     if job.chunked_loss is not None:
         infinity.chunked_loss(model, job.chunked_loss)

@@ -1,9 +1,8 @@
-"""The options of commands that mirror fields of `Config` and `Tuning`: made from the models, so
-that each is written once.
+"""Generates the command options that mirror fields of `Config` and `Tuning`.
 
 An option has the name, the type, the limits and the default of its field. Its help is the first
-paragraph of the field's documentation, in which `field` becomes --field. What only a command knows
-stands in the tables here.
+paragraph of the field's documentation. There `field` becomes --field. The tables here hold the
+differences of commands.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ from infinity.quantities import format_bytes
 Command = TypeVar("Command", bound=Callable[..., None])
 
 OF_A_NODE = ("cpu_memory", "nvme_memory", "activation_memory")
-"""Budgets that a command takes for all ranks of a node together, and an engine for its own rank."""
+"""Budgets that a command takes for all ranks of a node together. An engine takes them for its own
+rank."""
 DEFAULTS: dict[str, Any] = {"precision": "bf16"}
-"""Of fields that have another one in `Config`."""
+"""Defaults that differ from those of `Config`."""
 _FIELDS = {
     name: field for name, field in Config.model_fields.items() if name != "tuning"
 } | Tuning.model_fields
@@ -70,18 +70,17 @@ _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
     Durability: (Any, parse_durability, "off|step|N"),
     Shares: (Any, _parse_shares, "measured|equal|N,N,..."),
 }
-"""For a type of the models that typer does not know: the type, the parser and the name of the value
-of its option."""
+"""For field types that typer does not know: the type, the parser and the metavar of the option."""
 
 
 def mirrors(
     before: str, leave_out: Collection[str] = (), **defaults: Any
 ) -> Callable[[Command], Command]:
-    """A decorator: a command that takes `**knobs` gets an option for every field of `Config` and
+    """A decorator: a command with `**knobs` gets an option for every field of `Config` and
     `Tuning`.
 
-    The options stand before its parameter `before` in --help. `leave_out`: fields that get none.
-    `defaults`: those of this command alone. Raises `ValueError` for a name that is no field.
+    In --help the options stand before the parameter `before`. `leave_out`: fields without an
+    option. `defaults`: the defaults of this command. Raises `ValueError` for an unknown field.
     """
     unknown = {*leave_out, *defaults} - _FIELDS.keys()
     if unknown:
@@ -146,10 +145,10 @@ def _as_option(match: re.Match[str]) -> str:
 def configured(
     knobs: Mapping[str, Any], share: Callable[[int], int] = lambda nbytes: nbytes
 ) -> Config:
-    """The `Config` that the options of a command say.
+    """The `Config` of the options of a command.
 
-    `share` takes this rank's part of what a node has. Raises `ValueError` when a state is on nvme
-    and no directory is given, and `ConfigError`.
+    `share` computes this rank's part of a budget of the node. Raises `ConfigError`, and
+    `ValueError` if a state is on nvme without a directory.
     """
     states = ("parameters", "optimizer", "gradients", "activations")
     on_nvme = [state for state in states if knobs.get(state) == "nvme"]

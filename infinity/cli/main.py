@@ -1,5 +1,5 @@
-"""The command `infinity`: which subcommands exist. Each one lives in the file of its name, and
-`infinity_command.overview` says in a line what it does."""
+"""The command `infinity` and its subcommands. Each lives in the file of its name.
+`infinity_command.overview` describes each in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The options of `infinity finetune` beside those that `infinity.cli.knobs` makes of the models;
-each is written once."""
+"""The options of `infinity finetune`, without those that `infinity.cli.knobs` generates."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from infinity.quantities import parse_bytes
 
 
 def parse_size(value: Any) -> int:
-    """The parser of options that take bytes."""
+    """Parse bytes. Raises `typer.BadParameter`."""
     try:
         return parse_bytes(value)
     except ValueError as error:
@@ -21,7 +20,8 @@ def parse_size(value: Any) -> int:
 
 
 def parse_directory(value: Any) -> Path:
-    """The parser of options that take a directory: nothing is not the current one."""
+    """Parse a directory. An empty text is refused, because `Path` would make it the current
+    directory."""
     if not str(value):
         raise typer.BadParameter("it is empty; name a directory ('.' is the current one)")
     return Path(value)
@@ -32,7 +32,7 @@ def _parse_chunks(value: Any) -> int | None:
 
 
 def parse_durability(value: Any) -> int | str:
-    """The parser of options that take what is committed: off, step, or every how many steps."""
+    """Parse "off", "step", or a number of steps between commits. Raises `typer.BadParameter`."""
     text = str(value)
     if text in ("off", "step"):
         return text
@@ -42,7 +42,7 @@ def parse_durability(value: Any) -> int | str:
 
 
 def finite(value: float) -> float:
-    """The callback of options that take a number which is not infinite."""
+    """Refuse infinite numbers and NaN with `typer.BadParameter`."""
     if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value

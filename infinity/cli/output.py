@@ -1,5 +1,5 @@
-"""The directory a run leaves behind: checked before training, written so that plain `transformers`
-loads it."""
+"""Writes the output directory of a run, which plain `transformers` loads. It is checked before
+training."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     import torch
 
 RUN_NAME = "infinity-run.json"
-"""Says which run writes there; see `infinity.cli.run_file`."""
+"""The run file of the directory; see `infinity.cli.run_file`."""
 SHARD_BYTES = 1 << 30
-"""Most bytes of weights in one file (a larger tensor has a file of its own)."""
+"""The limit of tensor bytes in one file. A larger tensor has a file of its own."""
 _WRITE_BYTES = 64 << 20
 _OLD_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model-\d+\.partial")
 
 
 def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> None:
-    """Create `directory` and make sure, before training starts, that the result can be written
-    there.
+    """Create `directory`, and check before training that the output can be written there.
 
-    Raises `ValueError` when it is the directory of the model itself, cannot be written, or is not
-    empty without `overwrite`. Raises `OSError` when it cannot be created.
+    Raises `ValueError` if it is the directory of the model itself, or is not empty without
+    `overwrite`. Raises `ConfigError` or `OSError` if it cannot be created or written.
     """
     check_length(directory, "--output")
     if source is not None and directory.exists() and directory.samefile(source):
@@ -63,8 +62,8 @@ def save_model(
 ) -> None:
     """Write config, weights and tokenizer of a `transformers` model to `directory`.
 
-    `weights` gives full tensors by the model's names and is read once, as a stream; persistent
-    buffers it leaves out are taken from `model`.
+    `weights` yields full tensors by the model's names. It is read once, as a stream. Persistent
+    buffers that it leaves out come from `model`.
     """
     dtypes: dict[str, int] = {}
     write_weights(directory, _count_dtypes(_with_buffers(model, weights), dtypes))
@@ -75,8 +74,8 @@ def save_model(
 def save_description(
     directory: Path, model: torch.nn.Module, tokenizer: Tokenizer, dtype: str | None = None
 ) -> None:
-    """Write config and tokenizer of a `transformers` model to `directory`: what `from_pretrained`
-    needs beside weights, which are of `dtype` (None: as the config says)."""
+    """Write config and tokenizer of a `transformers` model to `directory`, for `from_pretrained`.
+    `dtype` is the dtype of the weights; None keeps that of the config."""
     from transformers import PretrainedConfig
 
     config: Any = copy.deepcopy(model.config)
@@ -102,7 +101,7 @@ def _with_buffers(
     for name, tensor in weights:
         written.add(name)
         yield name, tensor
-        del tensor  # it may be all of a unit, of which the next one is about to be made
+        del tensor  # free it before the next unit is gathered
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
@@ -113,8 +112,7 @@ def _with_buffers(
 def _count_dtypes(
     weights: Iterable[tuple[str, torch.Tensor]], dtypes: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on and add up in `dtypes` how many values of each floating-point dtype they
-    hold."""
+    """Yield `weights`, and count the elements of each floating-point dtype in `dtypes`."""
     for name, tensor in weights:
         if tensor.is_floating_point():
             key = str(tensor.dtype).removeprefix("torch.")
@@ -126,11 +124,11 @@ def _count_dtypes(
 def write_weights(
     directory: Path, weights: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write a stream of tensors as safetensors shards of at most `shard_bytes`; returns the files.
+    """Write a stream of tensors as safetensors shards of at most `shard_bytes`. Returns the files.
 
-    Each tensor goes to the drive before the next one is taken, and none is kept. Every file is
-    complete and on disk before any gets its final name. A shard also ends where a tensor's bytes
-    would not be aligned.
+    Each tensor is written before the next is taken, and none is kept. Every file is complete and on
+    the drive before any gets its final name. A shard also ends before a tensor that would not be
+    aligned.
     """
     with Directory(directory, "--output") as place, drafting(place) as drafts:
         shards = _write_shards(drafts, weights, shard_bytes)
@@ -168,7 +166,7 @@ def _write_shards(
                     shards[-1].close()
                 shards.append(stack.enter_context(_Shard(drafts, f"shard-{len(shards)}", name)))
                 shards[-1].write(name, tensor)
-            del tensor  # the source may need its memory for the next one
+            del tensor  # free it before the next tensor comes
         if not shards:
             shards.append(stack.enter_context(_Shard(drafts, "shard-0", "")))
         shards[-1].close()
@@ -176,11 +174,11 @@ def _write_shards(
 
 
 class _Shard:
-    """One safetensors file as it is written. After an exception in a `with` block it is left as it
-    is."""
+    """A safetensors file that is being written. After an exception in a `with` block it stays
+    incomplete."""
 
     def __init__(self, drafts: Drafts, draft: str, first: str) -> None:
-        """`first` is the name of the first tensor, which certainly fits."""
+        """`first` is the name of the first tensor. The header has room for it."""
         self.draft, self._path = draft, drafts.folder.path / draft
         self.names: list[str] = []
         self.nbytes = 0
@@ -188,8 +186,8 @@ class _Shard:
         self._file: Any = os.fdopen(drafts.folder.create(draft, 0o666), "wb", buffering=0)
 
     def write(self, name: str, tensor: torch.Tensor) -> bool:
-        """Write the bytes of `tensor`; False, and nothing is written, when it belongs in another
-        file."""
+        """Write the bytes of `tensor`. Returns False, and writes nothing, if it does not fit into
+        this file."""
         entry = self._header.add(name, tensor.dtype, tensor.shape)
         if entry is None:
             return False
@@ -206,7 +204,7 @@ class _Shard:
         return True
 
     def close(self) -> None:
-        """Write the header, and wait until all of it is on the drive."""
+        """Write the header, and return when the file is on the drive."""
         with naming(self._path):
             self._file.seek(0)
             self._file.write(self._header.head())
@@ -222,9 +220,10 @@ class _Shard:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` so that `path` is either as before or complete: a file beside it, fsync, rename.
+    """Write `text` to `path` atomically: temporary file, fsync, rename.
 
-    What UTF-8 cannot hold, as in paths of other encodings, is written with backslashes.
+    Characters that UTF-8 cannot encode, as in paths of other encodings, are written with
+    backslashes.
     """
     with Directory(path.parent) as place, drafting(place) as drafts:
         drafts.write(path.name, text.encode("utf-8", "backslashreplace"))

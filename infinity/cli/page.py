@@ -1,5 +1,4 @@
-"""The frame of every HTML page that `infinity` writes: one file, no scripts, nothing fetched from
-elsewhere."""
+"""The frame of every HTML page of `infinity`: one file, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -35,19 +34,19 @@ td.bar div { height: 10px; border-radius: 2px; background: #2f6db5; min-width: 1
 
 
 def card(name: str, value: str, note: str = "") -> str:
-    """A box with one value in large type; plain text in, HTML out."""
+    """A box with one value in large type. The arguments are plain text, the result is HTML."""
     text = f"<span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small>"
     return f'<div class="card">{text}</div>'
 
 
 def section(title: str, note: str, body: str) -> str:
-    """A titled box around the HTML `body`, or nothing when there is none; `title` and `note` are
-    plain text."""
+    """A titled box around the HTML `body`. Empty if `body` is. `title` and `note` are plain
+    text."""
     return f"<section><h2>{escape(title)}</h2><p>{escape(note)}</p>{body}</section>" if body else ""
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """The whole page around HTML `parts`; `title` is plain text."""
+    """The whole page around HTML `parts`. `title` is plain text."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"

@@ -1,4 +1,5 @@
-"""The recorded spans as a Chrome/Perfetto trace (open it at ui.perfetto.dev or chrome://tracing)."""
+"""Writes the recorded spans as a Chrome/Perfetto trace (open it at ui.perfetto.dev or
+chrome://tracing)."""
 
 from __future__ import annotations
 
@@ -16,19 +17,17 @@ from infinity.observe import LANES, Span
 
 _PROCESS = 1
 _ROWS_PER_LANE = 1000
-"""Track ids are lane * this + row: a lane gets further rows where spans overlap without one
-containing the other."""
+"""Track ids are lane * this + row. A lane has several rows if its spans overlap without nesting."""
 
 
 def lane_order(spans: Iterable[Span]) -> list[str]:
-    """Lanes that have spans: the known ones in their order, then others by name."""
+    """Lanes that have spans: known lanes in their order, then other lanes by name."""
     present = {span.lane for span in spans}
     return [lane for lane in LANES if lane in present] + sorted(present.difference(LANES))
 
 
 def rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span of one lane with a row, so that in a row two spans are apart or one contains the
-    other."""
+    """Each span of one lane with its row. Two spans in a row are either disjoint or nested."""
     open_ends: list[list[float]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for row, ends in enumerate(open_ends):
@@ -44,10 +43,10 @@ def rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
 
 
 def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, Any]]:
-    """Trace events: one track per lane (more where spans overlap), the steps, and counters for loss
+    """Trace events: one track per lane (more if spans overlap), the steps, and counters for loss
     and tiers.
 
-    Times are microseconds since the first of them.
+    Times are microseconds since the first event.
     """
     starts = (
         [span.start for span in spans]
@@ -102,7 +101,7 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
 
 
 def write_trace(path: Path, spans: Sequence[Span], history: History) -> None:
-    """Write the trace events to `path`, one per line, whole or not at all."""
+    """Write the trace events to `path`, one per line, atomically."""
     with Directory(path.parent) as place, drafting(place) as drafts:
         created = drafts.folder.create(path.name, 0o666)
         with naming(path), os.fdopen(created, "w", encoding="utf-8") as handle:

@@ -111,11 +111,11 @@ def plan(
     debug: o.Debug = False,
     **knobs: Any,
 ) -> None:
-    """Say what a model takes of a machine, how long a step would be, and what to change where it
+    """Predict the memory and the step time of a model on a machine, and the smallest change if it
     does not fit.
 
     Nothing is allocated: the code that places states at run time decides, and its scheduler is
-    simulated. The exit status is 1 where the model does not fit.
+    simulated. The exit status is 1 if the model does not fit.
     """
     with plain_failures(debug):
         from infinity.cli.planned import print_plan, print_tables, write_chart
@@ -170,7 +170,7 @@ def _asked(
     knobs: dict[str, Any],
     said: Collection[str],
 ) -> tuple[Config, Any, Any]:
-    """The configuration, the model and the machine that the options say."""
+    """The configuration, the model and the machine in the options."""
     from infinity.plan.hardware import find_hardware
     from infinity.plan.measure import measured
     from infinity.plan.model import Dimensions, find_source, of_dimensions, of_source
@@ -206,9 +206,9 @@ def _is_said(context: typer.Context, name: str) -> bool:
 
 
 def _config(knobs: dict[str, Any], said: Collection[str], drives: int, ranks: int) -> Config:
-    """The configuration, in which the options in `said` are as they are. A described machine has
-    directories for its drives. Without any, states are in host memory, but parameters with stages
-    1 and 2, which want them on the device."""
+    """The configuration. Options in `said` stay as they are. A described machine has a directory
+    for each drive. Without drives, states are in host memory. With stages 1 and 2, parameters are
+    on the device."""
     if not knobs["nvme"] and drives:
         knobs["nvme"] = [Path(f"/mnt/nvme{number}") for number in range(drives)]
     for state in ("parameters", "optimizer"):

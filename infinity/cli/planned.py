@@ -1,4 +1,4 @@
-"""A plan on a terminal, and as a drawing."""
+"""Shows a plan on a terminal and as a drawing."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _PARTS = {
     "engine": (GREY, "copies and staging"),
     "activations": (BROWN, "activations"),
 }
-"""What fills a tier: its colour and its name. "engine" is what is allocated beside homes."""
+"""The parts of a tier, with their colors and names. "engine" is memory beside the homes of
+blocks."""
 
 
 def parts_of(forecast: Forecast, memory: MemoryPlan) -> dict[str, dict[str, float]]:
-    """Bytes of one rank by tier and part."""
+    """Bytes of one rank, by tier and part."""
     allocated, states = memory.allocated, memory.states
     found: dict[str, dict[str, float]] = {}
     for tier in _TIERS:
@@ -55,7 +56,7 @@ def parts_of(forecast: Forecast, memory: MemoryPlan) -> dict[str, dict[str, floa
 
 
 def capacities(forecast: Forecast) -> dict[str, float]:
-    """What one rank has of each tier."""
+    """Bytes of each tier for one rank."""
     hardware = forecast.hardware
     host = hardware.host_memory / hardware.gpus
     gpu = host if hardware.gpu_memory is None else hardware.gpu_memory
@@ -65,7 +66,7 @@ def capacities(forecast: Forecast) -> dict[str, float]:
 def print_plan(
     console: Console, forecast: Forecast, advice: Advice | None, better: Forecast | None
 ) -> None:
-    """All of it."""
+    """Print the plan, with `advice` and the `better` plan that follows it."""
     model, hardware = forecast.model, forecast.hardware
     ranks = f"{hardware.ranks} ranks" if hardware.ranks > 1 else "one rank"
     console.print(
@@ -127,7 +128,7 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
 
 
 def _bar(name: str, parts: dict[str, float], have: float) -> Text:
-    """A line of blocks, a colour for each part, as long as what there is."""
+    """A line of blocks in a color for each part, as long as the tier."""
     scale = _WIDTH / max(have, sum(parts.values()), 1)
     line = Text(f"{name:>12} ")
     used = 0
@@ -172,7 +173,7 @@ def _print_pace(console: Console, forecast: Forecast) -> None:
 
 
 def print_tables() -> None:
-    """The published tables, as the formulas give them."""
+    """Print the published tables, as the formulas reproduce them."""
     console = Console(file=sys.stdout)
     for table in tables():
         shown = Table(title=table.title, title_justify="left", box=None)
@@ -184,7 +185,7 @@ def print_tables() -> None:
 
 
 def write_chart(path: Path, forecast: Forecast) -> None:
-    """Draw the tiers and the lanes to `path` as a PNG, whole or not at all."""
+    """Draw the tiers and the lanes to `path` as a PNG, atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,4 @@
-"""What the person at the terminal sees: a progress bar on stderr while it runs, a table on stdout
-at the end."""
+"""Terminal output of a run: a progress bar on stderr, and a table on stdout at the end."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ if TYPE_CHECKING:
     from infinity.cli.training import TrainedEngine
 
 _pinning = logging.getLogger("infinity.pinning")
-"""What the engine says while it pins much memory, for which the bar stands still."""
+"""Log messages about pinning much memory. The bar stands still meanwhile."""
 LINES = 20
-"""Where stderr is not a terminal, about this many plain lines are written instead of a bar."""
+"""If stderr is no terminal, about this many plain lines replace the bar."""
 
 
 class _Stderr(Console):
     def on_broken_pipe(self) -> None:
-        """Write no more, and go on: as it is in `rich`, the process would end."""
+        """Write no more, and continue. `rich` would end the process."""
         self.quiet = True
 
 
 class _Notes(logging.Handler):
-    """Shows what is logged as notes."""
+    """Shows log messages as notes."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -51,8 +50,8 @@ class _Notes(logging.Handler):
 
 
 class Progress:
-    """A progress bar with loss, speed and the three tiers (`whose` they are, if not all); plain
-    lines where stderr is not a terminal."""
+    """A progress bar with loss, speed and the three tiers of this rank. If stderr is no terminal,
+    it writes plain lines."""
 
     def __init__(self, steps: int, whose: str = "") -> None:
         self._console, self._whose = _Stderr(stderr=True), whose
@@ -89,13 +88,13 @@ class Progress:
         self._bar.stop()
 
     def phase(self, text: str) -> None:
-        """The run goes on with `text`."""
+        """The part `text` of the run begins."""
         self._bar.update(self._task, description=text)
 
     def attach(self, engine: TrainedEngine) -> None:
-        """Show this engine's tiers from now on."""
+        """Show the tiers of `engine`."""
         self._engine = engine
-        self._budgets = engine.report().limits  # once: a report waits for pending updates
+        self._budgets = engine.report().limits  # read once, because a report waits for updates
 
     def stepped(self, history: History) -> None:
         """Advance the bar by one step."""
@@ -112,7 +111,7 @@ class Progress:
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
     def moved(self, doing: str, done: int, total: int) -> None:
-        """Show a bar of its own, in percent, until all is done."""
+        """Show a separate bar, in percent, until all bytes are done."""
         if done == 0:
             self._bar.reset(self._moving)
         self._bar.update(
@@ -124,7 +123,7 @@ class Progress:
         )
 
     def note(self, text: str) -> None:
-        """Write a line above the bar; training goes on where nobody reads it any more."""
+        """Write a line above the bar. Training continues if stderr is closed."""
         with suppress(OSError):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -141,29 +140,29 @@ class Progress:
 
 
 class Silence:
-    """What the ranks show that do not speak."""
+    """The display of all ranks but the first. It shows nothing."""
 
     def phase(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def attach(self, engine: TrainedEngine) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def stepped(self, history: History) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def validated(self, history: History) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def moved(self, doing: str, done: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as (what, value) pairs of text, for the table and the report."""
+    """The summary as (name, value) texts, for the table."""
 
     loss = summary["loss"]
     nvme = summary["nvme_bytes_per_parameter_per_step"]

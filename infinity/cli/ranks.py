@@ -1,12 +1,12 @@
-"""The processes that torchrun starts: which of them this is, what they tell each other, and which
-of them speaks.
+"""The ranks of a job: the number of this process, the messages between ranks, and the rank that
+reports a failure.
 
 [Note: one voice]
-When a rank fails, all others soon fail, too: their collectives lose a partner, and torchrun sends
-them SIGTERM. What the person at the terminal has to know is the first failure. So a rank that fails
-counts itself in the store of the job before it lets go of its connections: the first one says why,
-in one line with its number, and the others wait until that is said and end without a word. A rank
-that is killed counts nothing; the first one to miss it says so.
+When a rank fails, all other ranks soon fail too: their collectives lose a partner, and torchrun
+sends them SIGTERM. The user needs only the first failure. So a failing rank counts itself in the
+store of the job before it closes its connections. The first rank to count prints one line with its
+number and the reason. The other ranks wait for that and end silently. A killed rank counts nothing.
+The first rank to miss it prints the line.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from infinity_command import launched
 T = TypeVar("T")
 
 JOINING = timedelta(minutes=5)
-"""How long a rank waits for the place where all meet."""
-_SPEAKING = timedelta(seconds=5)  # a sentence takes less; who was to say it may have been killed
+"""The time that a rank waits for the common store."""
+_SPEAKING = timedelta(seconds=5)  # longer than a sentence takes; the other rank may be dead
 _ERRORS = 2  # INFO, WARNING, ERROR, FATAL
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN = re.compile(r"(rank|engine)\d+")
@@ -49,11 +49,11 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """This process' place among the `size` ranks that train one model, of which `local_size` run on
-    this node.
+    """The place of this process among the `size` ranks that train one model. `local_size` of them
+    run on this node.
 
-    Each method that waits for the other ranks is called by all of them, in the same order, by the
-    thread that trains.
+    All ranks must call a method that waits for other ranks, in the same order, on the thread that
+    trains.
     """
 
     rank: int = 0
@@ -63,19 +63,19 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes shared files."""
         return self.rank == 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks; None for one."""
+        """The process group of all ranks; None for one rank."""
         return dist.group.WORLD if self.size > 1 else None
 
-    # What each rank gets of what was asked for
+    # The part of each rank
 
     def check_batch(self, size: int) -> None:
-        """Raise `ValueError` with the nearest sizes that work when a batch of `size` windows has no
-        equal parts for all ranks."""
+        """Raise `ValueError`, with the nearest valid sizes, if a batch of `size` windows cannot be
+        divided equally among the ranks."""
         if size % self.size:
             near = [
                 count * self.size for count in (size // self.size, size // self.size + 1) if count
@@ -86,29 +86,29 @@ class World:
             )
 
     def part(self, batch: Any) -> Any:
-        """This rank's rows of `batch`, an array of shape (rows, ...); the parts of all ranks, one
-        after the other, are the batch.
+        """This rank's rows of `batch`, an array of shape (rows, ...). The parts of all ranks in
+        order form the batch.
 
-        They differ by one row at most, and are empty where there are fewer rows than ranks.
+        They differ by at most one row. Some are empty if there are fewer rows than ranks.
         """
         return np.array_split(batch, self.size)[self.rank] if self.size > 1 else batch
 
     def share(self, budget: int) -> int:
-        """This rank's part of `budget`, bytes that all ranks of a node have together."""
+        """This rank's part of `budget`, in bytes of all ranks of a node."""
         return budget // self.local_size
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Seed what draws during training (dropout) from `step` on; not on the first rank, which
-        goes on as one alone would."""
+        """Seed torch for random operations of training (dropout) from `step` on. The first rank
+        keeps its state, as if it trained alone."""
         if self.rank:
             torch.manual_seed(
                 int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1, np.uint64)[0])
             )
 
-    # What they tell each other
+    # Messages between ranks
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order; anything that can be pickled."""
+        """The values of all ranks, in their order. Values can be pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -116,17 +116,17 @@ class World:
         return values
 
     def mean(self, value: float) -> float:
-        """The mean of `value` over all ranks, the same bits on each."""
+        """The mean of `value` over all ranks, with the same bits on each."""
         return value if self.size == 1 else math.fsum(self.gather(value)) / self.size
 
     def agree(self, signal: int | None) -> int | None:
-        """The signal that any rank has noted, so that all act on it at once; None when there is
+        """A signal that any rank has noted, so that all ranks act on it together. None if there is
         none."""
         return max((noted for noted in self.gather(signal) if noted is not None), default=None)
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the first rank, where alone it runs; the others wait for it, and
-        fail when it does."""
+        """The result of `work` on the first rank, which alone runs it. Other ranks wait for it, and
+        fail if it fails."""
         results: list[Any] = [work() if self.is_first else None]
         if self.size > 1:
             dist.broadcast_object_list(results, src=0)
@@ -134,7 +134,7 @@ class World:
         return result
 
     def wait(self) -> None:
-        """Return when all ranks are here."""
+        """Return when all ranks have called it."""
         self.gather(None)
 
 
@@ -142,10 +142,10 @@ ALONE = World()
 
 
 def find_world(environment: Mapping[str, str]) -> World:
-    """The place that torchrun's variables in `environment` give; `ALONE` without them, or when they
-    speak of one rank.
+    """The place that torchrun's variables in `environment` give. `ALONE` without them or for one
+    rank.
 
-    Raises `ValueError` for several ranks of which not all is said.
+    Raises `ValueError` if there are several ranks and a variable is missing.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return ALONE
@@ -162,11 +162,11 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(debug: bool) -> Iterator[World]:
-    """Be one of the ranks that torchrun, MPI or Slurm started, or alone, with `plain_failures`, in
-    one voice for all ranks.
+    """Join the ranks that torchrun, MPI or Slurm started, or run alone. Failures are reported as in
+    `plain_failures`, once for all ranks.
 
-    Owns the process group; it ends with the block. A signal, such as SIGTERM, which torchrun sends
-    when another rank has failed, raises `KeyboardInterrupt`, so that what was made is cleaned up.
+    Owns the process group, which ends with the block. A signal raises `KeyboardInterrupt`, so that
+    the block cleans up. torchrun sends SIGTERM after the failure of another rank.
     """
     with plain_failures(debug):
         launched.adopt(os.environ)
@@ -190,7 +190,7 @@ def joined(debug: bool) -> Iterator[World]:
             while lost is not None and not _is_lost_partner(lost):
                 lost = lost.__cause__
             if lost is not None:
-                reason = sentence(lost).partition(". ")[0]  # the rest is general advice
+                reason = sentence(lost).partition(". ")[0]  # without its general advice
                 raise InfinityError(
                     f"another rank is gone, or cannot be reached: {reason}"
                 ) from None
@@ -201,7 +201,7 @@ def joined(debug: bool) -> Iterator[World]:
 
 
 def _meet(world: World) -> Store:
-    """The store of this try of the job."""
+    """The store of this attempt of the job."""
     try:
         store, *_ = next(rendezvous("env://", world.rank, world.size, timeout=JOINING))
     except dist.DistError as error:
@@ -209,9 +209,9 @@ def _meet(world: World) -> Store:
         raise InfinityError(
             f"rank {world.rank} did not reach the first rank's store at {place}: {error}"
         ) from error
-    # torchrun may give all tries one store, and gloo then now and then meets the addresses of the
-    # try before. Nodes count tries each for itself, so with several of them there is no common
-    # number to tell them apart.
+    # torchrun may use one store for all attempts. gloo then sometimes finds the addresses of the
+    # last attempt. Each node counts attempts by itself, so several nodes have no common number to
+    # distinguish them.
     alone = world.local_size == world.size
     return PrefixStore(
         f"infinity/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else ''}", store
@@ -219,11 +219,11 @@ def _meet(world: World) -> Store:
 
 
 def _without_frames() -> None:
-    """Have torch's C++ code log errors only, as TORCH_CPP_LOG_LEVEL=ERROR does for those who set it
-    before torch is imported.
+    """Make torch's C++ code log errors only, like TORCH_CPP_LOG_LEVEL=ERROR before the import of
+    torch.
 
-    It logs each attempt to reach a process that is gone as a warning, with dozens of frames, beside
-    the error that it raises. A torch without that variable goes on logging.
+    It logs each attempt to reach a dead process as a warning with dozens of frames, in addition to
+    its error. A torch without that symbol keeps its log level.
     """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         library = Path(torch.__file__).parent / "lib" / "libc10.so"
@@ -232,8 +232,7 @@ def _without_frames() -> None:
 
 
 def _backend(world: World) -> str:
-    """gloo for what is on the host (units that are saved, what the ranks agree on), and NCCL
-    between GPUs."""
+    """gloo for host tensors (saved units, and agreement of ranks), and NCCL between GPUs."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type != "cuda":
         return "gloo"
@@ -248,15 +247,15 @@ def _backend(world: World) -> str:
 
 
 def _is_lost_partner(error: BaseException) -> bool:
-    """Whether a collective failed for what happened to another rank: gloo says so in a
-    `RuntimeError` that names its source."""
+    """Whether a collective failed because of another rank. gloo raises a `RuntimeError` that names
+    its source."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and "gloo" in str(error).lower()
     )
 
 
 class _Voice:
-    """Says why the job failed, if this rank is the first that knows; see [Note: one voice]."""
+    """Reports the failure of the job if this rank is the first to know. See [Note: one voice]."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -264,16 +263,15 @@ class _Voice:
         self._is_alone = False
 
     def claim(self) -> None:
-        """This rank has failed; also the first where the store is gone, for then nobody could be
-        asked."""
+        """Count this rank as failed. It also reports if the store is gone."""
         try:
             self._speaks = self._store.add("failed", 1) == 1
         except RuntimeError:
             self._speaks, self._is_alone = True, True
 
     def tell(self, error: BaseException) -> None:
-        """Say why the job fails if this rank is to speak; else wait until the one that does has,
-        before torchrun ends it."""
+        """Print the reason if this rank reports. Otherwise wait until another rank has done so,
+        because torchrun may end it then."""
         if self._speaks:
             say(f"rank {self._rank}: {explained(error)}")
         if self._is_alone:
@@ -286,8 +284,8 @@ class _Voice:
 
 
 def own_directories(nvme: Path) -> list[Path]:
-    """The directories below `nvme` that ranks have for themselves, as `infinity.wrap` calls them,
-    and further engines, as `infinity.initialize` does."""
+    """The directories below `nvme` of single ranks, as `infinity.wrap` names them, and of further
+    engines, as `infinity.initialize` names them."""
     return sorted(
         path
         for path in nvme.iterdir()

@@ -1,5 +1,4 @@
-"""`report.html`: one self-contained page about a run, without scripts and without anything fetched
-from elsewhere."""
+"""`report.html`: one page about a run, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def _bars(rows: Iterable[tuple[str, float]]) -> str:
 
 
 def render_report(summary: dict[str, Any], history: History, spans: Sequence[Span]) -> str:
-    """The page as HTML text. `summary` as from `infinity.cli.history.summarize`."""
+    """The page as HTML text. `summary` comes from `infinity.cli.history.summarize`."""
     count = summary["steps"]
     steps = f"{count} step{'' if count == 1 else 's'}"
     ended = (

@@ -1,5 +1,5 @@
-"""`infinity run`: scripts that were written for DeepSpeed. `infinity_command.run` has the work,
-because it must not wait for torch."""
+"""`infinity run`: runs scripts that were written for DeepSpeed. The code is in
+`infinity_command.run`, because it must not wait for the import of torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`infinity-run.json` in an output directory: which run writes there, and whether it has ended.
+"""`infinity-run.json` in an output directory: the run that writes there, and whether it has ended.
 
-It is there before the first file of the output gets its name, without a summary, and gets its
-summary after the last one.
+It is written without a summary before the first file of the output gets its name. It gets its
+summary after the last file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from infinity.models.reading import open_regular
 
 
 class RunFile(BaseModel):
-    """What it says: the `options` that make the run, and the run of its committed `states` ("" for
-    none). When the output is whole, its `files` with their bytes, and the `summary` of the run."""
+    """The content of the file: the `options` that identify the run, and the run id of its committed
+    `states` ("" for none). A complete output also has its `files` with their bytes, and the
+    `summary` of the run."""
 
     options: dict[str, Any]
     states: str
@@ -29,8 +30,8 @@ class RunFile(BaseModel):
 
     @classmethod
     def of(cls, directory: Path, options: Mapping[str, Any]) -> RunFile | None:
-        """That of the run with these `options`; None where `directory` belongs to no run, or to
-        another one."""
+        """The run file in `directory` if it has these `options`; otherwise None. Raises
+        `OSError`."""
         path = directory / RUN_NAME
         if not path.is_file():
             return None
@@ -42,7 +43,7 @@ class RunFile(BaseModel):
         return found if found.options == options else None
 
     def is_whole(self, directory: Path) -> bool:
-        """Whether the run has ended, and all that it wrote is there."""
+        """Whether the run has ended, and all its files have their length."""
         with Directory(directory, "--output") as place:
             sizes = {name: place.status(name) for name in self.files}
         return self.summary is not None and all(
@@ -51,11 +52,11 @@ class RunFile(BaseModel):
         )
 
     def begin(self, directory: Path) -> None:
-        """Say whose the files are that come now."""
+        """Write the file before the output."""
         write_file(directory / RUN_NAME, self.model_dump_json(indent=1))
 
     def end(self, directory: Path, summary: Mapping[str, Any]) -> None:
-        """Say that they are all there."""
+        """Write the file again after the output, with `summary` and the lengths of all files."""
         sizes = {
             path.name: path.stat().st_size
             for path in directory.iterdir()

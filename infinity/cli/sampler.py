@@ -1,4 +1,4 @@
-"""Watches how many bytes each tier holds while a run goes on."""
+"""Samples the bytes in each tier during a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_SAMPLES = 4000
 
 
 class Sampler:
-    """Appends to `samples` what `memory()` says, in a thread of its own, from enter to exit.
+    """Appends samples of `memory()` to `samples` on its own thread, from enter to exit.
 
-    Memory is bounded: when there are `most` samples every second one is dropped and the interval
-    doubles. An exception of `memory` ends the sampling, silently: the run itself meets it.
+    Memory is bounded. At `most` samples, every second one is dropped and the interval doubles. An
+    exception of `memory` ends the sampling silently, because the run meets the same error.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The loop: an ordinary PyTorch training loop that also measures."""
+"""An ordinary PyTorch training loop, with measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from infinity.report import Report
 
 
 class TrainedEngine(Saver, Protocol):
-    """What the loop and the output need of `infinity.Engine`."""
+    """The part of `infinity.Engine` that the loop and the output use."""
 
     @property
     def recorder(self) -> Recorder: ...
@@ -54,21 +54,22 @@ class TrainedEngine(Saver, Protocol):
 
 
 class Watcher(Protocol):
-    """Told of progress; called by the loop's thread."""
+    """Receives the progress. The thread of the loop calls it."""
 
     def stepped(self, history: History) -> None:
-        """A step has ended; its record is the last of `history`."""
+        """A step has ended. Its record is the last of `history`."""
 
     def validated(self, history: History) -> None:
-        """A validation has ended; its record is the last of `history`."""
+        """A validation has ended. Its record is the last of `history`."""
 
     def moved(self, doing: str, done: int, total: int) -> None:
-        """A checkpoint is on its way, "saving" or "loading": bytes that are done, and of all."""
+        """A checkpoint is in progress. `doing` is "saving" or "loading", `done` and `total` are
+        bytes."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and in which portions to train."""
+    """The length of the training and its batches."""
 
     steps: int
     batch_size: int
@@ -76,16 +77,16 @@ class Schedule:
     accumulate: int
     warmup: int
     eval_every: int
-    """Validate after every so many steps; 0: only at the end."""
+    """Steps between validations; 0: only at the end."""
     eval_batches: int
     vertical: bool = False
-    """Whether the batches of a step go through the model together, see `infinity.accumulate`."""
+    """Whether the batches of a step go through the model together: see `infinity.accumulate`."""
 
 
 class Trainer:
-    """Trains `model` on `windows`; owns the `History` of the run and nothing else. One thread.
+    """Trains `model` on `windows`. It owns only the `History` of the run. Used by one thread.
 
-    Of several ranks each trains on its part of every batch, and all have the same losses.
+    Each rank trains on its part of every batch, and all ranks have the same losses.
     """
 
     def __init__(
@@ -110,9 +111,10 @@ class Trainer:
         self._checkpoints, self._world = checkpoints, world
 
     def train(self, interrupt: Interrupt, watcher: Watcher) -> History:
-        """Run the schedule, or until `interrupt` has noted a signal; returns the history.
+        """Run the schedule until its end or until `interrupt` has noted a signal. Returns the
+        history.
 
-        Raises `InfinityError` when the loss is no longer a finite number.
+        Raises `InfinityError` if the loss is not finite.
         """
         with Sampler(self.engine.memory, self.history.samples):
             self._run(interrupt, watcher)
@@ -145,14 +147,14 @@ class Trainer:
                 break
 
     def resume(self, checkpoint: Path, watcher: Watcher) -> None:
-        """Go on after the step that `checkpoint` was made at, as if there had been no interruption.
+        """Continue after the step of `checkpoint`, as if there had been no interruption.
 
-        Raises `ValueError` when what decides on the batches or on their use is not as it was then.
+        Raises `ValueError` if an option that determines the batches or their use has changed.
         """
         told = partial(watcher.moved, "loading")
         state = self.engine.load_checkpoint(checkpoint, self.optimizer, progress=told)
         self._take(state, str(checkpoint), "--checkpoint")
-        # The number of ranks was another one: that of the first is all there is.
+        # The number of ranks has changed, and this is the state of the first rank.
         if state.get("rank", 0) != self._world.rank:
             self._world.seed(self.windows.seed, self.history.done)
         else:
@@ -161,8 +163,8 @@ class Trainer:
                 torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, for the engine to commit with every step: it has the random states. Its
-        size does not grow with the number of steps."""
+        """The state of the run, which the engine commits with every step. The engine adds the
+        random states. Its size does not grow with the number of steps."""
         return {
             "fixed": self._fixed(),
             "scheduler": self.scheduler.state_dict(),
@@ -171,7 +173,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the step that was committed. Raises `ValueError` like `resume`."""
+        """Continue after the committed step. Raises `ValueError` like `resume`."""
         self._take(state, "the run in --nvme", "--nvme")
 
     def _take(self, state: dict[str, Any], where: str, option: str) -> None:
@@ -184,20 +186,20 @@ class Trainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.history.validations = unpacked_validations(state["validations"])
         steps = unpacked_steps(state["steps"])
-        shift = time.perf_counter() - steps[-1].end if steps else 0  # as if they had just been made
+        shift = time.perf_counter() - steps[-1].end if steps else 0  # as if they had just ended
         self.history.steps = [
             step._replace(start=step.start + shift, end=step.end + shift) for step in steps
         ]
 
     def _state(self) -> dict[str, Any]:
-        """What `resume` needs beside the engine and the optimizer."""
+        """The state for `resume`, beside the engine and the optimizer."""
         state = self.state_dict() | {"rank": self._world.rank, "rng": torch.get_rng_state()}
         if self.device.type != "cpu":
             state["device_rng"] = torch.get_device_module(self.device).get_rng_state(self.device)
         return state
 
     def _fixed(self) -> dict[str, Any]:
-        """What a run goes on with only if it is as it was, by the options that say it."""
+        """The options that a resumed run must not change."""
         plan = self.schedule
         return {
             "--batch-size": plan.batch_size,
@@ -242,19 +244,19 @@ class Trainer:
     def checked(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass `weights` on, which no loss has seen since the last step. Raises `InfinityError` at
-        a parameter that is not finite."""
-        buffers = {name for name, _ in self.model.named_buffers()}  # a mask has infinities
+        """Yield `weights`, which no loss has checked since the last step. Raises `InfinityError`
+        for a parameter that is not finite."""
+        buffers = {name for name, _ in self.model.named_buffers()}  # a mask may contain infinities
         for name, value in weights:
             if value.is_floating_point() and value.numel() and name not in buffers:
-                for extreme in map(float, torch.aminmax(value)):  # both are NaN where one is
+                for extreme in map(float, torch.aminmax(value)):  # any NaN makes both NaN
                     if not math.isfinite(extreme):
                         raise self._diverged(name, extreme, self.history.done)
             yield name, value
-            del value  # before the next unit is brought
+            del value  # free it before the next unit is gathered
 
     def _backward(self, batches: list[dict[str, Any]], scaled: bool) -> Iterator[torch.Tensor]:
-        """Accumulate the gradients of the mean loss; gives the loss of each batch."""
+        """Accumulate the gradients of the mean loss. Yields the loss of each batch."""
         scale: Any = getattr(self.optimizer, "scale", None) if scaled else None
         if self.schedule.vertical:
             yield from accumulate(self.model, batches, scale=scale)
@@ -266,11 +268,12 @@ class Trainer:
             yield loss.detach()
 
     def _inputs(self, batches: list[Any]) -> list[dict[str, Any]]:
-        """What this rank gives the model for each of `batches`, whose mean loss is that of a step.
+        """The model inputs of this rank for each of `batches`. The mean of their losses is the loss
+        of a step.
 
         Completions have different lengths. So every loss is a sum, divided by the number of labels
-        that an average batch has on an average rank. The mean over batches and ranks is then that
-        over all labels.
+        that an average batch has on an average rank. The mean over batches and ranks is then the
+        mean over all labels.
         """
         parts = [self._arguments(self._world.part(batch)) for batch in batches]
         if self.windows.learns_completions and self._takes_counts:
@@ -300,7 +303,7 @@ class Trainer:
                 if self._world.agree(interrupt.signal) is not None:
                     break
                 part = self._world.part(batch)
-                # All run the model, for all hold parts of it.
+                # All ranks run the model, because each holds a part of it.
                 loss = self._loss(self._arguments(part if len(part) else batch[:1])).item()
                 size = unpacked(part).counted if self.windows.learns_completions else part.size
                 total += loss * size
@@ -316,7 +319,8 @@ class Trainer:
 
 
 def _keywords(model: torch.nn.Module) -> set[str]:
-    """The keywords that the forward of `model` takes; those of losses, too, where it takes any."""
+    """The keyword arguments of the forward of `model`. If it takes any keyword, also those of
+    losses."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = {each.name for each in parameters}
     if any(each.kind is each.VAR_KEYWORD for each in parameters):

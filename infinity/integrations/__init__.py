@@ -1,2 +1,2 @@
-"""Trainers of other libraries on this engine, one module for each library. `import infinity` does
-not import them."""
+"""Integrations with trainers of other libraries, one module per library. `import infinity` does not
+import them."""

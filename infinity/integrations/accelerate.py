@@ -5,8 +5,8 @@ ranks.
 
     accelerator = Accelerator(infinity_config=infinity.Config(nvme="/mnt/nvme0"))
 
-The rest of the script stays. A plain `Accelerator` is enough on one rank, for a model that is
-wrapped already; on several ranks it would put the model into `DistributedDataParallel`.
+The rest of the script stays the same. On one rank, a plain `Accelerator` also works for a wrapped
+model. On several ranks it would put the model into `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_BACKEND = (
     "{other} and infinity both decide where the model's states live; leave out {other}, or train "
     "without infinity.integrations"
 )
-"""The error for a second engine beside ours."""
+"""The error for a second engine beside this one."""
 
 
 def is_new_optimizer(value: Any) -> bool:
@@ -43,11 +43,11 @@ def is_new_optimizer(value: Any) -> bool:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """An `accelerate.Accelerator` whose `prepare` wraps the model with `infinity_config`, and turns
-    its optimizer into the one of infinity with the same numbers.
+    """An `accelerate.Accelerator` with a `prepare` that wraps the model with `infinity_config`, and
+    converts its optimizer to the infinity optimizer that computes the same numbers.
 
-    A model that is wrapped already and optimizers of infinity are left as they are. Raises
-    `ConfigError` together with DeepSpeed, FSDP and Megatron-LM.
+    Wrapped models and infinity optimizers stay as they are. Raises `ConfigError` if DeepSpeed, FSDP
+    or Megatron-LM is enabled.
     """
 
     def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
@@ -56,11 +56,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         refuse_other_engines(self)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As of accelerate; give the model together with its optimizers and schedulers."""
+        """Like accelerate's `prepare`. Pass the model together with its optimizers and
+        schedulers."""
         return super().prepare(*self._wrapped(args), device_placement=device_placement)
 
     def _wrapped(self, things: Sequence[Any]) -> list[Any]:
-        """`things` with models wrapped, optimizers converted, and schedulers that drive these."""
+        """Wrap the models in `things`, convert the optimizers, and redirect the schedulers that
+        drive them."""
         optimizers = [each for each in things if is_new_optimizer(each)]
         for model in things:
             if isinstance(model, nn.Module) and not is_wrapped(model) and self.infinity_config:
@@ -72,31 +74,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As of accelerate, but a wrapped model is never put into DistributedDataParallel: its
-        engine exchanges gradients."""
+        """Like accelerate's `prepare_model`, but never put a wrapped model into
+        DistributedDataParallel. Its engine exchanges gradients."""
         exchanges = is_wrapped(model)
         return super().prepare_model(model, device_placement, evaluation_mode or exchanges)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As of accelerate, but the states of our optimizers are where they belong."""
+        """Like accelerate's `prepare_optimizer`, but never move the states of an infinity
+        optimizer."""
         placed = isinstance(optimizer, Optimizer)
         return super().prepare_optimizer(optimizer, False if placed else device_placement)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """As of accelerate; for fp16 parameters the loss is scaled by their optimizer."""
+        """Like accelerate's `backward`. For fp16 parameters, the optimizer scales the loss."""
         ours = [each.optimizer for each in self._optimizers]
         super().backward(scaled(loss, ours), **kwargs)
 
 
 def adopt(accelerator: Any) -> None:
-    """Make an `Accelerator` of the `accelerate.Accelerator` that a trainer has built for itself."""
+    """Turn the `accelerate.Accelerator` of a trainer into an `Accelerator` in place."""
     refuse_other_engines(accelerator)
     accelerator.__class__ = Accelerator
     accelerator.infinity_config = None
 
 
 def refuse_other_engines(accelerator: Any) -> None:
-    """Raise `ConfigError` where `accelerator` was told to shard the model by other means."""
+    """Raise `ConfigError` if `accelerator` shards the model with another engine."""
     others = {
         DistributedType.DEEPSPEED: "DeepSpeed",
         DistributedType.FSDP: "FSDP",

@@ -1,4 +1,4 @@
-"""Lightning: a strategy for its Trainer, and one for Fabric. The module and the loop stay.
+"""Lightning: a strategy for its Trainer, and one for Fabric. The module and the loop stay the same.
 
     from infinity.integrations.lightning import InfinityStrategy
 
@@ -8,14 +8,13 @@
 
     fabric = Fabric(strategy=InfinityFabricStrategy(infinity.Config(nvme="/mnt/nvme0")), ...)
 
-Both start processes as the strategy "ddp" does, without `DistributedDataParallel`: the engine
-shards and exchanges gradients. On one device there is no process group.
+Both start processes like the strategy "ddp", without `DistributedDataParallel`: the engine shards
+parameters and exchanges gradients. On one device there is no process group.
 
 [Note: checkpoints are directories]
-A checkpoint with optimizers is a directory: `infinity/`, written by all ranks, each its part, and
-`rest.ckpt` with all that is not the engine's. `exclude_frozen_parameters=True` leaves frozen ones
-out, such as the base of adapters. One without optimizers is an ordinary file of
-Lightning.
+A checkpoint with optimizers is a directory. All ranks write their parts of `infinity/`. `rest.ckpt`
+holds everything outside the engine. `exclude_frozen_parameters=True` leaves frozen parameters out,
+such as the base of adapters. A checkpoint without optimizers is an ordinary file of Lightning.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ REST = "rest.ckpt"
 
 
 class Streaming:
-    """What both strategies have in common."""
+    """The common part of both strategies."""
 
     infinity_config: Config
     root_device: Any
@@ -61,27 +60,28 @@ class Streaming:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one process."""
+        """Whether there is only one process."""
         return bool(self.num_nodes * self.num_processes == 1)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
-        """Wrap `model` for these optimizers, unless it is wrapped."""
+        """Wrap `model` for `optimizers`, unless it is wrapped."""
         if not is_wrapped(model):
             wrap_for(model, with_device(self.infinity_config, self.root_device), optimizers)
         return model
 
 
 def without_memory() -> AbstractContextManager[None]:
-    """`infinity.init()`, unless this is inside of one."""
+    """`infinity.init()`, or nothing inside of `infinity.init()`."""
     return nullcontext() if is_building() else init()
 
 
 class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
-    """For `lightning.Trainer`: wraps the LightningModule with `infinity_config` and converts what
-    `configure_optimizers` returns. `configure_model` builds without memory.
+    """For `lightning.Trainer`: wraps the LightningModule with `infinity_config`, and converts the
+    optimizers of `configure_optimizers`. `configure_model` builds without memory.
 
-    `options` are those of `lightning.pytorch.strategies.ParallelStrategy`. Optimizers of torch but
-    Adam and AdamW need `Config(algorithm=...)`, because the module is wrapped before they are made.
+    `options` are those of `lightning.pytorch.strategies.ParallelStrategy`. Optimizers other than
+    Adam and AdamW need `Config(algorithm=...)`, because the module is wrapped before they are
+    created.
     """
 
     strategy_name = "infinity"
@@ -89,7 +89,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     optimizers: Any
     _lightning_module: Any
 
-    # Not the base: Lightning draws another order of the data for each DDPStrategy, also on one
+    # DDPStrategy is not the base: Lightning shuffles data differently for it, even on one
     # device.
     root_device = DDPStrategy.root_device
     num_nodes = DDPStrategy.num_nodes
@@ -122,15 +122,15 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         self._timeout = timeout
         self._start_method = start_method
         self._is_restored = False
-        self._trained: list[nn.Parameter] = []  # before callbacks froze anything
+        self._trained: list[nn.Parameter] = []  # before callbacks freeze any
         self._thaws = False
-        self._adjusted = ExitStack()  # ends what was changed in callbacks
+        self._adjusted = ExitStack()  # undoes changes to callbacks
 
     # Setting up
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the data are shared among processes."""
+        """Whether processes share the data."""
         return not self.is_alone
 
     def _configure_launcher(self) -> None:
@@ -138,7 +138,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             self._start_processes()
 
     def setup_environment(self) -> None:
-        """As of DDP, but without a process group on one device."""
+        """Like DDP, but without a process group on one device."""
         super().setup_environment()
         if self.is_alone:
             self.set_world_ranks()
@@ -147,21 +147,21 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What is built inside takes no memory, as in `infinity.init()`."""
+        """Modules built inside take no memory, as in `infinity.init()`."""
         with self.precision_plugin.tensor_init_context(), without_memory():
             yield
 
     def model_sharded_context(self) -> Any:
-        """What is built inside takes no memory, as in `infinity.init()`."""
+        """Modules built inside take no memory, as in `infinity.init()`."""
         return without_memory()
 
     def connect(self, model: Any) -> None:
-        """As of every strategy; notes what is trained before callbacks freeze it."""
+        """Like the base, and note the trained parameters before callbacks freeze some of them."""
         super().connect(model)
         self._trained = [each for each in model.parameters() if each.requires_grad]
 
     def setup(self, trainer: Any) -> None:
-        """As of every strategy; the module is wrapped, then its optimizers are made."""
+        """Like the base. The module is wrapped before its optimizers are created."""
         self._thaws = thaws(trainer.callbacks)
         self._adjusted = adjust(trainer.callbacks)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
@@ -170,7 +170,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         check_averaging(trainer.callbacks, self.model)
 
     def model_to_device(self) -> None:
-        """Nothing: the engine brings parameters where they are used."""
+        """Does nothing, because the engine moves parameters to the device."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         trained, self._trained = self._trained, []
@@ -180,17 +180,17 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             return self.wrap(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As of every strategy, converted to optimizers of infinity. Those of an earlier fit are
-        let go, because a parameter has the states of one."""
+        """Like the base, and convert the optimizers. Optimizers of an earlier fit are released,
+        because one optimizer at a time holds the states of a parameter."""
         self.optimizers = []
         self.lr_scheduler_configs: list[Any] = []
-        gc.collect()  # a save of checkpoints leaves cycles that hold them
+        gc.collect()  # a save leaves reference cycles that hold them
         super().setup_optimizers(trainer)
         schedulers = [each.scheduler for each in self.lr_scheduler_configs]
         self.optimizers = [convert(each, schedulers) for each in self.optimizers]
 
     def teardown(self) -> None:
-        """As of DDP, but the module stays on its device."""
+        """Like DDP, but leave the module on its device."""
         module, self._lightning_module = self._lightning_module, None
         self._adjusted.close()
         try:
@@ -201,7 +201,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the whole module, unless it optimizes manually."""
+        """One forward of the whole module, unless it uses manual optimization."""
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
                 return self.lightning_module.training_step(*args, **kwargs)
@@ -227,7 +227,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As of every strategy; for fp16 parameters the loss is scaled."""
+        """Like the base. For fp16 parameters, the optimizer scales the loss."""
         super().backward(scaled(closure_loss, self.optimizers), *args, **kwargs)
         return closure_loss
 
@@ -239,22 +239,22 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine loads, once the module is wrapped."""
+        """True, because the engine loads after the module is wrapped."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves the weights."""
+        """Empty, because the engine saves the weights."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing for an optimizer of ours: the engine saves its states."""
+        """Empty for an infinity optimizer, because the engine saves its states."""
         found = getattr(optimizer, "_optimizer", optimizer)
         return {} if isinstance(found, Optimizer) else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """A directory where optimizers are saved, else a file. All ranks call it."""
+        """Write a directory if optimizers are saved, else a file. All ranks call it."""
         if "optimizer_states" not in checkpoint:
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -268,7 +268,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The engine takes what is its own. All ranks call it."""
+        """Load the part of the engine, and return the rest. All ranks call it."""
         path = Path(checkpoint_path)
         self._is_restored = (path / FOLDER).is_dir()
         if self._is_restored:
@@ -278,12 +278,12 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As of every strategy, from a file."""
+        """Like the base, unless the engine has loaded the weights."""
         if not self._is_restored:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As of every strategy, from a file."""
+        """Like the base, unless the engine has loaded the states."""
         if not self._is_restored:
             super().load_optimizer_state_dict(checkpoint)
 
@@ -296,7 +296,7 @@ class Sync(_BackwardSyncControl):  # type: ignore[misc]
     """`fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """`infinity.no_sync(module)` where it is `enabled`."""
+        """`infinity.no_sync(module)` if `enabled`."""
         return engine(module).no_sync() if enabled else nullcontext()
 
 
@@ -304,7 +304,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
     """For `lightning.Fabric`: `setup` wraps the model with `infinity_config`, and converts its
     optimizers. `init_module` builds without memory.
 
-    Other arguments are those of `lightning.fabric.strategies.DDPStrategy`.
+    `options` are those of `lightning.fabric.strategies.DDPStrategy`.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """As of DDP; nothing on one device, whose data stay in their order."""
+        """Like DDP. None on one device, so that data keep their order."""
         return None if self.is_alone else super().distributed_sampler_kwargs
 
     def _configure_launcher(self) -> None:
@@ -338,25 +338,25 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What is built inside takes no memory, as in `infinity.init()`."""
+        """Modules built inside take no memory, as in `infinity.init()`."""
         with self.precision.module_init_context(), without_memory():
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: the engine brings parameters where they are used."""
+        """Does nothing, because the engine moves parameters to the device."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap `module`; its optimizer may be set up later."""
+        """Wrap `module`. Its optimizer may be set up later."""
         return self.wrap(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Convert `optimizer`, whose model is wrapped."""
+        """Convert `optimizer`. Its model must be wrapped."""
         return self._convert(optimizer)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> Any:
-        """Wrap `module` for its `optimizers`, and convert these."""
+        """Wrap `module` for its `optimizers`, and convert them."""
         self.wrap(module, optimizers)
         schedulers = [] if scheduler is None else [scheduler]
         made = [self._convert(optimizer, schedulers) for optimizer in optimizers]
@@ -370,7 +370,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         return made
 
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """As of every strategy; for fp16 parameters the loss is scaled."""
+        """Like the base. For fp16 parameters, the optimizer scales the loss."""
         super().backward(scaled(tensor, self._optimizers), *args, **kwargs)
 
     # Checkpoints. See [Note: checkpoints are directories].
@@ -382,7 +382,8 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """A directory where optimizers are saved, else a file. All ranks call it."""
+        """Write a directory if optimizers are saved, else a file. All ranks call it. Raises
+        `ConfigError` for `filter` with a directory."""
         model, optimizers, rest = _parted(state)
         if model is None or not optimizers:
             super().save_checkpoint(path, state, storage_options, filter)
@@ -402,7 +403,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The engine takes what is its own. All ranks call it."""
+        """Load the part of the engine, and return the rest. All ranks call it."""
         path = Path(path)
         if not (path / FOLDER).is_dir():
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
@@ -419,7 +420,8 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
 def _parted(
     state: Mapping[str, Any],
 ) -> tuple[nn.Module | None, list[Optimizer], dict[str, Any]]:
-    """The wrapped model in `state`, its optimizers, and the rest."""
+    """The wrapped model in `state`, its optimizers, and the rest. Raises `ConfigError` for two
+    wrapped models."""
     models = [each for each in state.values() if isinstance(each, nn.Module) and is_wrapped(each)]
     optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
     if len(models) > 1:

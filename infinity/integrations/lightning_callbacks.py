@@ -1,19 +1,19 @@
-"""What callbacks of Lightning's Trainer do to parameters, on a wrapped module.
+"""Makes callbacks of Lightning's Trainer that change parameters work on a wrapped module.
 
 [Note: callbacks that thaw]
-A parameter that is frozen when its module is wrapped gets no place for gradients and states.
-`BaseFinetuning` freezes before that, and thaws in a later epoch. So what it has frozen is wrapped
-as if it were trained, and frozen again.
+A parameter that is frozen during `wrap` gets no place for gradients and states. `BaseFinetuning`
+freezes parameters before `wrap`, and thaws them in a later epoch. So these parameters are trainable
+during `wrap`, and frozen again afterwards.
 
 [Note: callbacks that prune]
-`torch.nn.utils.prune` reads a parameter, gives it another name, and in the end assigns its data.
-Inside of `infinity.gathered` all of that works. `ModelPruning` calls it in hooks that know no
-strategy. So its methods that do it are replaced on the callback, until the strategy ends.
+`torch.nn.utils.prune` reads a parameter, renames it, and finally assigns its data. All of that
+works inside of `infinity.gathered`. `ModelPruning` calls it in hooks without a strategy. So
+`adjust` replaces these methods on the callback, until the strategy ends.
 
 [Note: callbacks that average]
-`WeightAveraging` exchanges the parameters of the module with averages for each validation, and
-takes the averages in the end. That is done unit by unit. Masters that have more bits than
-parameters are kept meanwhile, and come back with the parameters.
+`WeightAveraging` swaps the parameters of the module and their averages for each validation, and
+copies the averages to the parameters at the end. `_AverageSwap` does this unit by unit. Masters
+with more bits than parameters are kept during the swap, and restored with the parameters.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _PRUNING = ("apply_pruning", _RESET, "make_pruning_permanent")
 
 
 def thaws(callbacks: Iterable[Any]) -> bool:
-    """Whether one of the callbacks may thaw what it has frozen."""
+    """Whether a callback may thaw parameters that it has frozen."""
     return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
 
 
 @contextmanager
 def trainable(frozen: Iterable[torch.Tensor], model: nn.Module) -> Iterator[None]:
-    """Inside, these parameters of `model` take gradients. Afterwards those with the same names are
-    frozen: `wrap` may make new ones."""
+    """Inside, the `frozen` parameters of `model` require gradients. Afterwards the parameters with
+    the same names are frozen again, because `wrap` may have replaced them."""
     ids = {id(parameter) for parameter in frozen}
     named = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
     for parameter in named.values():
@@ -66,8 +66,8 @@ def trainable(frozen: Iterable[torch.Tensor], model: nn.Module) -> Iterator[None
 
 
 def adjust(callbacks: Iterable[Any]) -> ExitStack:
-    """Have `ModelPruning` gather what it prunes, and `WeightAveraging` exchange unit by unit, until
-    the result is closed."""
+    """Make `ModelPruning` gather the parameters that it prunes, and `WeightAveraging` swap unit by
+    unit. Closing the result undoes both."""
     stack = ExitStack()
     for callback in callbacks:
         replaced: dict[str, Callable[..., Any]] = {}
@@ -83,8 +83,8 @@ def adjust(callbacks: Iterable[Any]) -> ExitStack:
 
 
 def check_averaging(callbacks: Iterable[Any], module: nn.Module) -> None:
-    """Raise `ConfigError` where a callback averages the parameters of a wrapped `module` that has
-    other ones than before, because weights lie in tiles."""
+    """Raise `ConfigError` if a callback averages the parameters of a wrapped `module` with weights
+    in tiles."""
     tiled = next((name for name, each in module.named_modules() if isinstance(each, InTiles)), None)
     if tiled is not None and any(isinstance(callback, _AVERAGING) for callback in callbacks):
         raise ConfigError(
@@ -94,7 +94,7 @@ def check_averaging(callbacks: Iterable[Any], module: nn.Module) -> None:
 
 
 class _AverageSwap:
-    """What `WeightAveraging` does to the parameters of a wrapped module: see [Note: callbacks that
+    """Replaces the swap of `WeightAveraging` on a wrapped module. See [Note: callbacks that
     average]."""
 
     def __init__(self, callback: Any) -> None:
@@ -102,7 +102,7 @@ class _AverageSwap:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
 
     def swap(self, module: nn.Module) -> None:
-        """The module has the averages, and the average model its parameters; or back."""
+        """Exchange the parameters of `module` with those of the average model."""
         masters = {} if self._masters else self._read_masters(module)
         self._write(module, give_back=True)
         for parameter, master in self._masters.items():
@@ -110,7 +110,7 @@ class _AverageSwap:
         self._masters = masters
 
     def copy(self, module: nn.Module) -> None:
-        """The module has the averages."""
+        """Copy the averages to `module`."""
         self._write(module, give_back=False)
 
     def _read_masters(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -142,7 +142,7 @@ def _give(average: torch.Tensor, current: torch.Tensor, give_back: bool) -> None
 
 
 def _gathering(callback: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of `callback`, with the parameters that it prunes there."""
+    """`method` of `callback`, with its pruned parameters gathered."""
     reset: set[tuple[int, str]] = set()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -155,8 +155,9 @@ def _gathering(callback: Any, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share(callback: Any, reset: set[tuple[int, str]]) -> None:
-    """Give the first values that `callback` keeps those of the parameters which it has `reset`
-    before: in a plain module both share their memory from then on, so it resets them once."""
+    """Copy the current values of parameters that were `reset` before over the initial values that
+    `callback` keeps. In a plain module both share memory after a reset, so later resets have no
+    effect."""
     for layer in (callback._original_layers or {}).values():
         if callback._resample_parameters and hasattr(layer["data"], "reset_parameters"):
             continue  # it resets them to new values
@@ -170,8 +171,8 @@ def _share(callback: Any, reset: set[tuple[int, str]]) -> None:
 
 
 def _pruned(places: Iterable[tuple[nn.Module, str]]) -> list[torch.Tensor]:
-    """The parameters at these places, by their own names or those that pruning gives. Raises
-    `ConfigError` for one in tiles."""
+    """The parameters at `places`, under their own names or the names that pruning gives them.
+    Raises `ConfigError` for a weight in tiles."""
     found: list[torch.Tensor] = []
     for module, name in places:
         if isinstance(module, InTiles) and name in module.tiled:

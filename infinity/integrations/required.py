@@ -1,4 +1,4 @@
-"""What says which extra of this package brings a missing library."""
+"""Names the extra of this package that installs a missing library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def required(library: str, extra: str) -> Iterator[None]:
-    """Around the import of `library`, which comes with `zero-infinity[extra]`."""
+    """Wrap the import of `library`, which `zero-infinity[extra]` installs. Raises
+    `ModuleNotFoundError` that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""transformers: a Trainer whose model lives on this engine, and a mixin for every other Trainer.
+"""transformers: a Trainer with a model on this engine, and a mixin for every other Trainer.
 
     from infinity.integrations.transformers import InfinityTrainer
 
@@ -10,11 +10,11 @@
         pass
 
 [Note: checkpoints of a trainer]
-`checkpoint-N/` has what a Trainer writes, but for `optimizer.pt`: its place takes `infinity/`, a
-checkpoint of the engine, with weights, masters and moments; of a PEFT model, those of the adapters.
-All ranks write it, each its part. A resume and the best model come from there, bit for bit. A
-directory without it, from a plain Trainer or with `save_only_model=True`, is loaded as a plain
-Trainer loads it.
+`checkpoint-N/` has the files of a plain Trainer, with `infinity/` instead of `optimizer.pt`. That
+is a checkpoint of the engine with weights, masters and moments; of a PEFT model, only those of the
+adapters. All ranks write their parts. A resume and the best model are loaded from it, bit for bit.
+A directory without it is loaded like in a plain Trainer. Such a directory comes from a plain
+Trainer or from `save_only_model=True`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ with required("transformers", "trainer"):
 log = logging.getLogger("infinity")
 
 FOLDER = "infinity"
-"""The checkpoint of the engine in a `checkpoint-N` of a trainer."""
+"""The checkpoint of the engine in `checkpoint-N`."""
 
 
 class Counterpart(NamedTuple):
-    """What `TrainingArguments(optim=...)` becomes."""
+    """The optimizer for `TrainingArguments(optim=...)`."""
 
     kind: type[Optimizer] | None
-    """None: what transformers makes of it, converted."""
+    """None: the optimizer of transformers is converted."""
     moments: str = "fp32"
-    """`Config.moment_precision`, where the configuration does not say it."""
+    """The default of `Config.moment_precision`."""
 
 
 COUNTERPARTS: Mapping[str, Counterpart] = {
@@ -86,24 +86,25 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
 if TYPE_CHECKING:
     from transformers import Trainer as Base
 else:
-    Base = object  # the trainer comes after the mixin
+    Base = object  # a Trainer follows the mixin in the bases
 
 
 class InfinityTrainerMixin(Base):  # type: ignore[misc]
-    """Before a subclass of `transformers.Trainer`: the model of that trainer lives on this engine.
+    """Runs the model of a Trainer on this engine: a base class before a subclass of
+    `transformers.Trainer`.
 
-    `infinity_config` says how the model is wrapped, as soon as the trainer has it; a model built
-    inside `infinity.init()` gets its values then. Where it does not say so, `algorithm` and
-    `moment_precision` follow from the optimizer, and the device from the arguments. A model that is
-    wrapped already takes no `infinity_config`.
+    The model is wrapped with `infinity_config` as soon as the trainer has it. A model built inside
+    `infinity.init()` gets its values then. Fields that the config does not set have other defaults:
+    `algorithm` and `moment_precision` follow from the optimizer, and the device from the arguments.
+    A wrapped model takes no `infinity_config`.
 
-    `optim=` names become optimizers of infinity with the numbers of the arguments; an optimizer of
-    torch in `optimizers=` is converted, and its scheduler goes with it. All ranks take part in
-    `save_model`, so call it on all. The log has what the last step moved and how long the model
-    waited since the entry before: see `Engine.activity`.
+    An `optim=` name becomes an infinity optimizer with the hyperparameters of the arguments. A
+    torch optimizer in `optimizers=` is converted, and its scheduler redirected. All ranks must call
+    `save_model`. The log has the bytes that the last step moved, and the seconds that the model
+    waited since the last entry: see `Engine.activity`.
 
-    Raises `ConfigError` for arguments that ask for another engine beside this one, or for an
-    optimizer that it does not know, before anything is changed.
+    Raises `ConfigError` for arguments that enable another engine, and for an unknown optimizer,
+    before anything is changed.
     """
 
     def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
@@ -117,7 +118,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
     # The model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As of transformers; then the model is wrapped, the first time that all is known."""
+        """Like transformers, then wrap the model. This is the first call at which all settings are
+        known."""
         refuse_arguments(self.args)
         if self._given_optimizer is None and self._given_kind is None:
             counterpart_of(self.args)
@@ -127,8 +129,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             self._wrap(self.model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As of transformers; the new model is wrapped, after the engine of the one before it is
-        closed."""
+        """Like transformers. Closes the engine of the last model, and wraps the new model."""
         if isinstance(self.model, nn.Module) and is_wrapped(self.model):
             engine(self.model).close()
         self._waited.clear()
@@ -141,7 +142,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {in_words(model)}; give a torch.nn.Module")
         if is_wrapped(model):
-            # A search over hyperparameters makes the accelerator anew for each trial.
+            # A hyperparameter search creates a new accelerator for each trial.
             if config is not None and model is not self._wrapped_model:
                 raise ConfigError(
                     "the model is wrapped already, so infinity_config would change nothing; leave "
@@ -159,7 +160,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         self._wrapped_model = model
 
     def _completed(self, config: Config) -> Config:
-        """`config` with what follows from the names and numbers of the arguments."""
+        """`config` with defaults that follow from the arguments."""
         if self._given_optimizer is not None:
             return config
         found: dict[str, Any] = {"algorithm": algorithm_of(*self._optimizer_kind())}
@@ -171,13 +172,13 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
     # The optimizer
 
     def _optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], Any]:
-        """The class of the optimizer that will be made, and what it takes."""
+        """The class of the optimizer and its arguments."""
         kind, settings = self._given_kind or self.get_optimizer_cls_and_kwargs(self.args)
         return kind, settings
 
     @classmethod
     def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As of transformers, for `args.optim` that infinity has."""
+        """Like transformers, with an infinity optimizer if there is one for `args.optim`."""
         kind = counterpart_of(args).kind
         if kind is None:
             found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
@@ -186,7 +187,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         return kind, settings | ({"eps": args.adam_epsilon} if kind is AdamW else {})
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers, and converted to one of infinity."""
+        """Like transformers, and convert the optimizer."""
         made = super().create_optimizer(*args, **kwargs)
         if is_new_optimizer(made):
             schedulers = [] if self.lr_scheduler is None else [self.lr_scheduler]
@@ -199,7 +200,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if self.args.should_save or state_dict is not None:
             super()._save(output_dir, state_dict)
         else:
-            for _ in engine(self.model).weights():  # those who save gather them meanwhile
+            for _ in engine(self.model).weights():  # join the gathers of ranks that save
                 pass
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -237,8 +238,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
     # The log
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As of transformers; with a training loss come the bytes that the last step moved, and the
-        seconds that the model waited since the entry before."""
+        """Like transformers. An entry with a training loss also gets the bytes that the last step
+        moved, and the seconds that the model waited since the last entry."""
         if "loss" in logs:
             for name, value in engine(self.model).activity().items():
                 waits = name.startswith("wait")
@@ -258,7 +259,7 @@ def _has_engine_checkpoint(checkpoint: str) -> bool:
 
 
 def counterpart_of(args: Any) -> Counterpart:
-    """What `args.optim` becomes; raises `ConfigError` where infinity has nothing like it."""
+    """The counterpart of `args.optim`. Raises `ConfigError` if it has none."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in COUNTERPARTS:
         raise ConfigError(
@@ -270,7 +271,8 @@ def counterpart_of(args: Any) -> Counterpart:
 
 
 def optimizer_in(optimizers: Any) -> torch.optim.Optimizer | None:
-    """The optimizer in the argument `optimizers` of a Trainer, a pair with a scheduler."""
+    """The optimizer in a Trainer's argument `optimizers`, which is a pair with a scheduler. Raises
+    `ConfigError` for other values."""
     if optimizers is None:
         return None
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
@@ -294,7 +296,8 @@ def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise `ConfigError` for training arguments that cannot be together with this engine."""
+    """Raise `ConfigError` for training arguments that conflict with this engine. Sets `n_gpu` to 1
+    with a warning if it is larger."""
     for name, other in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise ConfigError(f"TrainingArguments({name}=...): {ONE_BACKEND.format(other=other)}")

@@ -1,4 +1,4 @@
-"""Wrapping a model whose optimizers exist already, and converting these."""
+"""Wraps a model for existing optimizers, and converts these."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from infinity.sharding.parameter import ShardedParameter
 def wrap_for(
     model: nn.Module, config: Config, optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> None:
-    """Wrap `model`, which `optimizers` train, with the algorithm that they need where `config` does
-    not say which. They have its parameters afterwards: `wrap` makes new ones where the model was
-    built without memory."""
+    """Wrap `model` for `optimizers`, with the algorithm that they need unless `config` sets one.
+    Then update their parameters, because `wrap` creates new parameters for a model without
+    memory."""
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
     wrap(model, _config_for(config, optimizers))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -34,10 +34,10 @@ def wrap_for(
 def convert(
     optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()
 ) -> torch.optim.Optimizer:
-    """`optimizer` as one of infinity where it has parameters of a wrapped model, else itself. Those
-    of `schedulers` that drive it go with it.
+    """Convert `optimizer` to an infinity optimizer if it has parameters of a wrapped model; else
+    return it unchanged. Schedulers that drive it are redirected.
 
-    Raises `ConfigError` for one that has parameters of before `wrap`, which nothing would train.
+    Raises `ConfigError` for parameters without memory, which `wrap` has replaced.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
@@ -54,8 +54,8 @@ def convert(
 
 
 def with_device(config: Config, device: torch.device) -> Config:
-    """`config` for a model on `device`, where it does not say where the model runs. Raises
-    `ConfigError` for what is no `Config`."""
+    """`config` with `device` as its device, unless it sets one. Raises `ConfigError` if `config` is
+    no `Config`."""
     if not isinstance(config, Config):
         raise ConfigError(
             f"infinity_config is {in_words(config)}; give an infinity.Config, such as "
@@ -68,8 +68,8 @@ def with_device(config: Config, device: torch.device) -> Config:
 
 
 def scaled(loss: torch.Tensor, optimizers: Sequence[Any]) -> torch.Tensor:
-    """`loss` as the first of `optimizers` scales it that scales any, because it has fp16
-    parameters."""
+    """`loss`, scaled by the first of `optimizers` that has a loss scaler. Optimizers of fp16
+    parameters have one."""
     scaling = [each for each in optimizers if getattr(each, "loss_scaler", None) is not None]
     found: torch.Tensor = scaling[0].scale(loss) if scaling else loss
     return found

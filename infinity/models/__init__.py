@@ -1,13 +1,13 @@
-"""What is trained or asked, and on what: a model, its tokenizer, and windows of tokens.
+"""A model, its tokenizer, and the data to train on or to continue.
 
 | module | answers |
 |---|---|
 | `source` | which model a name means, and how it is built |
 | `description` | whether its config.json describes a model |
 | `tokenizer`, `data` | which tokens a text becomes, and how they are packed into windows |
-| `generation` | which texts a model makes of prompts, and what their KV cache takes |
+| `generation` | how a model continues prompts, and the size of their KV cache |
 | `schedule` | the learning rate of a step |
 | `reading` | how files that a user names are opened |
 
-Nothing here prints, and `transformers` is imported only when a model is asked for.
+Nothing here prints. `transformers` is imported only when a model is used.
 """

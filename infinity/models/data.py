@@ -1,5 +1,4 @@
-"""Training data: where text comes from, how it is packed into windows of equal length, and in which
-order they come."""
+"""Training data: reads text, packs it into windows of equal length, and orders the windows."""
 
 from __future__ import annotations
 
@@ -75,12 +74,12 @@ TEXT_SUFFIXES = frozenset(
     )
 )
 STDLIB_BYTES = 8 << 20
-"""How much of the standard library is read when no data is given."""
+"""Bytes of the standard library that are read without other data."""
 _NOT_IN_STDLIB = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 )
 _PIECE = 1 << 20
-"""Characters read, and handed to the tokenizer, at a time."""
+"""Characters that are read and tokenized at a time."""
 _ARCHIVES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")
 _PACKED = dict.fromkeys(_ARCHIVES, "unpack it first") | {
     ".arrow": "give the directory that save_to_disk made",
@@ -88,16 +87,16 @@ _PACKED = dict.fromkeys(_ARCHIVES, "unpack it first") | {
     ".docx": "convert it to text first",
     ".xlsx": "save it as CSV first",
 }
-"""Endings of what is no text, and what to do about it."""
+"""Endings of files that are no text, with advice for the error."""
 _BESIDE_RECORDS = frozenset(("readme.md", "dataset_infos.json", "dataset_info.json"))
-"""What describes the data sets of the hub, and is no data."""
+"""Files that describe a data set of the hub and hold no data."""
 VALIDATION_SHARE = 20
 """One window in this many is held out, but at least one and at most `MOST_VALIDATION`."""
 MOST_VALIDATION = 512
 
 
 class TextPiece(NamedTuple):
-    """A part of a document; `last` when the document ends with it."""
+    """A part of a document. `last` marks the end of the document."""
 
     text: str
     last: bool
@@ -106,8 +105,8 @@ class TextPiece(NamedTuple):
 def _files(
     folder: Path, suffixes: frozenset[str], skip: frozenset[str] = frozenset()
 ) -> Iterator[Path]:
-    """Files with one of `suffixes` under `folder` in sorted order; hidden folders and links to
-    folders are not entered."""
+    """Files with one of `suffixes` under `folder`, in sorted order. Hidden folders and links to
+    folders are skipped."""
     for here, folders, names in os.walk(folder):
         folders[:] = sorted(
             name for name in folders if name not in skip and not name.startswith(".")
@@ -119,7 +118,8 @@ def _files(
 
 
 def _chunk(handle: TextIO) -> str:
-    """About `_PIECE` characters, up to the end of a line where there is one nearby."""
+    """About `_PIECE` characters. It ends with a line if the line ends within the next `_PIECE`
+    characters."""
     text = handle.read(_PIECE)
     return text + handle.readline(_PIECE) if text and not text.endswith("\n") else text
 
@@ -139,7 +139,7 @@ def _text(path: Path) -> Iterator[TextPiece]:
 
 
 def _items(path: Path, as_text: bool) -> Iterator[TextPiece | DataRecord]:
-    """The documents, or the samples, of one file."""
+    """The documents or samples of one file."""
     suffix = path.suffix.lower()
     if suffix in _PACKED:
         raise ValueError(f"{path} is no text: {_PACKED[suffix]}")
@@ -159,8 +159,8 @@ def _sorted_out(found: Iterable[DataRecord]) -> Iterator[TextPiece | DataRecord]
 
 
 def standard_library() -> Iterator[TextPiece]:
-    """The first `STDLIB_BYTES` of the Python sources of the running interpreter's standard library,
-    in sorted order."""
+    """The first `STDLIB_BYTES` of the Python sources in the interpreter's standard library, in
+    sorted order."""
     total = 0
     for path in _files(Path(sysconfig.get_paths()["stdlib"]), frozenset((".py",)), _NOT_IN_STDLIB):
         total += path.stat().st_size
@@ -170,12 +170,12 @@ def standard_library() -> Iterator[TextPiece]:
 
 
 def read_items(source: Path | None, as_text: bool = False) -> Iterator[TextPiece | DataRecord]:
-    """The documents in `source`, piece by piece, or its samples: a text file, a file of records
-    (`records.SUFFIXES`), a folder of such files, or one that `datasets` saved.
+    """Read the documents of `source` piece by piece, or its samples. `source` is a text file, a
+    file of records (`records.SUFFIXES`), a folder of such files, or a folder that `datasets` saved.
 
-    None reads the Python standard library. `as_text`: records are text, too. Raises
-    `FileNotFoundError`, or `ValueError` naming the file (and line) that cannot be read, or the
-    folder that has none.
+    None reads the Python standard library. With `as_text`, files of records are read as text.
+    Raises `FileNotFoundError`, and `ValueError` that names the file (and line) or the folder
+    without data.
     """
     if source is None:
         yield from standard_library()
@@ -200,16 +200,16 @@ def read_items(source: Path | None, as_text: bool = False) -> Iterator[TextPiece
 
 
 def read_pieces(source: Path | None, as_text: bool = False) -> Iterator[TextPiece]:
-    """The documents of `read_items`. Raises `ValueError` where a sample is among them."""
+    """The documents of `read_items`. Raises `ValueError` if there is a sample among them."""
     return _documents(None, read_items(source, as_text))
 
 
 def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """All tokens of `pieces` in one flat array (uint16 where the vocabulary allows), a separator
-    after each document."""
+    """All tokens of `pieces` in one flat array, with a separator after each document. Its dtype is
+    uint16 if the vocabulary fits, else uint32."""
     code = "H" if max(tokenizer.vocabulary, tokenizer.separator + 1) <= 1 << 16 else "I"
     dtype = np.uint16 if code == "H" else np.uint32
-    tokens = array(code)  # grows in place: a list of parts would need twice the memory when joined
+    tokens = array(code)  # grows in place; joining a list of parts would take twice the memory
 
     def flush(waiting: list[TextPiece]) -> None:
         for piece, ids in zip(
@@ -235,8 +235,8 @@ def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any
 class Windows:
     """Tokens cut into windows of equal length, some of them held out for validation.
 
-    `tokens` has the shape (windows, length); `training` and `validation` hold row numbers, every
-    row in exactly one. Samples with completions are `Rows`, of which each is a window.
+    `tokens` has the shape (windows, length). `training` and `validation` hold row numbers. Every
+    row is in exactly one of them. Samples with completions are `Rows`, with one row per sample.
     """
 
     tokens: npt.NDArray[Any] | Rows
@@ -244,7 +244,7 @@ class Windows:
     validation: npt.NDArray[np.int64]
     seed: int
     notes: tuple[str, ...] = ()
-    """What the person who trains should know of the data."""
+    """Notes on the data for the user."""
 
     @property
     def learns_completions(self) -> bool:
@@ -257,8 +257,8 @@ class Windows:
         return self.tokens.mean_length if isinstance(self.tokens, Rows) else self.tokens.shape[1]
 
     def order(self) -> Iterator[int]:
-        """Training rows without end: every epoch is a fresh permutation that depends on seed and
-        epoch alone."""
+        """Training rows, without end. Each epoch has a new permutation, which depends only on the
+        seed and the epoch."""
         epoch = 0
         while True:
             yield from (
@@ -267,25 +267,24 @@ class Windows:
             epoch += 1
 
     def batches(self, size: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Training batches without end, of shape (size, length); the next epoch fills up an
-        incomplete batch."""
+        """Training batches of shape (size, length), int64, without end. The next epoch completes a
+        partial batch."""
         order = self.order()
         while True:
             yield self.tokens[[next(order) for _ in range(size)]].astype(np.int64)
 
     def validation_batches(self, size: int, most: int) -> Iterator[npt.NDArray[np.int64]]:
-        """At most `most` batches of held-out windows, always the same ones; the last may be
+        """The same batches of held-out windows in each call: at most `most`. The last may be
         smaller."""
         for start in range(0, min(len(self.validation), size * most), size):
             yield self.tokens[self.validation[start : start + size]].astype(np.int64)
 
 
 def pack(tokens: npt.NDArray[Any], length: int, seed: int, name: str) -> Windows:
-    """Cut `tokens` into windows of `length`, without overlap; less than one window at the end is
-    left out.
+    """Cut `tokens` into windows of `length` without overlap. Tokens after the last full window are
+    dropped.
 
-    Raises `ValueError` that names the source when there is too little for one window to train on
-    and one held out.
+    Raises `ValueError` that names the source if there are fewer than two windows.
     """
     count = len(tokens) // length
     if count < 2:
@@ -298,7 +297,7 @@ def pack(tokens: npt.NDArray[Any], length: int, seed: int, name: str) -> Windows
 
 
 def _split(rows: npt.NDArray[Any] | Rows, seed: int, notes: tuple[str, ...] = ()) -> Windows:
-    """Hold some of at least two rows out."""
+    """Hold out some of the rows. There are at least two."""
     order = np.random.default_rng((seed, 0)).permutation(len(rows))
     held_out = max(1, min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION))
     return Windows(rows, np.sort(order[held_out:]), np.sort(order[:held_out]), seed, notes)
@@ -307,8 +306,12 @@ def _split(rows: npt.NDArray[Any] | Rows, seed: int, notes: tuple[str, ...] = ()
 def load_windows(
     source: Path | None, tokenizer: Tokenizer, length: int, seed: int, as_text: bool = False
 ) -> Windows:
-    """Read, encode and pack `source` (None: the Python standard library). Where it has samples with
-    completions, each becomes a window of its own."""
+    """Read, encode and pack `source` (None: the Python standard library). A sample with a
+    completion becomes a window of its own.
+
+    Raises `ValueError` for fewer than two windows, or for texts and completions together; and the
+    errors of `read_items`.
+    """
     name = str(source) if source is not None else "the Python standard library"
     items = read_items(source, as_text)
     first = next(items, None)

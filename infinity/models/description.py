@@ -1,10 +1,10 @@
-"""config.json of a model directory: checked before `transformers` sees it, and blamed by name for
-what `transformers` raises.
+"""Checks config.json of a model directory before `transformers` reads it, and names the file in
+errors of `transformers`.
 
-`transformers` checks the types of values when it makes a configuration, but most of their ranges
-only by what goes wrong later: a division by zero, a negative dimension, a loop over a billion
-layers. So this module checks ranges of sizes. Any failure while a configuration or a model is made
-from the file becomes one sentence that names the file.
+`transformers` checks the types of values, but few of their ranges. A value out of range causes a
+later error: a division by zero, a negative dimension, or a loop over a billion layers. So this
+module checks the ranges of sizes. Any error while a configuration or a model is built becomes one
+sentence that names the file.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _LIMITS = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), _MOST_ROWS),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), _MOST_ROWS),
 }
-"""The largest value of each size, by the names that architectures have for it; far beyond any
-model."""
-# A model without experts.
+"""The largest allowed value of each size, under its names in different architectures. No real model
+comes near it."""
+# They are zero for a model without experts.
 _MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def read_description(path: Path) -> dict[str, Any]:
     """The object in the config.json `path`.
 
-    Raises `ValueError` with `path`, the key and the value for an impossible size or a value that is
-    no number. Raises `OSError` when the file cannot be read.
+    Raises `ValueError` with `path`, the key and the value, for an impossible size or for NaN.
+    Raises `OSError` if the file cannot be read.
     """
     values = read_json(path, _MOST_BYTES)
     if not isinstance(values, dict):
@@ -60,7 +60,8 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All values in `values` that are not containers, and their names: a.b for b inside of a."""
+    """The names and values of all entries that are not containers. The name of b inside of a is
+    a.b."""
     waiting: list[tuple[str, Any]] = [("", values)]
     while waiting:
         name, value = waiting.pop()
@@ -84,10 +85,9 @@ def _shown(value: int) -> str:
 
 @contextmanager
 def described_by(path: Path | None) -> Iterator[None]:
-    """Inside, what is made follows the description `path`; raises `ValueError` naming it where that
-    fails, whatever the reason.
+    """Turn an error inside into a `ValueError` that names the description `path`.
 
-    Without a description (None) errors are what they are.
+    Without a description (None), and for an `InfinityError`, the error stays as it is.
     """
     try:
         yield

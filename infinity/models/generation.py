@@ -1,7 +1,6 @@
-"""Text that a causal language model continues: prompts in, continuations out, one batch after the
-other.
+"""Continues prompts with a causal language model, batch by batch.
 
-Nothing here knows of engines: a wrapped model generates like any other.
+This module knows nothing of engines. A wrapped model generates like any other.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen: the likeliest with a `temperature` of 0, else one that is drawn."""
+    """How tokens are chosen. With `temperature` 0 the likeliest token is chosen, else one is
+    sampled."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -46,7 +46,7 @@ class Decoding:
     seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """What `generate` of transformers takes for it."""
+        """Keyword arguments for `generate` of transformers."""
         drawn = self.temperature > 0
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -58,8 +58,8 @@ class Decoding:
 
 
 class Continuation(NamedTuple):
-    """What a model made of a prompt; `tokens` are those that it made, one that ends the text among
-    them."""
+    """A prompt, the text that continues it, and the number of new tokens. They include an end
+    token."""
 
     prompt: str
     text: str
@@ -67,8 +67,8 @@ class Continuation(NamedTuple):
 
 
 class PromptBatch(NamedTuple):
-    """Prompts that are continued together: padded on the left to the longest one, both of shape
-    (rows, length)."""
+    """Prompts that are continued together, padded on the left to the longest. `ids` and `mask` are
+    int64, of shape (rows, length)."""
 
     prompts: Sequence[str]
     ids: torch.Tensor
@@ -81,9 +81,9 @@ class PromptBatch(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts in the text file `path`: one a line; empty lines are left out.
+    """The prompts in the text file `path`, one a line. Empty lines are skipped.
 
-    Raises `ValueError` for a file that has none or is not UTF-8, and `OSError`.
+    Raises `OSError`, and `ValueError` for a file that has no prompts or is not UTF-8.
     """
     with open_regular(path) as handle:
         content = handle.read()
@@ -98,9 +98,9 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> list[PromptBatch]:
-    """`prompts` in their order, `rows` together. Raises `ValueError` for a prompt of no tokens."""
+    """Batches of `rows` prompts, in order. Raises `ValueError` for a prompt without tokens."""
     texts = [Text([TextPart(prompt, False)], is_rendered=False) for prompt in prompts]
-    # What no template has rendered ends with a separator.
+    # `encode_texts` ends a text that no template has rendered with a separator.
     tokens = [found.ids[:-1].astype(np.int64) for found in tokenizer.encode_texts(texts)]
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not len(ids):
@@ -120,7 +120,8 @@ def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> lis
 
 
 def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens: int) -> None:
-    """Raise `ValueError` where the model has too few positions for a prompt and what follows it."""
+    """Raise `ValueError` if the longest prompt and `new_tokens` exceed the positions of the
+    model."""
     longest = max(batch.length for batch in batches)
     most = getattr(source.config, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < longest + new_tokens:
@@ -132,9 +133,9 @@ def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens
 
 def key_value_bytes(config: Any, rows: int, length: int, itemsize: int) -> int:
     """Bytes of the keys and values of `rows` sequences of `length` tokens, in elements of
-    `itemsize` bytes, for a model of attention layers by its transformers `config`.
+    `itemsize` bytes. `config` is the transformers configuration of a model with attention layers.
 
-    A layer with a sliding window keeps no more than that. Example: 32 layers with 8 heads of 128
+    A layer with a sliding window keeps at most the window. Example: 32 layers with 8 heads of 128
     elements in bf16 take 128 KiB for each token.
     """
     from transformers import DynamicCache
@@ -149,7 +150,7 @@ def key_value_bytes(config: Any, rows: int, length: int, itemsize: int) -> int:
 
 
 def check_key_values(nbytes: int, most: int | None, rows: int, length: int) -> None:
-    """Raise `ValueError` where keys and values of `nbytes` are more than `most`."""
+    """Raise `ValueError` if keys and values of `nbytes` exceed `most` bytes."""
     if most is not None and nbytes > most:
         raise ValueError(
             f"the KV cache of {rows} sequences of {length} tokens takes {nbytes} bytes "
@@ -159,8 +160,8 @@ def check_key_values(nbytes: int, most: int | None, rows: int, length: int) -> N
 
 
 class TextStream:
-    """The streamer that `generate` of transformers feeds, for one sequence: tells the text as it
-    grows, whole characters at a time."""
+    """A streamer for `generate` of transformers, for one sequence. It passes new text to `told`, in
+    whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, told: Callable[[str], None]) -> None:
         self._tokenizer = tokenizer
@@ -170,7 +171,7 @@ class TextStream:
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Some more tokens; at first those of the prompt."""
+        """Add tokens. The first call has the prompt, which is skipped."""
         if not self._has_prompt:
             self._has_prompt = True
             return
@@ -180,7 +181,7 @@ class TextStream:
             self._tell(text)
 
     def end(self) -> None:
-        """There are no more."""
+        """Pass on the remaining text."""
         self._tell(self._tokenizer.decode(self._ids))
 
     def _tell(self, text: str) -> None:
@@ -190,8 +191,8 @@ class TextStream:
 
 
 def check_values(path: Path) -> None:
-    """Raise `ValueError` that names the generation_config.json `path` where it holds no object, or
-    a value of a wrong type."""
+    """Raise `ValueError` if the generation_config.json `path` holds no object, or a value of a
+    wrong type."""
     values = read_json(path, _MOST_BYTES)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object; remove it, or take it from the model again")
@@ -203,8 +204,8 @@ def check_values(path: Path) -> None:
 
 
 def _is_of_its_type(name: str, value: Any) -> bool:
-    """Whether the value of generation_config.json may have this type; of names that are not known
-    it may have any."""
+    """Whether a value of generation_config.json has an allowed type. An unknown name allows any
+    type."""
     if name.endswith("_token_id"):
         return all(type(each) is int for each in (value if isinstance(value, list) else [value]))
     if name in _SWITCHES:
@@ -215,8 +216,8 @@ def _is_of_its_type(name: str, value: Any) -> bool:
 
 
 class Generator:
-    """Continues batches with one model; `seconds` and `tokens` are those of all so far. For the
-    thread that runs the model."""
+    """Continues batches with one model. `seconds` and `tokens` count all batches so far. Used by
+    the thread that runs the model."""
 
     def __init__(
         self, model: Any, source: ModelSource, tokenizer: Tokenizer, device: torch.device
@@ -241,7 +242,8 @@ class Generator:
     def run(
         self, batches: Sequence[PromptBatch], decoding: Decoding, told: Callable[[str], None] | None
     ) -> Iterator[list[Continuation]]:
-        """The continuations of each batch. `told` gets the text of a single prompt as it grows."""
+        """Yield the continuations of each batch. If there is only one prompt, `told` gets its text
+        as it grows."""
         torch.manual_seed(decoding.seed)
         alone = len(batches) == 1 and len(batches[0].prompts) == 1
         for batch in batches:
@@ -263,7 +265,7 @@ class Generator:
             ]
 
     def _ended(self, row: list[int]) -> list[int]:
-        """`row` up to the token that ends it; others of its batch may go on for longer."""
+        """`row` up to its first end token. Longer rows of the batch may follow it with padding."""
         ends = self._model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         last = next((at for at, token in enumerate(row) if token in ends), len(row))

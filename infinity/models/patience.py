@@ -1,4 +1,5 @@
-"""Python code of others that may never end, such as the loops of a chat template."""
+"""Limits the time of foreign Python code that may never end, such as the loops of a chat
+template."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ log = logging.getLogger("infinity")
 Result = TypeVar("Result")
 
 NOTICE_SECONDS = 10.0
-"""After so long the log says what takes the time."""
+"""The log warns of a call after this many seconds."""
 MOST_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 
 
 class _TooLong(BaseException):
-    """Raised inside of the call. No `Exception`, so that the code does not catch it."""
+    """Raised inside the call. It is no `Exception`, so that the code does not catch it."""
 
 
 @dataclass(eq=False)
 class _ForeignCall:
-    """A call that is under way."""
+    """A call in progress."""
 
     what: str
     notice: float
@@ -37,26 +38,26 @@ class _ForeignCall:
 
 
 class _CallWatcher:
-    """Looks every second at what is under way, on a thread that ends when nothing is: a thread for
-    each call would take longer than to render a template."""
+    """Checks the calls in progress every second, on one thread that ends when there are none. A
+    thread per call would take longer than rendering a template."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # nothing is raised in a call that has ended
+        self._guard = threading.Lock()  # no exception is raised after the end of a call
         self._calls: set[_ForeignCall] = set()
         self._thread: threading.Thread | None = None
 
     def begin(self, call: _ForeignCall) -> None:
-        """Watch `call` until its end."""
+        """Watch `call` until `end`."""
         with self._guard:
             self._calls.add(call)
-            if self._thread is None or not self._thread.is_alive():  # a fork ends it, too
+            if self._thread is None or not self._thread.is_alive():  # a fork also ends it
                 self._thread = threading.Thread(
                     target=self._watch, name="infinity-patience", daemon=True
                 )
                 self._thread.start()
 
     def end(self, call: _ForeignCall) -> None:
-        """The call has ended."""
+        """Stop watching `call`."""
         with self._guard:
             self._calls.discard(call)
 
@@ -91,10 +92,10 @@ def within(
     notice: float = NOTICE_SECONDS,
     most: float = MOST_SECONDS,
 ) -> Result:
-    """What `call` returns. Raises `ValueError` that begins with `what` after `most` seconds.
+    """The result of `call`. Raises `ValueError` that begins with `what` after `most` seconds.
 
-    A thread raises an exception in this one. It comes between two steps of the interpreter, so a
-    single long one ends first.
+    Another thread raises the exception in this one. It takes effect between two bytecodes, so a
+    single long operation completes first.
     """
     watched = _ForeignCall(what, notice, most)
     try:

@@ -1,5 +1,4 @@
-"""Files that a person names: opened only where they are regular files, and JSON read with
-bounds."""
+"""Opens files that a user names, if they are regular files, and reads JSON with a size limit."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
 }
-"""What else a path may name."""
+"""Other kinds of files."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open `path` for reading; raises `ValueError` for anything that has no end of its own, and
-    `OSError` as `open` does.
+    """Open the regular file `path` for reading. Raises `ValueError` for any other kind of file, and
+    `OSError` like `open`.
 
-    Nothing waits: a pipe without a writer is opened, seen to be one, and closed.
+    It does not block, even on a pipe without a writer.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # which is what a socket says
+        if error.errno != errno.ENXIO:  # the error for a socket
             raise
         raise _refusal(path, path.stat().st_mode) from None
     try:
@@ -56,8 +55,8 @@ def _refusal(path: Path, mode: int) -> ValueError:
 def read_json(path: Path, most: int) -> Any:
     """The JSON value in the file `path`.
 
-    Raises `ValueError` that names `path` where it has more than `most` bytes, is not JSON in UTF-8,
-    or is nested too deeply.
+    Raises `ValueError` that names `path` if it has more than `most` bytes, is no JSON in UTF-8, or
+    is nested too deeply. Raises `OSError` if it cannot be read.
     """
     with naming(path), open_regular(path) as handle:
         content = handle.read(most + 1)
@@ -69,7 +68,7 @@ def read_json(path: Path, most: int) -> Any:
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """The value of JSON in UTF-8; raises `ValueError` that begins with `where`."""
+    """The value of JSON in UTF-8. Raises `ValueError` that begins with `where`."""
     try:
         return json.loads(content.decode("utf-8"))
     except json.JSONDecodeError as error:
@@ -78,7 +77,7 @@ def parse_json(content: bytes, where: str) -> Any:
         raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
     except RecursionError:
         raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
-    except ValueError:  # the interpreter's limit of digits
+    except ValueError:  # the interpreter limits the number of digits
         raise ValueError(
             f"{where}: not JSON that can be read: it has a number with too many digits"
         ) from None

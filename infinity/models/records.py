@@ -1,5 +1,7 @@
-"""Records of a data set: JSON lines, JSON arrays, CSV, parquet, and what `datasets` saves. One
-record is in memory at a time, but for JSON arrays."""
+"""Records of a data set: JSON lines, JSON arrays, CSV, parquet, and the format of `datasets`.
+
+Memory holds one record at a time. Parquet takes a batch of records, and a JSON array all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,14 @@ from infinity.quantities import format_bytes
 
 LINES, ARRAYS = frozenset((".jsonl", ".ndjson")), frozenset((".json",))
 TABLES = {".csv": ",", ".tsv": "\t"}
-"""Endings, and what is between the fields of a row."""
+"""Endings, and the delimiter of fields."""
 PARQUET = frozenset((".parquet",))
 SUFFIXES = LINES | ARRAYS | TABLES.keys() | PARQUET
 """The endings of files with records."""
 MOST_LINE_BYTES = 64 << 20
-"""The longest line of JSONL, and the longest field of CSV: one is in memory as a whole, several
-times over."""
+"""The longest line of JSONL and the longest field of CSV. Memory holds several copies of one."""
 MOST_ARRAY_BYTES = 512 << 20
-"""The longest JSON array, which is in memory as a whole."""
+"""The longest JSON array. Memory holds all of it."""
 _SAVED, _SPLITS = "dataset_info.json", "dataset_dict.json"
 
 
@@ -37,9 +38,9 @@ class DataRecord(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[DataRecord]:
-    """The records of the file `path`, whose ending is one of `SUFFIXES`.
+    """The records of the file `path`, which has an ending of `SUFFIXES`.
 
-    Raises `ValueError` with the file and the line of what is no record, and `InfinityError` where a
+    Raises `ValueError` with the file and the line of an invalid record, and `InfinityError` if a
     package is missing.
     """
     suffix = path.suffix.lower()
@@ -58,8 +59,8 @@ def is_saved(folder: Path) -> bool:
 
 
 def read_saved(folder: Path) -> Iterator[DataRecord]:
-    """The records of a directory that `Dataset.save_to_disk` made. Raises `ValueError` for one with
-    several splits."""
+    """The records of a directory that `Dataset.save_to_disk` wrote. Raises `ValueError` for several
+    splits, and `InfinityError` if the package datasets is missing."""
     if (folder / _SPLITS).is_file():
         names = sorted(path.name for path in folder.iterdir() if is_saved(path))
         shown = ", ".join(str(folder / name) for name in names)
@@ -87,7 +88,7 @@ def _parquet(path: Path) -> Iterator[DataRecord]:
             for batch in parquet.ParquetFile(handle).iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     yield DataRecord(f"{path}, record {next(number)}", values)
-        except (OSError, ValueError) as error:  # all errors of pyarrow are one of them
+        except (OSError, ValueError) as error:  # every pyarrow error is one of the two
             raise ValueError(f"{path} cannot be read as parquet: {error}") from None
 
 
@@ -113,7 +114,7 @@ def _rows(path: Path, delimiter: str) -> Iterator[DataRecord]:
 
 
 def _array(path: Path) -> Iterator[DataRecord]:
-    """Those of a JSON array, or of JSON lines with the ending of one."""
+    """The records of a JSON array, or of JSON lines in a file with the ending of an array."""
     with open_regular(path) as handle:
         first = handle.read(4096).lstrip()[:1]
         if first == b"{":

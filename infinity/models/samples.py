@@ -1,8 +1,8 @@
-"""Samples of a completion: what the model is given, and what it has to say.
+"""Samples with a completion: the context that the model reads, and the answer that it learns.
 
 [Note: which tokens are learned]
-The loss counts completions only: the answers of the assistant, with what ends them. A token belongs
-to a completion if its first character does. What the model reads before is context.
+The loss counts completions only: the answers of the assistant, with their end tokens. A token
+belongs to a completion if its first character does. All earlier text is context.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from infinity.models.records import DataRecord
 from infinity.models.tokenizer import Text, TextPart, Tokenizer
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT, by our names."""
+"""Role names in ShareGPT, and in messages."""
 _KNOWN = "text, messages, prompt and completion, or instruction and output"
 _PORTION = 1 << 20
-"""Characters that are handed to the tokenizer at a time."""
+"""Characters that are tokenized at a time."""
 
 
 def is_document(record: DataRecord) -> bool:
@@ -38,20 +38,21 @@ def is_document(record: DataRecord) -> bool:
 
 
 def document(record: DataRecord) -> str:
-    """The text of a document."""
+    """The text of a document. Raises `ValueError` if it is no string."""
     return _string(record, "text")
 
 
 class Renderer:
-    """Makes texts of records, by the chat template of `tokenizer` where they are conversations."""
+    """Turns records into texts. Conversations are rendered with the chat template of
+    `tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.skipped = 0
-        """Answers that are not learned, because the template rewrites earlier ones."""
+        """Answers that are not learned because the template rewrites them."""
 
     def text(self, record: DataRecord) -> Text:
-        """What `record` says. Raises `ValueError` that begins with its place."""
+        """The text of `record`. Raises `ValueError` that begins with its place."""
         values = record.values
         if "messages" in values or "conversations" in values:
             key = "messages" if "messages" in values else "conversations"
@@ -80,7 +81,7 @@ class Renderer:
     def _conversation(
         self, record: DataRecord, messages: list[dict[str, Any]], first: int = 0
     ) -> Text:
-        """The answers of the assistant from message `first` on are learned."""
+        """Render `messages`. The answers of the assistant from message `first` on are learned."""
         if not self._tokenizer.has_template:
             raise ValueError(
                 f"{record.where}: it has messages, and the tokenizer has no chat template; put a "
@@ -102,7 +103,7 @@ class Renderer:
         done = 0
         for i in answers:
             end = render(messages[: i + 1], tools, False) if i + 1 < len(messages) else whole
-            # Not every template marks where an answer begins.
+            # Not every template marks the beginning of an answer.
             begins = (render(messages[:i], tools, mark) for mark in (True, False))
             begin = next((text for text in begins if end.startswith(text)), None)
             if begin is None or not whole.startswith(end) or len(begin) < done:
@@ -128,7 +129,8 @@ def _string(record: DataRecord, key: str) -> str:
 
 
 def _messages(record: DataRecord, key: str) -> list[dict[str, Any]]:
-    """Messages with a role each, and a content that templates know."""
+    """The messages under `key`, each with a role and with text or tool calls. Raises
+    `ValueError`."""
     found = record.values.get(key)
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
         raise ValueError(f'{record.where}: no list of messages under the key "{key}"')
@@ -147,10 +149,10 @@ def _messages(record: DataRecord, key: str) -> list[dict[str, Any]]:
 
 
 class Rows:
-    """Samples of different lengths, as rows that are filled up when they are taken.
+    """Samples of different lengths, padded when they are read.
 
-    A token whose loss does not count is stored as ~id, which is negative. `shape` is the number of
-    rows and the most tokens of one.
+    A token that the loss does not count is stored as ~id, which is negative. `shape` is (rows, most
+    tokens of a row).
     """
 
     def __init__(self, length: int, separator: int) -> None:
@@ -170,12 +172,12 @@ class Rows:
         return len(self._ends) - 1
 
     def append(self, row: npt.NDArray[np.int32]) -> None:
-        """One more row."""
+        """Add a row of shape (tokens,)."""
         self._values.frombytes(row.astype(np.int32, copy=False).tobytes())
         self._ends.append(len(self._values))
 
     def __getitem__(self, numbers: Any) -> npt.NDArray[np.int32]:
-        """The rows `numbers`, of shape (rows, tokens of the longest of them)."""
+        """The rows `numbers`, of shape (rows, tokens of the longest)."""
         bounds = [(self._ends[int(n)], self._ends[int(n) + 1]) for n in numbers]
         width = max((end - begin for begin, end in bounds), default=0)
         rows = np.full((len(bounds), width), self._fill, np.int32)
@@ -185,9 +187,10 @@ class Rows:
 
 
 class Batch(NamedTuple):
-    """What a model takes, each of shape (rows, tokens), and how many labels count.
+    """Inputs of a model, of shape (rows, tokens), and the number of labels that count.
 
-    A model compares a label with the token before it, so the first label of a row never counts.
+    A model compares a label with the output for the token before it, so the first label of a row
+    never counts.
     """
 
     ids: npt.NDArray[np.int64]
@@ -196,22 +199,22 @@ class Batch(NamedTuple):
 
 
 def unpacked(rows: npt.NDArray[np.int64]) -> Batch:
-    """Rows of `Rows`, with labels of -100 where the loss does not count."""
+    """The batch of `rows`, as stored in `Rows`. Labels that do not count are -100."""
     hidden = rows < 0
     labels = np.where(hidden, -100, rows)
     return Batch(np.where(hidden, ~rows, rows), labels, int((~hidden[:, 1:]).sum()))
 
 
 class Encoded(NamedTuple):
-    """Rows, and what is to be said of them."""
+    """Rows, and notes on them for the user."""
 
     rows: Rows
     notes: tuple[str, ...]
 
 
 def encode_records(records: Iterable[DataRecord], tokenizer: Tokenizer, length: int) -> Encoded:
-    """One row for each record, of at most `length` tokens. A record without a completion in these
-    has none."""
+    """One row for each record, cut to `length` tokens. A record without a completion in these
+    tokens is left out. Raises `ValueError` for an invalid record."""
     renderer, rows = Renderer(tokenizer), Rows(length, tokenizer.separator)
     total = cut = lost = 0
     for texts in _portions(renderer, records):

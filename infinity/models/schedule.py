@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 LOWEST = 0.1
-"""The learning rate ends at this share of its highest value."""
+"""The last learning rate, as a share of the highest."""
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine down to
-    `LOWEST` at the end."""
+    """The share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine
+    down to `LOWEST`."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))

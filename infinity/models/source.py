@@ -1,4 +1,4 @@
-"""Which model to train: presets by name, or a Hugging Face directory."""
+"""Finds the model to train: a preset by name, or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "gpt2-tiny": _GPT2 | {"n_embd": 128, "n_layer": 4, "n_head": 4},
 }
-"""Shapes of models built from scratch, with the vocabulary of the byte tokenizer."""
+"""Shapes of models that are built from scratch, with the vocabulary of the byte tokenizer."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: its `transformers` configuration and, when it has any, the
-    directory of its weights, and the file `described` that the configuration was read from."""
+    """A model that can be built: its `transformers` configuration, the directory of its weights if
+    it has any, and the file `described` with the configuration."""
 
     name: str
     config: Any
@@ -67,7 +67,7 @@ class ModelSource:
     described: Path | None = None
 
     def check_length(self, length: int) -> None:
-        """Raise `ValueError` when the model has fewer positions than `length` tokens."""
+        """Raise `ValueError` if the model has fewer than `length` positions."""
         most = getattr(self.config, "max_position_embeddings", None)
         if isinstance(most, int) and 0 < most < length:
             raise ValueError(
@@ -75,7 +75,7 @@ class ModelSource:
             )
 
     def check_kind(self) -> None:
-        """Raise `ValueError` when the configuration is not that of a causal language model."""
+        """Raise `ValueError` unless the configuration is of a causal language model."""
         from transformers import AutoModelForCausalLM
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
@@ -85,10 +85,10 @@ class ModelSource:
             )
 
     def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
-        """A causal language model with this configuration; on the meta device inside
-        `infinity.init()`.
+        """Build a causal language model. Inside `infinity.init()` it is on the meta device.
 
-        Raises `ValueError` as `check_kind` does, or when the model cannot recompute.
+        Raises `ValueError` like `check_kind`, if the configuration is invalid, or if the model
+        cannot recompute activations.
         """
         from transformers import AutoModelForCausalLM
 
@@ -113,12 +113,12 @@ class ModelSource:
 
 
 def find_model(name: str, precision: str) -> ModelSource:
-    """The model called `name`: a directory with config.json and model.safetensors, the id of one in
-    the cache of the hub, or one of `PRESETS`.
+    """The model called `name`: a directory with config.json and model.safetensors, the id of a
+    model in the cache of the hub, or one of `PRESETS`.
 
-    `precision` (bf16, fp16, fp32, or auto for the model's own) becomes the configuration's dtype.
-    Raises `ValueError` that lists the presets, with the nearest, for a name that is neither, and
-    `FileNotFoundError` for an incomplete directory.
+    `precision` (bf16, fp16, fp32, or auto for the model's own) sets the dtype in the configuration.
+    Raises `ValueError` that lists the presets for an unknown name, and `FileNotFoundError` for an
+    incomplete directory.
     """
     directory = Path(name) if name in PRESETS else cached(name) or Path(name)
     if name in PRESETS and not directory.is_dir():

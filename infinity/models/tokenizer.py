@@ -1,5 +1,4 @@
-"""Text to token ids: the tokenizer a model directory brings, or one token per byte when it brings
-none."""
+"""Turns text into token ids, with the tokenizer of a model directory or with one token per byte."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Ids = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 BOS, EOS, PAD = 256, 257, 258
 SPECIAL = {BOS: "<|bos|>", EOS: "<|eos|>", PAD: "<|pad|>"}
 BYTE_VOCABULARY = 320
-"""259 ids are in use; the rest pads the embedding to a multiple of 64 rows."""
+"""259 ids are in use. The rest pads the embedding to a multiple of 64 rows."""
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -48,28 +47,28 @@ _DEFINING_FILES = (
 
 
 class TextPart(NamedTuple):
-    """A part of a text; `is_learned` where its tokens count in the loss."""
+    """A part of a text. `is_learned` if the loss counts its tokens."""
 
     text: str
     is_learned: bool
 
 
 class Text(NamedTuple):
-    """A sample as text. A template has put special tokens into it where it `is_rendered`."""
+    """A sample as text. `is_rendered` if a template has added special tokens."""
 
     parts: list[TextPart]
     is_rendered: bool
 
 
 class Tokens(NamedTuple):
-    """The ids of a `Text`, and which of them count in the loss; both of shape (tokens,)."""
+    """The ids of a `Text`, and which of them the loss counts. Both have shape (tokens,)."""
 
     ids: Ids
     learned: npt.NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
-    """Turns texts into ids below `vocabulary`; `separator` ends a document."""
+    """Turns texts into ids below `vocabulary`. `separator` ends a document."""
 
     vocabulary: int
     separator: int
@@ -77,25 +76,25 @@ class Tokenizer(Protocol):
     """Whether `render` can be called."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """One array of ids per text, without any special token."""
+        """One array of ids per text, without special tokens."""
 
     def encode_texts(self, texts: Sequence[Text]) -> list[Tokens]:
-        """The tokens of each. What no template has rendered begins as the tokenizer begins a text,
-        and ends with `separator`."""
+        """The tokens of each text. A text that no template has rendered begins with the start
+        tokens of the tokenizer and ends with `separator`."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
-        """A conversation by the chat template. Where it `asks`, the answer of the assistant is what
-        comes next. Raises `ValueError`."""
+        """A conversation, rendered with the chat template. With `asks`, it ends where the answer of
+        the assistant begins. Raises `ValueError`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens; what is no whole character becomes U+FFFD."""
+        """The text of `ids`, without special tokens. Incomplete characters become U+FFFD."""
 
     def save(self, directory: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer."""
+        """Write files from which `transformers.AutoTokenizer` loads the same tokenizer."""
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte: ids 0 to 255 are the bytes themselves, then bos, eos and pad."""
+    """One token per UTF-8 byte. Ids 0 to 255 are the bytes, then come bos, eos and pad."""
 
     vocabulary = BYTE_VOCABULARY
     separator = EOS
@@ -123,16 +122,16 @@ class ByteTokenizer:
         return found
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
-        """Not here: see `has_template`."""
+        """Raises `ValueError`: see `has_template`."""
         raise ValueError("the byte tokenizer has no chat template")
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """See `Tokenizer`: everything above 255 is left out."""
+        """See `Tokenizer`. Ids above 255 are skipped."""
         array = np.asarray(ids)
         return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json of an equal byte-level tokenizer."""
+        """Write tokenizer.json and tokenizer_config.json of an equivalent byte-level tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
         PreTrainedTokenizerFast(
@@ -145,11 +144,11 @@ class ByteTokenizer:
 
 
 def _byte_level() -> Any:
-    """A `tokenizers.Tokenizer` without merges whose ids are the bytes.
+    """A `tokenizers.Tokenizer` without merges, with bytes as ids.
 
-    Byte-level tokenizers write each byte as one printable character: itself where it is printable
-    in Latin-1, else the next free code point from 256 on, in the order of the bytes (the table of
-    GPT-2's `bytes_to_unicode`).
+    Byte-level tokenizers write each byte as one printable character. A byte that is printable in
+    Latin-1 is itself. Each other byte is the next free code point from 256 on, in the order of the
+    bytes. This is the table of GPT-2's `bytes_to_unicode`.
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -173,7 +172,8 @@ def _byte_level() -> Any:
 
 
 class DirectoryTokenizer:
-    """The tokenizer of a Hugging Face model directory."""
+    """The tokenizer of a Hugging Face model directory. The constructor raises `ValueError` if it
+    cannot be loaded or has no end-of-text token."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer
@@ -197,7 +197,7 @@ class DirectoryTokenizer:
         self._start = start if start == [self._backend.bos_token_id] else []
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """One uint32 array of ids per text."""
+        """One uint32 array of ids per text. Raises `ValueError`."""
         if not texts:
             return []
         with self._blamed("cannot encode the text"):
@@ -211,7 +211,8 @@ class DirectoryTokenizer:
             return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
     def encode_texts(self, texts: Sequence[Text]) -> list[Tokens]:
-        """See `Tokenizer`. Without offsets, parts are encoded one by one."""
+        """See `Tokenizer`. A backend without offsets encodes the parts one by one. Raises
+        `ValueError`."""
         with self._blamed("cannot encode the text"):
             return [self._tokens(text) for text in texts]
 
@@ -227,7 +228,7 @@ class DirectoryTokenizer:
         )
 
     def _whole(self, text: Text) -> Tokens:
-        """As one text; a token counts as its first character does."""
+        """Encode all parts as one text. A token counts if its first character does."""
         encoded = self._backend(
             "".join(part.text for part in text.parts),
             add_special_tokens=False,
@@ -261,7 +262,7 @@ class DirectoryTokenizer:
 
     @property
     def _template(self) -> Path:
-        """The file that the template is in."""
+        """The file with the template."""
         found = self._directory / TEMPLATE
         return found if found.is_file() else self._directory / "tokenizer_config.json"
 
@@ -271,8 +272,8 @@ class DirectoryTokenizer:
 
     @contextmanager
     def _blamed(self, what: str) -> Iterator[None]:
-        """Inside, any failure is the tokenizer's, also a panic of its Rust code, which is no
-        `Exception`."""
+        """Turn an error inside into a `ValueError` that names the tokenizer. A panic of its Rust
+        code is no `Exception`."""
         try:
             yield
         except BaseException as error:
@@ -296,11 +297,11 @@ def load_tokenizer(
     as_bytes: bool = False,
     way_out: str = ", or give --byte-tokenizer to train on bytes, one token each",
 ) -> Tokenizer:
-    """The tokenizer in `directory`; the byte tokenizer for None, or if `as_bytes` where the
-    directory has none. `vocabulary` is the number of rows of the model's embedding, `way_out` what
-    else could be done.
+    """The tokenizer in `directory`. None gives the byte tokenizer, and so does `as_bytes` if the
+    directory has no tokenizer. `vocabulary` is the number of rows of the model's embedding.
+    `way_out` is added to the error.
 
-    Raises `ValueError` when there is none, or the model's vocabulary is too small for it.
+    Raises `ValueError` if there is no tokenizer, or if it has more tokens than `vocabulary`.
     """
     has_own = directory is not None and any(
         (directory / name).is_file() for name in _DEFINING_FILES

@@ -1,5 +1,5 @@
-"""`infinity bench`: options, tables and pages. `infinity.bench` does the measuring.
+"""`infinity bench`: options, tables and pages. `infinity.bench` measures.
 
-Each command has a folder: `command` takes the options and calls the library, `show` shows the
-result (`table` and `page` for io).
+Each command has a folder: `command` takes the options and calls the library, and `show` (for io
+`table` and `page`) shows the result.
 """

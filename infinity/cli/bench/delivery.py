@@ -1,5 +1,5 @@
-"""Where the result of a benchmark goes: to stdout as a table or as JSON, and to files, which are
-refused before a long run."""
+"""Writes the result of a benchmark: to stdout as a table or as JSON, and to files. It checks the
+files before a long run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from infinity.cli.output import write_file
 
 
 class Delivery:
-    """The options `--json` (a file, or - for stdout) and `--report`; `others` are further files, by
-    their options.
+    """The targets of a result: `--json` (a file, or - for stdout), `--report`, and `others`, which
+    are further files by option.
 
-    Raises `ValueError` naming the option when one of them cannot be written.
+    Raises `ValueError` that names the option if a file cannot be written.
     """
 
     def __init__(self, as_json: str | None, report: Path | None, **others: Path | None) -> None:
@@ -36,8 +36,8 @@ class Delivery:
     def deliver(
         self, result: Any, page: Callable[[], str], table: Callable[[Console], None]
     ) -> None:
-        """Write `result` as JSON and `page`, where they were asked for; print the JSON or else the
-        table."""
+        """Write `result` as JSON and `page` to their files. Print the JSON if it goes to stdout,
+        else the table."""
         text = json.dumps(result, indent=1, allow_nan=False)
         if self._json is not None:
             write_file(self._json, text + "\n")
@@ -50,5 +50,5 @@ class Delivery:
 
 
 def say(text: str) -> None:
-    """Tell the user how far a benchmark is, on stderr."""
+    """Print the progress of a benchmark on stderr."""
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True, style="dim")

@@ -13,12 +13,12 @@ import typer
 from infinity.errors import InfinityError
 
 OUTPUT = "Output"
-"""The panel of the options that say where a result goes."""
+"""The help panel of output options."""
 _MOST_PARAMETERS = 1e18
 
 
 def parse_count(value: Any) -> int:
-    """The parser of options that take a number of parameters."""
+    """Parse a number of parameters. Raises `typer.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\d+)?)([KMBT]?)", str(value).strip())
     if match is None or not 1 <= float(match[1]) <= _MOST_PARAMETERS:
         raise typer.BadParameter(
@@ -29,8 +29,8 @@ def parse_count(value: Any) -> int:
 
 @contextmanager
 def naming_options(**options: str) -> Iterator[None]:
-    """Errors of `infinity.bench` name an argument in backticks. Those that leave this block name
-    its option: `options` says which, where it has another name."""
+    """Replace arguments in backticks by options, in errors of `infinity.bench` that leave the
+    block. `options` maps an argument to its option if the names differ."""
 
     def option(match: re.Match[str]) -> str:
         return "--" + options.get(match[1], match[1]).replace("_", "-")

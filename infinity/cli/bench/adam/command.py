@@ -41,7 +41,7 @@ def adam(
     report: ReportFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the optimizer kernels against what memory gives: GB/s of every state format beside a
+    """Measure the optimizer kernels against memory bandwidth: GB/s of every state format, and of a
     plain in-place loop.
 
     Needs 26 bytes of memory per parameter.

@@ -1,4 +1,4 @@
-"""The result as a table on a terminal, and as one self-contained HTML page."""
+"""Shows the result as a table on a terminal, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADINGS = ("update", "bytes", "ns", "GB/s", "rounds", "of loop", "rounds")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """The texts of one row under `HEADINGS`; bytes and nanoseconds are per parameter."""
+    """The texts of one row under `HEADINGS`. Bytes and nanoseconds are per parameter."""
     return [
         row["name"],
         f"{row['bytes_per_parameter']:.4g}",
@@ -30,8 +30,8 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """What the loop to a shadow copy says of an update to one, and the peers' rows of our fp32
-    update, whose work theirs is."""
+    """Sentences that compare updates to a shadow copy with a loop that does the same, and the fp32
+    update with the peers."""
     return [
         f"The update '{row['name']}' reaches {row['of_shadow_loop_ratio_median']:.2f} of the loop "
         f"to one ({row['of_shadow_loop_ratio_lowest']:.2f}-"
@@ -47,7 +47,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured, in one line."""
+    """The measured work, in one line."""
     return (
         f"{result['parameters_count']:,} parameters, {result['threads_count']} threads, "
         f"{result['instruction_set']}, {result['rounds_count']} rounds"
@@ -55,7 +55,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table for each size."""
+    """Print a table for each size."""
     for result in results:
         table = Table(
             title=title(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
@@ -70,8 +70,7 @@ def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """A bar for each row with the spread of its rounds; ours, the peers', and a line where the loop
-    is."""
+    """A bar for each row, with the spread of its rounds, and a line at the in-place loop."""
     rows = result["rows"]
     peers = {peer for row in rows for peer in row.get("over_peers", {})}
     with styled("adam"):

@@ -1,4 +1,4 @@
-"""`infinity bench io`: the command and its options, each written once."""
+"""`infinity bench io`: the command and its options."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ _NOT_HERE = {
     "--use_accelerator_pin_memory": "memory is on huge pages and touched beforehand",
     "--torch_legacy_save": "tensors are moved as bytes, and not saved by torch",
 }
-"""Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, and what to do
-instead."""
+"""Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, with advice."""
 
 
 _RENAMED = {
@@ -63,11 +62,11 @@ _RENAMED = {
     "--no_read": "--no-read",
     "--no_write": "--no-write",
 }
-"""Names that earlier versions and DeepSpeed's tools have, and ours."""
+"""Options of earlier versions and of DeepSpeed's tools, with their names here."""
 
 
 class IoCommand(TyperCommand):
-    """Answers an option of DeepSpeed's tools, or of earlier versions, with a sentence."""
+    """Refuses an option of DeepSpeed's tools or of an earlier version with a sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for argument in args:
@@ -118,7 +117,7 @@ Reserve = Annotated[
 
 
 class ModeName(str, Enum):
-    """`Mode` in the form that typer wants for an option given several times."""
+    """`Mode` as an enum, which typer needs for a repeated option."""
 
     READ = "read"
     WRITE = "write"
@@ -307,11 +306,11 @@ def io(
     runs: Runs = 1,
     debug: Debug = False,
 ) -> None:
-    """Measure NVMe directories with infinity's own I/O engine, find its best setting, and say what
-    limits it.
+    """Measure NVMe directories with infinity's own I/O engine. Find its best setting and the limit
+    of its speed.
 
-    Writes one file per directory, in a folder of its own, and removes it whatever happens. An
-    option of DeepSpeed's ds_io or ds_nvme_tune is answered with the name that it has here.
+    Writes one file per directory, in a folder of its own, and always removes it. An option of
+    DeepSpeed's ds_io or ds_nvme_tune is answered with its name here.
     """
     with plain_failures(debug):
         from infinity.bench.io.benchmark import Benchmark

@@ -1,4 +1,4 @@
-"""The result as one self-contained HTML page."""
+"""Shows the result as one HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from infinity.quantities import format_bytes
 
 
 def modes_figure(rows: Sequence[dict[str, Any]], paths: int) -> str:
-    """A bar per mode with the spread of its rounds, and fio's beside it where it ran."""
+    """A bar per mode with the spread of its rounds. If fio ran, its bar is beside it."""
     with styled("modes"):
         figure = new_figure(0.45 * len(rows) + 1.0)
         axes = figure.subplots()
@@ -64,7 +64,7 @@ def _compared(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def search_figure(trials: Sequence[dict[str, Any]]) -> str:
-    """Every measurement of the search: speed over bytes in flight, reads and writes."""
+    """Every measurement of the search: read and write speed over bytes in flight."""
     with styled("search"):
         figure = new_figure(3.2)
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""The result as tables on a terminal."""
+"""Shows the result as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADINGS = ("mode", "GB/s", "rounds", "p50", "p99", "p99.9", "CPU s/GB", "of fio
 
 
 def cells(row: dict[str, Any], paths: int) -> list[str]:
-    """The texts of one row under `HEADINGS`; empty where nothing was measured."""
+    """The texts of one row under `HEADINGS`. Values that were not measured are empty."""
 
     def number(key: str, form: str, factor: float = 1.0) -> str:
         return "" if row.get(key) is None else format(row[key] * factor, form)
@@ -49,7 +49,7 @@ def setting_words(setting: dict[str, Any]) -> str:
 
 
 def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What stands around the table of modes, as (what, text)."""
+    """Facts around the table of modes, as (name, text)."""
     search = summary["search"]
     rows = []
     for place in summary["paths"]:
@@ -133,7 +133,7 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def wear_words(wear: dict[str, Any]) -> str:
-    """What was written, and which share of the drive's life that is."""
+    """The bytes written, and their share of the drive's life."""
     text = f"{format_bytes(wear['written_bytes'])} written"
     if wear["endurance_used_percent"] is not None:
         times = f", {wear['runs_count']} times," if wear["runs_count"] > 1 else ""
@@ -153,7 +153,7 @@ def wear_words(wear: dict[str, Any]) -> str:
 
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
-    """Print everything, the block of configuration last, ready to be copied."""
+    """Print everything. The configuration comes last, ready to be copied."""
     for load in dict.fromkeys(row["load"] for row in summary["rows"]):
         rows = [row for row in summary["rows"] if row["load"] == load]
         shown = [cells(row | {"load": None}, len(summary["paths"])) for row in rows]

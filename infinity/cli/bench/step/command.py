@@ -1,5 +1,5 @@
-"""`infinity bench step`: the command and its options; those of `infinity finetune` are the same
-ones."""
+"""`infinity bench step`: the command and its options. It shares options with `infinity
+finetune`."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def step(
     debug: o.Debug = False,
     **knobs: Any,
 ) -> None:
-    """Train for a few steps on synthetic tokens and say how near a step comes to the roofline: what
-    its devices give alone.
+    """Train for a few steps on synthetic tokens, and compare a step with the roofline: the speed of
+    each device alone.
 
     Compute (models of one and two blocks, extrapolated in depth), NVMe, the link to the device and
-    the update are measured in the same run; the longest of them is the bound. The step is compared
-    with the plan for such a machine, too. One process, one device. The output is made to be pasted
-    into an issue.
+    the update are measured in the same run. The longest of them is the bound. The step is also
+    compared with the plan for such a machine. One process, one device. The output is ready to be
+    pasted into an issue.
     """
     with plain_failures(debug):
         require_extras(

@@ -1,4 +1,4 @@
-"""The result as tables on a terminal, and as one self-contained HTML page."""
+"""Shows the result as tables on a terminal, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[str, ...]
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured, in one line."""
+    """The measured work, in one line."""
     return (
         f"{result['model']}: {result['parameters_count']:,} parameters in {result['dtype']} on "
         f"{result['device']}, {result['tokens_per_step_count']:,} tokens a step, "
@@ -42,7 +42,7 @@ def _three(values: dict[str, float], form: str = ".3g", factor: float = 1.0) -> 
 
 
 def step_rows(result: dict[str, Any]) -> list[Row]:
-    """(what, median, spread over the steps)."""
+    """Rows (name, median, spread over the steps)."""
     rows: list[Row] = [
         ("seconds per step", *_three(result["step_seconds"])),
         ("tokens per second", *_three(result["tokens_per_second"], ",.0f")),
@@ -66,7 +66,7 @@ def step_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def roofline_rows(result: dict[str, Any]) -> list[Row]:
-    """(device, work per step, what it gives, seconds, of the step), the longest first."""
+    """Rows (device, work per step, rate, seconds, share of the step), the longest first."""
     links = result["link_gb_per_second"]
     nbytes = result["bytes_per_step"]
     step = result["step_seconds"]["median"]
@@ -105,7 +105,7 @@ def roofline_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """What follows, in words."""
+    """The conclusions, in words."""
     roofline, losses = result["roofline"], result["losses"]
     median, between = _three(roofline["step_over_bound_ratio"], ".2f")
     bound = _WORDS.get(roofline["bound"], roofline["bound"])
@@ -145,7 +145,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def _planned(plan: dict[str, Any]) -> str:
-    """What `infinity plan` would say of such a machine."""
+    """The plan for such a machine, compared with this step."""
     busiest = sorted(plan["busy_seconds"].items(), key=lambda lane: -lane[1])[:3]
     lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in busiest)
     median, between = _three(plan["step_over_plan_ratio"], ".2f")
@@ -161,7 +161,7 @@ ROOFLINE_HEADINGS = ("device", "work of a step", "gives", "s", "of step")
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """Both tables and the sentences."""
+    """Print both tables and the sentences."""
     console.print(title(result), markup=False, highlight=False)
     for headings, rows in (
         (STEP_HEADINGS, step_rows(result)),
@@ -178,7 +178,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """A bar for the step and one for what each device needs, with a line at the bound."""
+    """A bar for the step, one for the need of each device, and a line at the bound."""
     step, roofline = result["step_seconds"], result["roofline"]
     bars = [("step", step["median"], RED)]
     bars += [
