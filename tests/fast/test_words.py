@@ -58,7 +58,6 @@ UNREAD = {
     "models",
     "modules",
     "optim",
-    "placement",
     "plan",
     "schedule",
     "sharding",
