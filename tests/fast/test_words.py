@@ -59,7 +59,6 @@ UNREAD = {
     "modules",
     "optim",
     "plan",
-    "schedule",
     "sharding",
     "tiers",
     "tiles",
