@@ -54,7 +54,6 @@ UNREAD = {
     "deepspeed",
     "directories",
     "integrations",
-    "losses",
     "models",
     "modules",
     "optim",
