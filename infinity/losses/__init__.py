@@ -1,1 +1,1 @@
-"""Losses that are computed in chunks of tokens, without all logits at once."""
+"""Computes losses in chunks of tokens, without all logits in memory at once."""

@@ -1,12 +1,13 @@
-"""The loss of a causal language model of transformers without all of its logits at once.
+"""Computes the loss of a causal language model of transformers without all logits in memory at
+once.
 
 [Note: where the logits go]
-Two calls of the model are intercepted, as attributes of the modules: `LabelledForward` stands in
-for the forward of the model, and `ProjectionForward` for that of its output projection. While a
-call of the model has labels, the projection gives `LazyLogits`. The model hands them to its loss
-function, which hands them to `cross_entropy`, and that is computed in chunks. Nothing in the code
-of the model knows. Both are objects and no functions, so that a copy of the model has copies of
-them that refer to the copy.
+Two objects intercept calls of the model, as attributes of its modules. `LabelledForward` replaces
+the forward of the model, and `ProjectionForward` replaces the forward of its output projection.
+While a call of the model has labels, the projection returns `LazyLogits`. The model passes them to
+its loss function, and the loss function passes them to `cross_entropy`, which runs in chunks. The
+code of the model does not change. Both replacements are objects, not functions: a copy of the model
+has copies of them, which refer to the copy.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ProjectionForward:
-    """Stands in for the forward of the output projection `module`: gives lazy logits to a thread
-    whose call of the model has labels.
+    """Replaces the forward of the output projection `module`: returns lazy logits in a thread with
+    a labelled call of the model.
 
-    With `max_bytes` None it does what the forward did before.
+    Otherwise, and if `max_bytes` is None, runs the original forward.
     """
 
     def __init__(self, module: nn.Linear, max_bytes: int | None) -> None:
@@ -63,7 +64,7 @@ class ProjectionForward:
 
     @contextmanager
     def labelled(self, has_labels: bool) -> Iterator[None]:
-        """A call of the model on this thread, which has labels or not."""
+        """Around a call of the model on this thread."""
         thread = threading.get_ident()
         before = thread in self._labelled
         change = {True: self._labelled.add, False: self._labelled.discard}
@@ -74,7 +75,7 @@ class ProjectionForward:
             change[before](thread)
 
     def _note_whole(self, by: str) -> None:
-        """Somebody asks for values, by the operator `by`."""
+        """Warn, once, if the labelled forward itself needs values, for the operator `by`."""
         if threading.get_ident() in self._labelled and not self._told:
             self._told = True
             log.warning(
@@ -85,7 +86,7 @@ class ProjectionForward:
 
 
 class LabelledForward:
-    """Stands in for the forward of the causal language model `model`: tells `projection` whether a
+    """Replaces the forward of the causal language model `model`: notes in `projection` whether a
     call has labels."""
 
     def __init__(self, model: nn.Module, projection: ProjectionForward) -> None:
@@ -100,29 +101,28 @@ class LabelledForward:
 
 
 def chunked_loss(model: Model, max_bytes: str | int | None = "256MiB") -> Model:
-    """Let a causal language model of transformers compute its loss from chunks of tokens, whose
-    logits take at most `max_bytes` at once; returns `model`.
+    """Make a causal language model of transformers compute its loss in chunks of tokens. Returns
+    `model`.
 
-    For calls with `labels`. Loss and gradients are those of the plain model, to rounding; with one
-    chunk they are the same bits. `max_bytes` counts the logits (tokens, vocabulary) of a chunk and
-    all that is made of them: the conversion to fp32, the log-softmax, gradients. One token at least
-    is computed at a time. A step makes all logits twice. With several chunks the gradient of a
-    bf16 or fp16 weight of the projection is summed up in fp32, which takes 4 bytes for each of its
-    elements in the backward.
+    Applies to calls with `labels`. `max_bytes` limits the memory of one chunk: its logits (tokens,
+    vocabulary), their fp32 conversion, the log-softmax and the gradients. A chunk has at least one
+    token. Loss and gradients equal those of the plain model up to rounding, and bit for bit with
+    one chunk. A step computes all logits twice. With several chunks, the gradient of a bf16 or fp16
+    weight of the projection is summed in fp32, which takes 4 bytes per element in the backward.
 
-    `outputs.logits` of such a call has no values until they are used. What comes then are the
-    logits of the plain model, all at once. Use them before `optimizer.step()`. A
-    `cross_entropy` of them by code of your own is computed in chunks, too.
+    `outputs.logits` of such a call has no values until your code uses them. Then all logits of the
+    plain model are computed at once. Use them before `optimizer.step()`. If your own code passes
+    them to `cross_entropy`, it runs in chunks, too.
 
-    Before or after `infinity.wrap`, and for models that are never wrapped; before `infinity.tile`,
-    and before a `wrap` that would cut the projection into tiles: then it stays whole. A second call
-    changes `max_bytes`; None takes it off again. After `resize_token_embeddings` call it again. A
-    second derivative of the loss cannot be taken.
+    Call this before or after `infinity.wrap`, or without it. Call it before `infinity.tile`, and
+    before a `wrap` that would cut the projection into tiles: both then leave it whole. A second
+    call changes `max_bytes`; None restores the plain loss. Call it again after
+    `resize_token_embeddings`. The loss has no second derivative: `create_graph=True` raises
+    `RuntimeError`.
 
-    Raises `ConfigError` before anything is changed: for `max_bytes` that is no number of bytes or
-    has no room for one token, for what is no model of transformers with labels and an output
-    projection of class `nn.Linear`, and for a loss function that does not pass its logits to
-    `cross_entropy`.
+    Raises `ConfigError` before anything changes: if `max_bytes` is no number of bytes or too small
+    for one token; if `model` is no model of transformers with labels and an output projection of
+    class `nn.Linear`; and if its loss function does not pass the logits to `cross_entropy`.
     """
     language_model = _language_model(model)
     head = language_model.get_output_embeddings()
@@ -151,7 +151,8 @@ StandIn = TypeVar("StandIn")
 
 
 def _stand_in(module: nn.Module, kind: type[StandIn]) -> StandIn | None:
-    """The stand-in of the forward of `module`, also below what others have put there since."""
+    """The replacement of class `kind` for the forward of `module`, also below later wrappers; None
+    without one."""
     forward: Any = module.forward
     while forward is not None and not isinstance(forward, kind):
         forward = getattr(forward, "__wrapped__", None)
@@ -159,7 +160,8 @@ def _stand_in(module: nn.Module, kind: type[StandIn]) -> StandIn | None:
 
 
 def _remove(model: nn.Module, labelled: LabelledForward) -> None:
-    """The forwards are those of before, or do the same where others have put something on top."""
+    """Restore the original forwards. A replacement below a later wrapper stays, and runs the
+    original forward."""
     projection = labelled.projection
     projection.max_bytes = None
     for module, stand_in in ((model, labelled), (projection.module, projection)):
@@ -167,11 +169,12 @@ def _remove(model: nn.Module, labelled: LabelledForward) -> None:
             del vars(module)["forward"]
 
 
-# What is refused
+# Checks
 
 
 def _language_model(model: object) -> Any:
-    """The model of transformers that `model` is, or has adapters of PEFT on."""
+    """Return the model of transformers: `model` itself, or the base model of a PEFT model. Raises
+    `ConfigError` without one, or if it has no labels or output projection."""
     found = model
     if isinstance(model, nn.Module) and hasattr(model, "get_base_model"):
         found = cast(Any, model).get_base_model()
@@ -200,7 +203,7 @@ def _parsed(max_bytes: object) -> int:
 
 
 def _check_projection(model: Any, head: Any) -> None:
-    """Raise `ConfigError` for an output projection whose product we do not know."""
+    """Raise `ConfigError` unless the output projection is a whole, plain `nn.Linear`."""
     name = type(head).__name__
     if isinstance(head, InTiles):
         raise ConfigError(
@@ -229,8 +232,8 @@ def _check_projection(model: Any, head: Any) -> None:
 
 
 def _check_room(head: nn.Linear, max_bytes: int) -> None:
-    """Raise `ConfigError` where the logits of one token take more than `max_bytes`."""
-    dtype = torch.promote_types(head.weight.dtype, torch.float32)  # as losses of transformers do
+    """Raise `ConfigError` if the logits of one token take more than `max_bytes`."""
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)  # like losses of transformers
     autocast = AutocastState(head.weight.device.type, False, dtype)
     plan = EntropyPlan(None, (), autocast, LossReduction("mean", -100, 0.0), max_bytes)
     least = plan.bytes_per_token(head.out_features, dtype)
@@ -243,9 +246,9 @@ def _check_room(head: nn.Linear, max_bytes: int) -> None:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise `ConfigError` where the loss function of the model does something with its logits that
-    needs all of them: it is tried on two tokens of a vocabulary of two. A model that has none
-    computes its loss itself."""
+    """Raise `ConfigError` if the loss function of the model needs all logits at once, or fails.
+    Tries it on two tokens of a vocabulary of two. Skips a model without a loss function, which
+    computes its loss in its forward."""
     if getattr(model, "loss_type", None) is None and not hasattr(model, "_loss_function"):
         return
     asked: list[str] = []

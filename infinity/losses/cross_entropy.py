@@ -1,17 +1,18 @@
-"""The cross entropy of a large vocabulary, with the logits of a few tokens at a time.
+"""Computes the cross entropy of a large vocabulary, with the logits of a few tokens at a time.
 
 [Note: chunks of tokens]
-The forward makes the logits of one chunk of tokens, keeps their loss, and drops them. The backward
-makes them again. So a step has one more product with the weight of the projection than usual, and
-autograd saves hidden states in the place of logits. What one chunk does to its logits are torch's
-own operators. With one chunk the results are therefore the bits of a plain model.
+The forward computes the logits of one chunk of tokens, keeps their loss, and drops them. The
+backward computes them again. So a step has one more product with the weight of the projection, and
+autograd saves hidden states instead of logits. Each chunk uses torch's own operators. So with one
+chunk the results are bitwise equal to the plain model.
 
 [Note: the sum of chunks]
-The gradient of the weight is the sum over all chunks. A plain model makes it in one product, which
-adds in fp32 and rounds once. Here the factors are widened to at least fp32 and the products are
-added there. So it is rounded once, too. Example: 64 chunks in bf16, whose gradients are 256 and
-then 63 times 1. Added in bf16, whose next number after 256 is 258, they stay 256. The sum is 319,
-and bf16 has 320.
+The gradient of the weight is the sum over all chunks. A plain model computes it in one product,
+which adds in fp32 and rounds once. Here the factors are widened to at least fp32, and the products
+are added in that precision. So the sum is rounded once, too.
+
+Example: 64 chunks in bf16 have the gradients 256 and then 63 times 1. The next bf16 number after
+256 is 258, so a sum in bf16 stays 256. The true sum is 319, which rounds to 320.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from torch.nn import functional
 
 
 class LogitsStep(NamedTuple):
-    """One operation between the projection and the loss, on each logit alone."""
+    """One elementwise operation on logits, between the projection and the loss."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     dtype: torch.dtype
-    """Of the result."""
+    """The dtype of the result."""
     saves: bool
     """Whether autograd saves the result."""
 
 
 class AutocastState(NamedTuple):
-    """The autocast of one kind of device, to be entered again in a backward."""
+    """The autocast state of one kind of device, for a backward to enter again."""
 
     kind: str
     enabled: bool
@@ -46,16 +47,16 @@ class AutocastState(NamedTuple):
 
     @classmethod
     def now(cls, kind: str) -> AutocastState:
-        """The one that is on for this `kind` of device."""
+        """The current state for this `kind` of device."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def entered(self) -> AbstractContextManager[object]:
-        """A context with this autocast, whose casts are not kept."""
+        """A context with this autocast, without its cache of casts."""
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
 
 
 class LossReduction(NamedTuple):
-    """Which tokens a cross entropy counts, and how it adds them: arguments of torch's function."""
+    """The arguments of torch's `cross_entropy` that select, weigh and add tokens."""
 
     reduction: str
     """"none", "sum" or "mean"."""
@@ -65,23 +66,23 @@ class LossReduction(NamedTuple):
 
 @dataclass(frozen=True)
 class EntropyPlan:
-    """What becomes of hidden states on the way to a loss, and in how many bytes."""
+    """The computation from hidden states to a loss, and its limit of memory."""
 
     cast: torch.dtype | None
-    """What autocast makes of the factors of the projection; None leaves them."""
+    """The dtype to which autocast converts the factors of the projection; None: no conversion."""
     steps: Sequence[LogitsStep]
     autocast: AutocastState
-    """That of the loss."""
+    """The autocast around the loss."""
     reduction: LossReduction
     max_bytes: int
 
     def bytes_per_token(self, vocabulary: int, dtype: torch.dtype) -> int:
-        """The most bytes that a token's logits of `dtype`, and all that is made of them, take at
-        once.
+        """The most bytes that the logits of one token in `dtype`, with all results computed from
+        them, take at once.
 
-        Example: 256,000 logits in bf16, a conversion to fp32, and the loss. When the gradient of
-        the log-softmax is made, three tables in fp32 are alive: the log-softmax, its gradient and
-        the gradient of its input, 3.1 MB together. The logits are gone by then.
+        Example: 256,000 logits in bf16, a conversion to fp32, and the loss. The backward of the
+        log-softmax holds three tables in fp32: the log-softmax, its gradient, and the gradient of
+        its input, 3.1 MB together. The logits are freed before.
         """
         last = self.steps[-1].dtype if self.steps else dtype
         loss = max(last.itemsize, 4) if self.autocast.enabled else last.itemsize
@@ -89,14 +90,14 @@ class EntropyPlan:
         return vocabulary * (kept + 3 * loss)
 
     def parts(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
-        """The chunks of `tokens`, as even as can be; each has one token at least."""
+        """The chunks of `tokens` tokens, as slices of nearly equal length, at least 1."""
         most = max(self.max_bytes // self.bytes_per_token(vocabulary, dtype), 1)
         number = -(-tokens // most)
         ends = [tokens * each // number for each in range(number + 1)]
         return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
     def of_a_chunk(self, parts: int) -> str:
-        """The reduction of each of so many chunks."""
+        """The reduction of each chunk, if there are `parts` chunks."""
         whole = parts == 1 or self.reduction.reduction == "none"
         return self.reduction.reduction if whole else "sum"
 
@@ -107,7 +108,7 @@ class EntropyPlan:
         class_weight: torch.Tensor | None,
         reduction: str,
     ) -> torch.Tensor:
-        """The loss of one chunk, whose logits are (tokens, vocabulary)."""
+        """The loss of one chunk, from logits (tokens, vocabulary) and classes (tokens,)."""
         with self.autocast.entered():
             for step in self.steps:
                 logits = step.apply(logits)
@@ -121,7 +122,7 @@ class EntropyPlan:
             )
 
     def total(self, target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
-        """What a mean divides by: how many tokens count, or the sum of their weights."""
+        """The divisor of a mean: the number of tokens that count, or the sum of their weights."""
         counted = target != self.reduction.ignore_index
         return counted.sum() if class_weight is None else class_weight[target[counted]].sum()
 
@@ -132,9 +133,9 @@ def project(
     bias: torch.Tensor | None,
     cast: torch.dtype | None,
 ) -> torch.Tensor:
-    """The logits (..., vocabulary) of `hidden` (..., width), as `nn.Linear` makes them under an
+    """The logits (..., vocabulary) of `hidden` (..., width), as `nn.Linear` computes them under an
     autocast to `cast`."""
-    # Autocast would keep a cast of the weight that a forward without autograd has made.
+    # Autocast would cache the cast of the weight from a forward without autograd.
     with torch.autocast(hidden.device.type, enabled=False):
         return functional.linear(*(_cast(each, cast) for each in (hidden, weight, bias)))
 
@@ -144,8 +145,8 @@ def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss of `hidden` (tokens, width) by way of logits of which no more than `max_bytes` of
-    the plan are there at once. See [Note: chunks of tokens]."""
+    """The loss of `hidden` (tokens, width), with at most `plan.max_bytes` bytes of logits at once.
+    See [Note: chunks of tokens]."""
 
     @staticmethod
     def forward(
@@ -157,7 +158,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         class_weight: torch.Tensor | None,
         plan: EntropyPlan,
     ) -> torch.Tensor:
-        """The loss, (tokens,) without a reduction and else ()."""
+        """Return the loss: (tokens,) with the reduction "none", otherwise ()."""
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
@@ -167,7 +168,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for part in parts:
             logits = project(hidden[part], weight, bias, plan.cast)
             losses.append(plan.loss(logits, target[part], class_weight, reduction))
-            del logits  # before those of the next chunk are made
+            del logits  # before the next chunk makes its own
         if len(losses) == 1:
             return losses[0]
         if reduction == "none":
@@ -180,8 +181,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """The gradients of hidden states, weight and bias. Raises `RuntimeError` where these shall
-        have gradients themselves."""
+        """Return the gradients of hidden states, weight and bias. Raises `RuntimeError` for a
+        second derivative."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a chunked loss has no second derivative (create_graph=True); take it off with "
@@ -191,7 +192,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         parts = plan.parts(len(hidden), len(weight), plan.cast or hidden.dtype)
         reduction = plan.of_a_chunk(len(parts))
-        if reduction != plan.reduction.reduction:  # "sum" of a chunk, and "mean" of all
+        if reduction != plan.reduction.reduction:  # chunks are summed, and the loss is a mean
             gradient = gradient / plan.total(target, class_weight).to(gradient.dtype)
         sums = _ChunkSums(ctx.needs_input_grad[:3], hidden, weight, bias, len(parts) == 1)
         weight, bias = _cast(weight, plan.cast), _cast(bias, plan.cast)
@@ -202,7 +203,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 logits = project(inputs.requires_grad_(), weight, bias, plan.cast)
                 edge = get_gradient_edge(logits)
                 loss = plan.loss(logits, target[part], class_weight, reduction)
-            del logits  # of which the loss has saved what it needs
+            del logits  # the graph of the loss has saved the tensors that it needs
             (of_logits,) = torch.autograd.grad(loss, [edge], share)
             del loss, edge
             sums.add(part, of_logits, inputs.detach(), weight)
@@ -211,8 +212,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _ChunkSums:
-    """The gradients of hidden states (tokens, width), weight (vocabulary, width) and bias
-    (vocabulary,), as far as they are wanted, chunk after chunk. See [Note: the sum of chunks]."""
+    """Collects the wanted gradients of hidden states (tokens, width), weight (vocabulary, width)
+    and bias (vocabulary,), chunk by chunk. See [Note: the sum of chunks]."""
 
     def __init__(
         self,
@@ -234,8 +235,8 @@ class _ChunkSums:
     def add(
         self, part: slice, of_logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
     ) -> None:
-        """The chunk `part` has the gradient `of_logits` (tokens, vocabulary), `inputs` (tokens,
-        width) and the `weight`, as the projection multiplied them."""
+        """Add the chunk `part`: the gradient `of_logits` (tokens, vocabulary), and the factors of
+        the projection, `inputs` (tokens, width) and `weight` (vocabulary, width)."""
         if self._alone:
             self._hidden = of_logits.mm(weight) if self._wanted[0] else None
             self._weight = of_logits.t().mm(inputs) if self._wanted[1] else None
@@ -250,7 +251,8 @@ class _ChunkSums:
             self._bias += of_logits.sum(0, dtype=self._bias.dtype)
 
     def results(self) -> list[torch.Tensor | None]:
-        """The three gradients, in the dtypes of what they are the gradients of."""
+        """The gradients of hidden states, weight and bias, each in the dtype of its tensor; None if
+        not wanted."""
         found = (self._hidden, self._weight, self._bias)
         return [
             None if each is None else each.to(dtype)

@@ -1,27 +1,27 @@
-"""Logits that are made when somebody asks for them, and that a loss takes chunk by chunk.
+"""Logits without values: code that reads them computes them, and a loss computes them in chunks.
 
 [Note: lazy logits]
-A `LazyLogits` stands for what the output projection gives. It has the shape and dtype of that, and
-the hidden states. What a loss does before it needs values stays lazy:
+A `LazyLogits` replaces the output of the projection. It has the shape and dtype of that output, and
+keeps the hidden states. These operations stay lazy:
 
-| what | how |
+| operation | effect |
 |---|---|
-| `*`, `/`, `+`, `-` with numbers, `-x`, `tanh` | a step that each chunk of logits goes through |
-| `float()`, `to(dtype)` and their kin | the same |
-| `view`, `reshape`, `flatten`, `contiguous`, an index of tokens | done to the hidden states |
+| `*`, `/`, `+`, `-` with numbers, `-x`, `tanh` | a step that is applied to each chunk of logits |
+| `float()`, `to(dtype)` and similar conversions | the same |
+| `view`, `reshape`, `flatten`, `contiguous`, an index of tokens | applied to the hidden states |
 | `cross_entropy` with classes as targets | computed in chunks (`infinity.losses.cross_entropy`) |
 
-Everything else gets the values: what a plain model has, made in the same way, with the same graph.
-They are kept, because somebody may change them in place. Lazy views of such logits share them.
-`retain_grad` and hooks are refused: the loss does not go through the values.
+Every other operation gets the values of the plain model, computed in the same way, with the same
+graph. They are kept, because user code may change them in place. Lazy views of such logits share
+them. `retain_grad` and hooks raise an error, because the gradient of the loss bypasses the values.
 
-It answers above autograd (`__torch_function__`), so that autograd records what is done to the
-values. Code in C++ that gets past this finds the values, too, but a gradient that it sends back
+The class works above autograd (`__torch_function__`), so autograd records operations on the values.
+C++ code that bypasses `__torch_function__` gets the values, too, but a gradient from such code
 raises an error.
 
 [Note: logits that come late]
-Values are made of the weight as it is when they are asked for. An optimizer step in between would
-give other logits than those of the loss, so it is noticed and refused.
+Values are computed with the weight at the time of their first use. If an optimizer step came
+between, these logits would differ from the logits of the loss. So this raises an error.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ _ARITHMETIC = {
     *("__rsub__", "__neg__"),
 }
 _SAVED = {"tanh"}
-"""Those of which autograd saves the result."""
+"""The operations that make autograd save their result."""
 _CONVERSIONS = {"float", "double", "half", "bfloat16"}
 _SHAPES = {"view", "reshape", "flatten", "contiguous"}
 _REFUSED = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 
 
 class Projection:
-    """The output projection `module` in one call of a model: makes logits of hidden states, also
-    after that call.
+    """The output projection `module` in one call of a model. Computes logits from hidden states,
+    also after that call.
 
-    `whole` is told what asks for values.
+    `whole` is called with the name of each operator that needs values.
     """
 
     def __init__(
@@ -89,13 +89,14 @@ class Projection:
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter of the projection wants a gradient."""
+        """Whether a parameter of the projection requires a gradient."""
         return any(each.requires_grad for each in self.module.parameters())
 
     def apply(self, function: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """`function(hidden, weight, bias)`, where the parameters have their data.
+        """Return `function(hidden, weight, bias)`, computed while the parameters have their data.
 
-        Raises `RuntimeError` after they were updated, see [Note: logits that come late].
+        Raises `RuntimeError` if a parameter was updated since the call of the model, see
+        [Note: logits that come late].
         """
         if self._versions() != self._content:
             raise RuntimeError(
@@ -122,26 +123,27 @@ class Projection:
 
 
 def _changes(tensor: torch.Tensor) -> int:
-    """How often a plain tensor was changed in place, as far as torch counts that."""
+    """How often a plain tensor was changed in place, by torch's count; 0 for an inference
+    tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
 class LogitsOrigin:
-    """What values are made of."""
+    """The inputs from which logits are computed."""
 
     projection: Projection
     hidden: torch.Tensor
-    """(..., width), of the rows that the logits have."""
+    """(..., width): one row for each row of the logits."""
     form: torch.Tensor
-    """Without memory (on the meta device): shape, strides and dtype of the logits."""
+    """Shape, strides and dtype of the logits, on the meta device."""
     steps: tuple[LogitsStep, ...] = ()
     parent: LazyLogits | None = None
-    """The logits that these were made of; None for what the projection gives."""
+    """The logits that these come from; None for the output of the projection."""
     made: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Makes these values of the parent's."""
+    """Computes these values from the parent's values."""
     shares: bool = False
-    """Whether that is a view of them."""
+    """Whether `made` returns a view."""
 
 
 class LazyLogits(torch.Tensor):
@@ -149,12 +151,12 @@ class LazyLogits(torch.Tensor):
 
     origin: LogitsOrigin
     _value: torch.Tensor | None
-    _value_changes: int  # when it was made
+    _value_changes: int  # of `_value`, when it was computed
     _hidden_changes: int
 
     @classmethod
     def project(cls, projection: Projection, hidden: torch.Tensor) -> LazyLogits:
-        """What `projection` gives of `hidden` (..., width)."""
+        """The lazy output of `projection` for `hidden` (..., width)."""
         shape = (*hidden.shape[:-1], projection.module.out_features)
         dtype = projection.cast or hidden.dtype
         return cls.of(
@@ -163,7 +165,8 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def of(cls, origin: LogitsOrigin) -> LazyLogits:
-        """Those of `origin`."""
+        """Lazy logits of `origin`. They require a gradient if the hidden states or the projection
+        do."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = origin.hidden.requires_grad or origin.projection.trains
             found: LazyLogits = _Anchored.apply(  # type: ignore[no-untyped-call]
@@ -180,14 +183,15 @@ class LazyLogits(torch.Tensor):
 
     @property
     def is_there(self) -> bool:
-        """Whether the values exist, so that they may have been changed."""
+        """Whether the values exist, so that code may have changed them."""
         if self._value is not None:
             return True
         parent = self.origin.parent
         return self.origin.shares and parent is not None and parent.is_there
 
     def value(self) -> torch.Tensor:
-        """The values, as a plain model has them."""
+        """The values of the plain model, computed at the first call. Raises `RuntimeError` if a
+        parameter of the projection, or the hidden states, changed before."""
         if self._value is None:
             parent, made = self.origin.parent, self.origin.made
             if self.origin.shares and parent is not None and made is not None:
@@ -199,7 +203,8 @@ class LazyLogits(torch.Tensor):
         return self._value
 
     def _unchanged(self) -> torch.Tensor:
-        """The values as they were made, whoever has changed them since."""
+        """The values without later changes in place: the kept values if they are unchanged, else
+        computed again."""
         if self._value is not None and _changes(self._value) == self._value_changes:
             return self._value
         parent, made = self.origin.parent, self.origin.made
@@ -221,7 +226,8 @@ class LazyLogits(torch.Tensor):
     def entropy(
         self, target: torch.Tensor, class_weight: torch.Tensor | None, reduction: LossReduction
     ) -> torch.Tensor:
-        """`functional.cross_entropy` of these logits (tokens, vocabulary), chunk by chunk."""
+        """`functional.cross_entropy` of these logits (tokens, vocabulary), in chunks. `target`
+        holds classes (tokens,). Raises `RuntimeError` as `value` does."""
         self._check_hidden()
         projection = self.origin.projection
         autocast = AutocastState.now(self.device.type)
@@ -238,7 +244,8 @@ class LazyLogits(torch.Tensor):
         return projection.apply(loss, self.origin.hidden)
 
     def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
-        """These logits after `function`, which changes no value and may watch gradients."""
+        """These logits after `function`, which must not change values. It may observe
+        gradients."""
         origin, step = self.origin, LogitsStep(function, self.dtype, False)
         steps = (*origin.steps, step)
         return LazyLogits.of(
@@ -285,7 +292,8 @@ class LazyLogits(torch.Tensor):
         return func(*given, **named)
 
     def _lazily(self, func: Any, name: str, others: Sequence[Any], kwargs: Any) -> Any:
-        """What the operator `func` makes of these logits and of `others`, if that can be lazy."""
+        """The lazy result of the operator `func` for these logits and the arguments `others`;
+        `NotImplemented` if it needs values."""
         if name in _ARITHMETIC:
             steps = not kwargs and all(isinstance(each, (int, float)) for each in others)
         elif name in _CONVERSIONS:
@@ -308,8 +316,8 @@ class LazyLogits(torch.Tensor):
         )
 
     def _rows(self, func: Any, name: str, others: Sequence[Any], kwargs: Any) -> Any:
-        """The same for an operator that leaves the vocabulary as it is: what it makes of these
-        logits are some of their rows, or all in another shape."""
+        """Like `_lazily`, for an operator that keeps the dimension of the vocabulary: it selects
+        rows, or reshapes all of them."""
         origin = self.origin
         hidden, width = origin.hidden, origin.hidden.shape[-1]
         if name in _SHAPES:
@@ -334,21 +342,20 @@ class LazyLogits(torch.Tensor):
 
 
 class _Anchored(torch.autograd.Function):
-    """Gives lazy logits a place in autograd's graph: that of an output, through which no gradient
-    can go."""
+    """Puts lazy logits into autograd's graph, as an output that refuses gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, kind: type[LazyLogits], origin: LogitsOrigin
     ) -> Any:
-        """Lazy logits of class `kind`; they require a gradient like `anchor`."""
+        """Return lazy logits of class `kind`. They require a gradient if `anchor` does."""
         make: Any = torch.Tensor._make_wrapper_subclass
         form = origin.form
         return make(kind, form.shape, form.stride(), dtype=form.dtype, device=origin.hidden.device)
 
     @staticmethod
     def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
-        """Raises `RuntimeError`."""
+        """Always raises `RuntimeError`."""
         raise RuntimeError(
             "a gradient came for logits that infinity.chunked_loss makes later, past Python; give "
             "that code outputs.logits.clone(), which has values"
@@ -361,7 +368,8 @@ def _after(func: Any, others: Sequence[Any], kwargs: Any, logits: torch.Tensor) 
 
 
 def _brought(by: str, value: Any) -> Any:
-    """The values of lazy logits, for the operator `by`; anything else itself."""
+    """Return the values of lazy logits, for the operator `by`. Returns any other object
+    unchanged."""
     if not isinstance(value, LazyLogits):
         return value
     if not value.is_there:
@@ -374,14 +382,14 @@ def _indices(index: Any) -> tuple[Any, ...]:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index of one dimension gives a view, and no copy."""
+    """Whether this part of an index gives a view, not a copy."""
     if isinstance(index, (int, slice)):
         return not isinstance(index, bool)
     return index is None or index is Ellipsis
 
 
 def _is_of_rows(index: Any, dims: int) -> bool:
-    """Whether an index of a tensor of `dims` dimensions leaves the last of them as it is."""
+    """Whether an index into `dims` dimensions keeps the last dimension whole."""
     taken, after = 0, None
     for each in _indices(index):
         if isinstance(each, LazyLogits):
@@ -407,7 +415,7 @@ def _entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`functional.cross_entropy` in chunks, if that can be."""
+    """`functional.cross_entropy` in chunks; `NotImplemented` if these arguments need values."""
     classes = isinstance(target, torch.Tensor) and not target.is_floating_point()
     if (
         not isinstance(input, LazyLogits)

@@ -1,4 +1,5 @@
-"""The functions of `infinity.nvme`, which share one `Io`."""
+"""The functions of `infinity.nvme`, which share one `Io`. Their errors stand in
+[Note: what every call promises] of `infinity/nvme/__init__.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from infinity.nvme.ticket import Ticket
 
 
 class _Shared:
-    """The `Io` of the module's functions: made when it is first needed, once per process, ended
-    when the process ends."""
+    """The `Io` of the module's functions: one per process. The first call makes it, and the exit of
+    the process closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +29,7 @@ class _Shared:
             return self._io
 
     def forget(self) -> None:
-        """In a forked child, where nobody can say who held the lock."""
+        """Start over in a forked child, because a thread of the parent may have held the lock."""
         self.__init__()  # type: ignore[misc]
 
     def close(self) -> None:
@@ -43,22 +44,22 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def write(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> None:
-    """Write the bytes of `tensor` to `path`, from byte `offset` on; blocks."""
+    """Write the bytes of `tensor` to `path` from byte `offset`; blocks."""
     _shared.get().write(tensor, path, offset)
 
 
 def read(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> torch.Tensor:
-    """Fill `tensor` with the bytes of `path` from byte `offset` on, and return it; blocks."""
+    """Fill `tensor` with the bytes of `path` from byte `offset` and return it; blocks."""
     return _shared.get().read(tensor, path, offset)
 
 
 def write_async(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Ticket:
-    """Start writing; `tensor` must not change before the ticket is done."""
+    """Start writing `tensor`, which must not change before the ticket is done."""
     return _shared.get().write_async(tensor, path, offset)
 
 
 def read_async(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Ticket:
-    """Start reading; what is in `tensor` is undefined before the ticket is done."""
+    """Start reading `tensor`. Its content is undefined before the ticket is done."""
     return _shared.get().read_async(tensor, path, offset)
 
 
@@ -68,24 +69,23 @@ def write_many(items: Iterable[Item]) -> None:
 
 
 def read_many(items: Iterable[Item]) -> list[torch.Tensor]:
-    """Read every (tensor, path, offset) of `items` and return the tensors; blocks. A missing offset
-    is 0."""
+    """Fill the tensor of every (tensor, path, offset) of `items` and return the tensors; blocks. A
+    missing offset is 0."""
     return _shared.get().read_many(items)
 
 
 def write_many_async(items: Iterable[Item]) -> Ticket:
-    """Start writing every (tensor, path, offset); the ticket is that of all of them."""
+    """Start writing every (tensor, path, offset) of `items`. One ticket is for all of them."""
     return _shared.get().write_many_async(items)
 
 
 def read_many_async(items: Iterable[Item]) -> Ticket:
-    """Start reading every (tensor, path, offset); the ticket is that of all of them."""
+    """Start reading every (tensor, path, offset) of `items`. One ticket is for all of them."""
     return _shared.get().read_many_async(items)
 
 
 def drain() -> None:
-    """Wait for every ticket; raises the `NvmeError` of the first that failed without having been
-    waited for."""
+    """Wait for every ticket. Raises the first `NvmeError` that no call of `Ticket.wait` raised."""
     _shared.get().drain()
 
 
@@ -94,7 +94,7 @@ def save(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Save `tensors` by name as a safetensors file, whole or not at all (see `Io.save`); blocks."""
+    """Save `tensors` by name as a safetensors file, whole or not at all; blocks. See `Io.save`."""
     _shared.get().save(tensors, path, metadata)
 
 
@@ -103,6 +103,8 @@ def load(
     names: Iterable[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, all or those in `names`, on `device` (see
-    `Io.load`); blocks."""
+    """Return the tensors of a safetensors file by name, on `device`; blocks. See `Io.load`.
+
+    `names` selects tensors; None loads all.
+    """
     return _shared.get().load(path, names, device)

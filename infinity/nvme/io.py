@@ -24,15 +24,15 @@ Item = Sequence[Any]
 
 
 class Io:
-    """An I/O engine of your own, with the methods that the module has as functions (see the note
-    there).
+    """An I/O engine of your own, with the functions of the module as methods; see
+    [Note: what every call promises] in `infinity/nvme/__init__.py`.
 
-    `engine` is "io_uring", "posix" or "auto". `depth` device requests of `request_bytes` bytes (a
-    multiple of 4096) are in flight at a time, and the POSIX engine has `threads` workers; what is
-    None is as the native engine measured it to be best. Owns native threads, and 16 MiB of staging
-    memory (32 MiB with CUDA) once something needed it. Ends with `close`, with the end of a `with`
-    block, or when it is dropped; each waits for what is in flight. Raises `ValueError` for options
-    that cannot be, `RuntimeError` where io_uring was asked for and cannot be had.
+    `engine` is "io_uring", "posix" or "auto". At most `depth` device requests of `request_bytes`
+    bytes (a multiple of 4096) are in flight at a time. The POSIX engine has `threads` workers. None
+    takes the measured default of `native/aio/aio.h`. Owns native threads and, from their first use,
+    16 MiB of staging memory (32 MiB with CUDA). `close`, the end of a `with` block, and garbage
+    collection end it; each waits for the I/O in flight. Raises `ValueError` for impossible options,
+    and `RuntimeError` if `engine` is "io_uring" and the machine does not allow it.
     """
 
     def __init__(
@@ -49,31 +49,31 @@ class Io:
 
     @property
     def engine(self) -> Any:
-        """The native engine: `kind`, `counters()`, `set_faults(...)`. Raises `ValueError` when it
-        is closed."""
+        """The native engine: `kind`, `counters()`, `set_faults(...)`. Raises `ValueError` after
+        `close`, and in a forked child."""
         return self._submitter.engine
 
     def write(self, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> None:
-        """Write the bytes of `tensor` to `path`, from byte `offset` on; blocks."""
+        """Write the bytes of `tensor` to `path` from byte `offset`; blocks."""
         self.write_async(tensor, path, offset).wait()
 
     def read(
         self, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0
     ) -> torch.Tensor:
-        """Fill `tensor` with the bytes of `path` from byte `offset` on, and return it; blocks."""
+        """Fill `tensor` with the bytes of `path` from byte `offset` and return it; blocks."""
         self.read_async(tensor, path, offset).wait()
         return tensor
 
     def write_async(
         self, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0
     ) -> Ticket:
-        """Start writing; `tensor` must not change before the ticket is done."""
+        """Start writing `tensor`, which must not change before the ticket is done."""
         return self._start("write", [(tensor, path, offset)])
 
     def read_async(
         self, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0
     ) -> Ticket:
-        """Start reading; what is in `tensor` is undefined before the ticket is done."""
+        """Start reading `tensor`. Its content is undefined before the ticket is done."""
         return self._start("read", [(tensor, path, offset)])
 
     def write_many(self, items: Iterable[Item]) -> None:
@@ -81,27 +81,27 @@ class Io:
         self.write_many_async(items).wait()
 
     def read_many(self, items: Iterable[Item]) -> list[torch.Tensor]:
-        """Read every (tensor, path, offset) of `items` and return the tensors; blocks. A missing
-        offset is 0."""
+        """Fill the tensor of every (tensor, path, offset) of `items` and return the tensors;
+        blocks. A missing offset is 0."""
         items = list(items)
         self.read_many_async(items).wait()
         return [item[0] for item in items]
 
     def write_many_async(self, items: Iterable[Item]) -> Ticket:
-        """Start writing every (tensor, path, offset); the ticket is that of all of them."""
+        """Start writing every (tensor, path, offset) of `items`. One ticket is for all of them."""
         return self._start("write", items)
 
     def read_many_async(self, items: Iterable[Item]) -> Ticket:
-        """Start reading every (tensor, path, offset); the ticket is that of all of them."""
+        """Start reading every (tensor, path, offset) of `items`. One ticket is for all of them."""
         return self._start("read", items)
 
     def pin(self, tensor: torch.Tensor) -> bool:
-        """Pin the memory of `tensor`, on the CPU, until `close`: I/O in it, and in views of it,
-        then takes less CPU time.
+        """Pin the memory of a CPU tensor until `close`, so that I/O in it and in its views takes
+        less CPU time.
 
-        The `Io` keeps the tensor as long. False where the kernel refuses (RLIMIT_MEMLOCK, before
-        Linux 5.19): all works as before. A process that forks copies what it has pinned. Raises
-        `ValueError` when some of it is pinned already.
+        The `Io` keeps the tensor until then. Returns False if the kernel refuses (RLIMIT_MEMLOCK,
+        or a Linux before 5.19); I/O then works as before. A fork copies pinned memory. Raises
+        `ValueError` for a tensor on another device, and for memory that is pinned already.
         """
         address, nbytes = memory_of("write", tensor, "pin")
         if not tensor.is_cpu:
@@ -114,13 +114,13 @@ class Io:
         path: str | os.PathLike[str],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Save `tensors` by name as a safetensors file, which other tools read too; `metadata` are
-        strings by name. Blocks.
+        """Save `tensors` by name as a safetensors file, with `metadata` (strings by name). Blocks.
 
-        The file is there whole or not at all: it is written beside `path`, flushed to the drive,
-        and renamed; an error or a kill leaves what was there before. Tensors may be on any device
-        and must be contiguous; those that share memory are saved each for itself. Raises
-        `TypeError` or `ValueError` for what the format cannot hold.
+        The new file is written beside `path`, flushed to the drive, and renamed. After an error or
+        a kill, `path` is as it was before. Tensors must be contiguous, on "cpu" or "cuda". Tensors
+        that share memory are each saved in full. Raises `TypeError` or `ValueError` for a tensor,
+        name, dtype or metadata that the format cannot hold, `FileError` if the system refuses the
+        file, and `NvmeError` if writing fails.
         """
         tensor_file.save(self._submitter, tensors, path, metadata)
 
@@ -130,23 +130,25 @@ class Io:
         names: Iterable[str] | None = None,
         device: str | torch.device = "cpu",
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a safetensors file by name, all or those in `names`, on `device` ("cpu" or
-        a CUDA device). Blocks.
+        """Return the tensors of a safetensors file by name, on `device` ("cpu" or a CUDA device).
+        Blocks.
 
-        On the CPU they are views of one piece of memory. The data lands there without a copy, and
-        the memory is freed with the last view: clone what is to outlive the others. Raises
-        `WeightsError` for a file that is cut off or damaged, or has no tensor of such a name,
-        before tensors are made; `NvmeError` when reading fails.
+        `names` selects tensors; None loads all. On the CPU the drive writes into the tensors
+        without a copy. Tensors that are neighbors in the file share one allocation, which the last
+        of them frees: clone a tensor that is to outlive its neighbors. Before it makes tensors,
+        raises `WeightsError` if the file is cut off or damaged, or lacks one of `names`, and
+        `ValueError` for another device. Raises `FileError` if the file cannot be opened, and
+        `NvmeError` if reading fails.
         """
         return tensor_file.load(self._submitter, path, names, device)
 
     def drain(self) -> None:
-        """Wait for every ticket; raises the `NvmeError` of the first that failed without having
-        been waited for."""
+        """Wait for every ticket. Raises the first `NvmeError` that no call of `Ticket.wait`
+        raised."""
         self._submitter.drain()
 
     def close(self) -> None:
-        """Wait for every ticket and end the threads; then raises as `drain` does. May be called
+        """Wait for every ticket and end the threads. Then raises as `drain` does. May be called
         twice."""
         self._submitter.close()
 
@@ -161,13 +163,13 @@ class Io:
         submitter = self._submitter
         with Files(requests if operation == "write" else ()) as files, submitter.ticket() as ticket:
             for request in requests:
-                files.get(request.path)  # also for a tensor of no bytes
+                files.get(request.path)  # opens or makes the file even if there are no bytes
                 if request.tensor.is_cpu:
                     submitter.move(ticket, operation, files, request)
                 else:
                     pieces = [(request.offset, bytes_of(request.tensor))]
                     whole = request.offset, request.nbytes
-                    with suppress(NvmeError):  # the ticket says so
+                    with suppress(NvmeError):  # the ticket raises it too
                         submitter.stage(
                             operation, files, request.path, pieces, ticket=ticket, whole=whole
                         )
@@ -177,12 +179,13 @@ class Io:
 
 
 def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor on the CPU on huge pages, touched, where a block begins: I/O reaches it without a
-    copy and with least work.
+    """Make a CPU tensor of `shape` on huge pages, for repeated reads and writes: I/O reaches it
+    without a copy and with the least work.
 
-    For tensors that are read or written again and again. Memory comes in pages of 2 MiB: make one
-    tensor and use views of it where many small ones are needed; `Io.pin` it for the least CPU time.
-    The content is undefined. An ordinary tensor works too: its bytes pass a buffer.
+    The content is undefined. `dtype` None is torch's default dtype. The address is a multiple of
+    2 MiB, and memory comes in pages of 2 MiB: for many small tensors, make one and use views of it.
+    `Io.pin` it for the least CPU time. An ordinary tensor works too, but its bytes may pass a
+    buffer. Raises `BudgetError` if the kernel refuses the memory.
     """
     dtype = dtype or torch.get_default_dtype()
     return huge_pages(math.prod(shape) * dtype.itemsize).zero_().view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The files of one call of `infinity.nvme`, opened once, and made as long as they will be."""
+"""The files of one call of `infinity.nvme`: opens each once, and reserves the blocks of writes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from infinity.errors import FileError, naming
 from infinity.nvme.requests import IoRequest
 from infinity.quantities import format_bytes
 
-RESERVE_BYTES = 4 << 20  # files that grow by less are not worth the call
-OPEN_FILES = 64  # of one call; what is in flight keeps its own
+RESERVE_BYTES = 4 << 20  # a smaller growth is not worth the system call
+OPEN_FILES = 64  # of one call; I/O in flight keeps its own descriptors
 
 
 class Files:
     """The files of one call, each opened once; at most `OPEN_FILES` at a time.
 
-    What is in flight keeps its descriptor, so closing the files does not wait. Nothing is kept from
-    call to call: a file that is replaced or removed is never mistaken for its successor, and
-    opening one costs microseconds.
+    I/O in flight keeps its descriptor, so closing the files does not wait. Each call opens its
+    files again, which costs microseconds: a replaced or removed file is never mistaken for its
+    successor.
     """
 
     def __init__(self, writes: Iterable[IoRequest] = (), name: bytes = b"") -> None:
-        """`name` is what errors call a file whose path is a descriptor."""
+        """`writes` are all writes of the call. Errors show `name` instead of a path that is a
+        descriptor."""
         self._name = name
         self._open: OrderedDict[tuple[bytes, bool], Any] = OrderedDict()
-        # For each file that is to be made: bytes to come, and their end.
+        # For each file to be written: the bytes of its writes, and the largest end of one.
         self._writes: dict[bytes, tuple[int, int]] = {}
         for request in writes:
             total, end = self._writes.get(request.path, (0, 0))
@@ -41,8 +42,8 @@ class Files:
             )
 
     def get(self, path: bytes, direct: bool = True) -> Any:
-        """The file; with O_DIRECT where it can be had, unless `direct` is false. Raises
-        `OSError`."""
+        """Return the open native file. If `direct`, it has O_DIRECT where the file system allows
+        it. Raises `FileError` if the file cannot be opened or has no room for its writes."""
         file = self._open.get((path, direct))
         if file is not None:
             self._open.move_to_end((path, direct))
@@ -62,8 +63,8 @@ class Files:
         return file
 
     def _check_room(self, path: bytes, shown: str) -> None:
-        """Raise `FileError` where there plainly is no room for what is to be written. So no file is
-        made whose part would take the rest of the drive."""
+        """Raise `FileError` if the writes need more than the free bytes or pass the file size
+        limit. Otherwise a partial file could fill the drive."""
         total, end = self._writes[path]
         try:
             now, space = os.stat(path), os.statvfs(path)  # noqa: PTH116, a Path takes longer
@@ -76,17 +77,17 @@ class Files:
             text = f"{os.strerror(errno.EFBIG)}: {limit_text(most)}"
             raise FileError(errno.EFBIG, shown, text)
         free = space.f_bavail * space.f_frsize
-        if growth > free and space.f_blocks > 0:  # it is 0 where the file system does not say
+        if growth > free and space.f_blocks > 0:  # some file systems report 0 blocks
             need = f"{format_bytes(growth)} are to be added, and {format_bytes(free)} are free"
             text = f"{os.strerror(errno.ENOSPC)}: {need}; free some of its space"
             raise FileError(errno.ENOSPC, shown, text)
 
     def _reserve(self, file: Any, path: bytes) -> None:
-        """Give a file that grows its blocks at once: requests past the end of a file are done one
-        after the other."""
+        """Allocate the blocks of a growing file at once, because the kernel does writes past the
+        end of a file one after another."""
         total, end = self._writes[path]
         growth = end - file.size()
-        if growth < RESERVE_BYTES or total < growth:  # the file may stay sparse
+        if growth < RESERVE_BYTES or total < growth:  # leave gaps sparse
             return
         now = os.stat(path)  # noqa: PTH116, a Path takes longer than the call
         if stat.S_ISREG(now.st_mode) and now.st_blocks * 512 >= now.st_size:
@@ -101,8 +102,8 @@ class Files:
 
 
 def allocate(file: Any, nbytes: int) -> None:
-    """Reserve the first `nbytes`; raises `OSError` when there is no room, and does nothing where
-    that cannot be done."""
+    """Reserve blocks for the first `nbytes` of a native `file`. Raises `FileError` if there is no
+    room (ENOSPC, EDQUOT, EFBIG), and ignores every other error."""
     try:
         with naming(file.path):
             file.allocate(nbytes)

@@ -1,4 +1,4 @@
-"""Checks what a call asks for, before anything moves."""
+"""Checks the arguments of a call before anything moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class IoRequest(NamedTuple):
-    """One tensor's bytes at `offset` of the file, checked."""
+    """The memory of one tensor and its checked place in a file: `nbytes` at `offset` (bytes)."""
 
     tensor: torch.Tensor
     address: int
@@ -21,7 +21,10 @@ class IoRequest(NamedTuple):
 def check(
     operation: str, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0
 ) -> IoRequest:
-    """Raises what is wrong with them, before anything has moved."""
+    """Check one (tensor, path, offset) for `operation`, "read" or "write".
+
+    Raises `ValueError` for a wrong path or offset, and the errors of `memory_of`.
+    """
     name = os.fsencode(path)
     if b"\0" in name:
         raise ValueError(f"the path {os.fsdecode(name)!r} has a null byte")
@@ -33,14 +36,20 @@ def check(
 
 
 def refuse_memory(tensor: torch.Tensor) -> None:
-    """Let a tensor of a wrapped model that has no memory say so, with a way out."""
+    """Raise `ShardedParameterError` for a tensor of a wrapped model that has no memory now."""
     refuse = getattr(tensor, "refuse_memory", None)
     if refuse is not None:
         refuse("the address")
 
 
 def memory_of(operation: str, tensor: torch.Tensor, what: str) -> tuple[int, int]:
-    """Address and length of the tensor's memory, which `operation` may use."""
+    """Return the address and length (bytes) of the memory of `tensor`.
+
+    `what` starts each error text. Raises `TypeError` unless `tensor` is a `torch.Tensor` with
+    memory of its own. Raises `ValueError` unless it is dense and contiguous on "cpu" or "cuda", and
+    `operation` may use it. Raises `ShardedParameterError` if a wrapped model keeps its bytes on
+    another tier.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: it takes a torch.Tensor, not {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -59,7 +68,7 @@ def memory_of(operation: str, tensor: torch.Tensor, what: str) -> tuple[int, int
             f"{what}: a {'quantized' if tensor.is_quantized else tensor.layout} tensor is "
             "more than its bytes"
         )
-    # Of a parameter that lives on another tier: raises an error with its name.
+    # For a parameter that lives on another tier this raises an error with its name.
     address = tensor.data_ptr()
     if not tensor.is_contiguous():
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: what lies where. Knows bytes and names, and neither files nor
-tensors' memory.
+"""The header of a safetensors file: names, dtypes, shapes and places of tensors. Opens no file and
+touches no tensor.
 
 The file is 8 bytes with the header's length (little-endian), the header (JSON, may end in spaces),
-and the data: the tensors one after the other, in any order, without gaps.
+and the data: the tensors one after another, in any order, without gaps.
 https://huggingface.co/docs/safetensors
 """
 
@@ -20,11 +20,11 @@ from infinity.quantities import round_up
 
 LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
-BLOCK = 4096  # we begin the data here, so that it can be moved with O_DIRECT
+BLOCK = 4096  # our files begin their data at a multiple, so that O_DIRECT can move it
 METADATA = "__metadata__"
-_DIGITS = 100  # of a number that is converted; a size has 19
+_DIGITS = 100  # a longer number is refused; a size has at most 19
 _DIMENSIONS = 64  # as in NumPy
-_SHOWN = 120  # characters of anything that a file says
+_SHOWN = 120  # characters of a file's content in an error text
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """A tensor and its bytes [begin, end) of the file."""
+    """A tensor, and its bytes [begin, end) in the file."""
 
     name: str
     dtype: torch.dtype
@@ -66,12 +66,12 @@ class Entry(NamedTuple):
 def pack(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[Entry]]:
-    """The first bytes of a file with `tensors` (dtype and shape), a multiple of 4096, and the
-    entries in order of the data.
+    """Return the length and header of a file with `tensors` (dtype and shape by name), padded to a
+    multiple of 4096 bytes, and the entries in file order.
 
-    Tensors of whole blocks come first, so that they all begin at a block; the others follow by
-    falling alignment of their dtype. Raises `ValueError` for a name, dtype or metadata that the
-    format does not have.
+    Tensors of whole blocks come first, so that each begins at a block. The others follow, with the
+    largest elements first. Raises `ValueError` for a name, dtype or metadata that the format does
+    not have, and for a header of more than `HEADER_LIMIT` bytes.
     """
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -105,11 +105,11 @@ def pack(
 
 
 class Growing:
-    """A file that is written tensor by tensor, before it is known which ones follow: the header
-    goes where room was left.
+    """The header of a file that grows by one tensor at a time, when the later tensors are not known
+    yet.
 
-    The data begins after `reserve` bytes. Write the bytes of each tensor at the `Entry.begin` that
-    `add` gives, and `head` at 0.
+    The first `reserve` bytes are kept free for the header. The caller writes each tensor at the
+    `Entry.begin` that `add` returns, and `head()` at byte 0 last.
     """
 
     def __init__(self, metadata: Mapping[str, str], reserve: int = 64 << 10) -> None:
@@ -117,14 +117,14 @@ class Growing:
         self._room = reserve - LENGTH_BYTES - len(_json(self._header))
         self._reserve = reserve
         self.end = reserve
-        """Bytes of the file so far."""
+        """Length of the file so far, in bytes."""
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry | None:
-        """The place of the next tensor; None when it belongs in another file, as the header is
-        full, or it would not be aligned.
+        """Return the place of the next tensor. Returns None if it needs another file, because the
+        header is full or the tensor would not be aligned.
 
-        Raises `ValueError` for a name or dtype that the format does not have, or a name that is
-        there already.
+        Raises `ValueError` for a name or dtype that the format does not have, and for a name that
+        was added before.
         """
         check_tensor(name, dtype)
         if name in self._header:
@@ -142,13 +142,13 @@ class Growing:
         return entry
 
     def head(self) -> bytes:
-        """The first bytes of the file."""
+        """The first `reserve` bytes of the file: length, header and spaces."""
         return _head(_json(self._header), self._reserve)
 
 
 def header_bytes(name: str) -> int:
-    """What to reserve so that a tensor of this name surely fits, for most files much more than they
-    need."""
+    """A `reserve` for `Growing` that certainly fits a tensor of this name. Most files need much
+    less."""
     return round_up(max(64 << 10, 2 * len(_json(name)) + 4096), BLOCK)
 
 
@@ -178,8 +178,8 @@ def _head(text: bytes, start: int) -> bytes:
 
 
 def data_start(length: bytes, size: int, path: str) -> int:
-    """Where the data begins, from the first 8 bytes of a file of `size` bytes. Raises
-    `WeightsError`."""
+    """Return the offset of the data, from the first 8 bytes of a file of `size` bytes. Raises
+    `WeightsError` if they are no length of a header that fits the file."""
     if len(length) < LENGTH_BYTES:
         raise WeightsError(
             f"{path} is no safetensors file: it ends after {size} bytes, inside the header's length"
@@ -199,11 +199,10 @@ def data_start(length: bytes, size: int, path: str) -> int:
 
 
 def parse(header: bytes, size: int, path: str) -> list[Entry]:
-    """The entries of a file of `size` bytes, in order of the data, from its header (without the
-    length).
+    """Return the entries of a file of `size` bytes, in file order, from its JSON `header`.
 
-    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the
-    tensor. Takes time proportional to n log n for a header of n bytes, whatever is in it.
+    Raises `WeightsError`, with the tensor's name if there is one, unless the entries are valid and
+    cover the data without gap or overlap. Takes O(n log n) time for any header of n bytes.
     """
     try:
         table = json.loads(
@@ -262,15 +261,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    """A size. Others are refused before they are converted, which takes time that grows with the
-    square of their length."""
+    """A size. Refuses a long number before it is converted, because that time grows with the square
+    of its length."""
     if digits == "-0" or len(digits) > _DIGITS:
         raise ValueError(f"{_short(digits)} is no size")
     return int(digits)
 
 
 def _fraction(digits: str) -> float:
-    """What no size is, and a later check says of which tensor, unless it takes time to convert."""
+    """A number with a fraction or exponent, which is never a size: a later check refuses it with
+    the tensor's name. A long number, which is slow to convert, is refused here."""
     return float(digits) if len(digits) <= _DIGITS else _no_number(digits)
 
 
@@ -279,7 +279,7 @@ def _no_number(text: str) -> float:
 
 
 def _short(value: object) -> str:
-    """`value` as an error shows it: a hostile file must not write the message."""
+    """`value` in an error text, cut off so that a hostile file cannot flood the message."""
     text = str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -289,8 +289,7 @@ def _is_size(value: object) -> bool:
 
 
 def _nbytes(shape: Sequence[int], itemsize: int) -> int | None:
-    """Bytes of a tensor; None when it has more elements than can be counted, also where another
-    extent is 0."""
+    """Bytes of a tensor. None if the extents other than 0 alone give 2**63 bytes or more."""
     result = itemsize
     for extent in shape:
         result *= max(extent, 1)

@@ -1,5 +1,5 @@
-"""Turns ranges of files into native requests: straight from and to the memory of a tensor, or
-through staging slots."""
+"""Turns ranges of files into native requests, directly on the memory of a tensor or through staging
+slots."""
 
 from __future__ import annotations
 
@@ -25,33 +25,32 @@ from infinity.quantities import round_up
 log = logging.getLogger("infinity")
 
 SLOTS = 4
-SLOT_BYTES = 4 << 20  # staging, made when it is first needed
+SLOT_BYTES = 4 << 20  # of staging memory, which its first use allocates
 
-# A position in the file, and the bytes (uint8, one dimension) that belong there.
+# An offset in the file (bytes), and the bytes (uint8, one dimension) that belong there.
 Piece = tuple[int, torch.Tensor]
-Range = tuple[int, int]  # an offset in the file, and bytes
+Range = tuple[int, int]  # an offset in the file, and a number of bytes
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as uint8 in one dimension: a view."""
+    """A view of a contiguous tensor as uint8, of shape (bytes,)."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Between bytes of the host, or of the host and a device; returns when it is done."""
+    """Copy within host memory, or between host and device; blocks."""
     if target.is_cpu and source.is_cpu:
-        # Not copy_: on a thread that has used no other torch operation it would start a team of
-        # OpenMP threads.
+        # Not copy_: it would start a team of OpenMP threads for a thread that has none.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
     else:
         target.copy_(source)
 
 
 def _runs(pieces: Iterable[Piece], gap: int = 0) -> Iterator[list[Piece]]:
-    """Cut `pieces`, in the order of the file, into runs that fit a slot whose first byte is that of
-    a block.
+    """Cut `pieces`, in file order, into runs that each fit a slot. A slot begins at a block of the
+    file.
 
-    Inside a run there are at most `gap` bytes between two pieces.
+    Inside a run at most `gap` bytes lie between two pieces.
     """
     run: list[Piece] = []
     base = end = 0
@@ -70,41 +69,38 @@ def _runs(pieces: Iterable[Piece], gap: int = 0) -> Iterator[list[Piece]]:
 
 
 def _placed(run: list[Piece], slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of each piece, and those of the slot that stand for them."""
+    """The bytes of each piece of `run`, and its bytes in the slot."""
     base = run[0][0] // BLOCK * BLOCK
     for position, data in run:
         yield data, slot[position - base :][: data.numel()]
 
 
 class Submitter:
-    """A native engine, what is in flight on it, and staging memory for what cannot move straight.
-    Any thread may use it.
-
-    Ends with `close`, which waits for what is in flight.
-    """
+    """Owns a native engine, its tickets in flight, and staging memory for bytes that cannot move
+    directly. Any thread may use it. It ends with `close`."""
 
     def __init__(self, engine: Any) -> None:
         self.tickets = Tickets()
         self._engine = engine
         self._closed = False
-        self._staging = threading.Lock()  # whoever holds it has the slots
-        self._memory: dict[bool, HostMemory] = {}  # by whether it is pinned
-        self._kept: list[torch.Tensor] = []  # their memory is pinned for the native engine
+        self._staging = threading.Lock()  # its holder uses the slots
+        self._memory: dict[bool, HostMemory] = {}  # by whether it is pinned for CUDA
+        self._kept: list[torch.Tensor] = []  # registered with the native engine
 
     @property
     def engine(self) -> Any:
-        """The native engine. Raises `ValueError` when it is closed, or another process made it."""
+        """The native engine. Raises as `check_open` does."""
         self.check_open()
         return self._engine
 
     def check_open(self) -> None:
-        """Raise `ValueError` when it is closed, or another process made it."""
+        """Raise `ValueError` after `close`, and in a forked child."""
         check_process(self.tickets.process)
         if self._closed:
             raise ValueError("this infinity.nvme.Io is closed")
 
     def pin(self, tensor: torch.Tensor, address: int, nbytes: int) -> bool:
-        """Pin the memory of `tensor`, and keep it, until `close`; false where the kernel
+        """Pin the memory of `tensor` and keep the tensor until `close`. Returns False if the kernel
         refuses."""
         try:
             self.engine.register_memory(address, nbytes)
@@ -115,16 +111,16 @@ class Submitter:
         return True
 
     def drain(self) -> None:
-        """Wait for every ticket; raises the `NvmeError` of the first that failed without having
-        been waited for."""
+        """Wait for every ticket. Raises the first `NvmeError` that no call of `Ticket.wait`
+        raised."""
         check_process(self.tickets.process)
         lost = self.tickets.drain()
         if lost is not None:
             lost.wait()
 
     def close(self) -> None:
-        """Wait for every ticket and end the threads; then raises as `drain` does. May be called
-        twice."""
+        """Wait for every ticket and end the threads. Then raises as `drain` does. May be called
+        twice. Does nothing in a forked child."""
         if os.getpid() != self.tickets.process:
             return
         self._closed = True
@@ -146,8 +142,8 @@ class Submitter:
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
-        """A ticket for what is started inside. When the block raises, all of it is over before the
-        exception goes on."""
+        """A ticket for the I/O that the block starts. If the block raises, that I/O ends before the
+        exception propagates."""
         self.check_open()
         ticket = Ticket(ended=self.tickets.ended)
         try:
@@ -166,12 +162,12 @@ class Submitter:
         request: IoRequest,
         whole: Range | None = None,
     ) -> None:
-        """Start moving the bytes of `request`, which is a part of `whole`, straight from or to the
-        memory of its tensor.
+        """Start moving the bytes of `request`, a part of `whole`, directly from or to the memory of
+        its tensor.
 
-        A block that is written in part goes through a descriptor without O_DIRECT. With it the
-        block would be read, patched and written back: a neighbour's bytes that arrive meanwhile
-        would be lost, and the file would end with the block.
+        A partial block is written through a descriptor without O_DIRECT. With O_DIRECT the native
+        engine would read the block, patch it and write it back. A concurrent write to its other
+        bytes would be lost, and the file would grow to the end of the block.
         """
         tensor, address, nbytes, path, offset = request
         if nbytes == 0:
@@ -213,11 +209,11 @@ class Submitter:
         ticket: Ticket | None = None,
         whole: Range | None = None,
     ) -> None:
-        """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run.
-        Blocks.
+        """Move `pieces`, in file order, through the slots. Blocks. Raises the `NvmeError` of the
+        first run that fails.
 
-        A piece has the same distance from the start of a block in its slot as in the file. So whole
-        blocks are not copied once more. With `ticket` the runs are among its requests, so that it
+        A piece has the same offset from a block's start in its slot as in the file, so the native
+        engine does not copy whole blocks once more. The runs become requests of `ticket`, which
         raises the same error.
         """
         with self._staging:
@@ -260,7 +256,7 @@ class Submitter:
                 raise
 
     def _slots(self, pinned: bool) -> torch.Tensor:
-        """The staging memory, for the one who holds the lock."""
+        """The staging memory. The caller holds `_staging`."""
         if pinned not in self._memory:
             memory = HostMemory(SLOTS * SLOT_BYTES, cudart() if pinned else None)
             memory.pin()

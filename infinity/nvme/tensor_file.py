@@ -1,4 +1,5 @@
-"""Named tensors as one safetensors file: saved whole or not at all, and loaded without a copy."""
+"""Saves named tensors as one safetensors file, whole or not at all, and loads them without a
+copy."""
 
 from __future__ import annotations
 
@@ -23,11 +24,10 @@ from infinity.nvme.safetensors import BLOCK, Entry
 from infinity.nvme.submit import Piece, Submitter, bytes_of
 from infinity.quantities import round_up
 
-HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
+HEADER_BYTES = 64 << 10  # of the first read of a file: most headers are shorter
 FETCH_BYTES = 32 << 20
-LOAD_GAP = 64 << 10  # bytes that nobody asked for are read rather than left out, up to here
-# Runs of whole blocks from here on are saved without passing the staging slots.
-DIRECT_BYTES = 256 << 10
+LOAD_GAP = 64 << 10  # a gap of at most so many bytes between two tensors is read, not skipped
+DIRECT_BYTES = 256 << 10  # `save` writes so many bytes of whole blocks without staging
 
 
 def save(
@@ -36,7 +36,7 @@ def save(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """`Io.save`."""
+    """See `Io.save`."""
     io.check_open()
     addresses = {
         name: memory_of("write", tensor, f"save of tensor {name!r}")[0]
@@ -79,14 +79,14 @@ def load(
     names: Iterable[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """`Io.load`."""
+    """See `Io.load`."""
     io.check_open()
     name, shown, where = os.fsencode(path), os.fsdecode(path), torch.device(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"load of {shown}: device must be cpu or cuda, not {where}")
     with Files() as files:
         entries = _entries(io, files, name, shown)
-        # Not 0: written by one who does not align the data.
+        # Not 0 if the writer of the file did not align the data to 8 bytes.
         shift = entries[0].begin % 8 if entries else 0
         if names is not None:
             wanted, there = dict.fromkeys(names), {entry.name for entry in entries}
@@ -111,7 +111,7 @@ def load(
 
 
 def _entries(io: Submitter, files: Files, name: bytes, shown: str) -> list[Entry]:
-    """What the file says that it holds, checked."""
+    """Read and check the header of the file."""
     size = files.get(name).size()
     first = huge_pages(min(size, HEADER_BYTES))
     _fetch(io, files, name, [(first, 0)])
@@ -124,10 +124,10 @@ def _entries(io: Submitter, files: Files, name: bytes, shown: str) -> list[Entry
 def _fetch(
     io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[torch.Tensor, int]]
 ) -> None:
-    """Fill new host memory from its offsets of the file; blocks.
+    """Fill each new host tensor (uint8) from its offset in the file; blocks.
 
-    The memory is touched piece by piece while what was touched before is read: an engine may not
-    read straight into pages that are not there yet.
+    Touches each piece while the drive reads the pieces before it. On some drives the native engine
+    would copy reads into untouched pages through its own buffers.
     """
     with io.ticket() as ticket:
         for target, offset in targets:
@@ -148,8 +148,11 @@ def _fetch(
 def _load_host(
     io: Submitter, files: Files, name: bytes, entries: Sequence[Entry], shift: int
 ) -> dict[str, torch.Tensor]:
-    """Every range of entries without a gap gets memory of its own, as far from a block's start as
-    the file has it."""
+    """Load each range of entries without gaps into an allocation of its own.
+
+    It has the same offset from a block's start as the range has in the file, less `shift`. So the
+    drive reads into it directly, and tensors are aligned.
+    """
     ranges: list[list[Entry]] = []
     for entry in entries:
         if not ranges or ranges[-1][-1].end != entry.begin:
@@ -169,8 +172,8 @@ def _load_host(
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[bytes]:
-    """A name for a new file that takes the place of `target` when the block ends well, and goes
-    when it does not."""
+    """A path to a new file, which replaces `target` when the block returns and is removed when the
+    block raises."""
     with naming(target):
         if target.is_dir():
             raise FileError(errno.EISDIR, str(target))
@@ -181,16 +184,17 @@ def _replacing(target: Path) -> Iterator[bytes]:
                 status = directory.status(target.name)
                 if status is not None:
                     os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
-                yield f"/proc/self/fd/{descriptor}".encode()  # no link can come between
+                yield f"/proc/self/fd/{descriptor}".encode()  # no link can redirect this path
             finally:
                 os.close(descriptor)
             drafts.publish(target.name)
-    except ConfigError as error:  # what the system said
+    except ConfigError as error:  # its cause is the error of the system
         raise error.__cause__ or error from None
 
 
 def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:
-    """The tensor whose bytes begin at byte `at` of `memory`, with a storage of its own size."""
+    """The tensor of `entry`, from byte `at` of `memory`. Its storage has exactly its bytes. Copies
+    them if they are not aligned for the dtype."""
     if entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
     data = memory.numpy()
@@ -202,7 +206,7 @@ def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:
 
 
 def _some(names: Iterable[str]) -> str:
-    """A few of many names."""
+    """The first five names, and the number of the rest."""
     ordered = sorted(names)
     return ", ".join(map(repr, ordered[:5])) + (
         f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""

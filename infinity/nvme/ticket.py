@@ -1,5 +1,5 @@
-"""Tickets: I/O in flight. One class for a range on several drives, for the tensors of a call, and
-for a staged piece."""
+"""Tickets: I/O in flight. One class serves a range on several drives, the tensors of a call, and a
+staged piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY_TICKETS = 256
 
 
 def check_process(process: int) -> None:
-    """Raise `ValueError` in a child of `process`."""
+    """Raise `ValueError` unless this process is `process`."""
     if os.getpid() != process:
         raise ValueError(
             f"this belongs to process {process}, which was forked; make an "
@@ -23,12 +23,12 @@ def check_process(process: int) -> None:
 
 
 class Ticket:
-    """I/O in flight that is waited for together. Any thread may use it, several times; it may
-    outlive its engine, which waits.
+    """I/O in flight, for the caller to wait for. Any thread may use it, several times. It may
+    outlive its engine, which waits for the I/O when it closes.
 
-    `requests` are tickets of native engines, or others of these. Native code reads their
-    completions and raises `NvmeError`. `ended` is called once, with the ticket, by the thread that
-    first finds it complete.
+    `requests` are tickets of native engines or of this class. Native code reads their completions
+    and raises `NvmeError`. The thread that first finds the ticket complete calls `ended` with it,
+    once.
     """
 
     def __init__(
@@ -37,24 +37,27 @@ class Ticket:
         self._requests = list(requests)
         self._ended = ended
         self._process = os.getpid()
-        self._settled = 0  # of the requests
-        # A collection inside may end another ticket of the same thread.
+        self._settled = 0  # the first requests, known to be complete
+        # Reentrant: a garbage collection inside may end another ticket on the same thread.
         self._lock = threading.RLock()
         self._complete = False
         self._stopped: Any = None  # the first request that failed
         self.check: Callable[[], object] | None = None
-        """Called by `wait` when all bytes have moved, until it has returned once: it raises where
-        they are not what they should be."""
+        """Checks the bytes after all have moved, and raises if they are damaged. `wait` calls it
+        until it has returned once."""
         self.reported = False
-        """Whether `wait` has raised what failed, or nobody will ask."""
+        """Whether the caller knows the outcome: `wait` has ended, or the call that started the I/O
+        raised."""
 
     @property
     def failed(self) -> bool:
-        """Whether it is complete and did not move all bytes; does not block."""
+        """Whether the ticket is known to be complete and some bytes did not move; does not
+        block."""
         return self._stopped is not None
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return, or raise, at once. Raises `ValueError` in a forked child
+        unless the ticket was complete before the fork."""
         if not self._complete:
             check_process(self._process)
             if all(request.done() for request in self._requests):
@@ -62,36 +65,35 @@ class Ticket:
         return self._complete
 
     def wait(self) -> None:
-        """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and
-        done, and what `check` raises.
+        """Block until every byte has moved.
 
-        Where several requests failed the error is that of the first.
+        Raises the `NvmeError` of the first request that failed, with path, offset, errno, asked and
+        done. Raises the errors of `check`. Raises `ValueError` as `done` does.
         """
         if not self._complete:
             check_process(self._process)
             self.finish()
         self.reported = True
         if self._stopped is not None:
-            self._stopped.wait()  # raises a new error each time: one that is raised grows
+            self._stopped.wait()  # a new error each time: raising one again grows its traceback
         if self.check is not None:
             self.check()
             self.check = None
 
     def promote(self) -> None:
-        """Somebody waits for it now: what was submitted in the background goes on in the
-        foreground."""
+        """Continue background requests in the foreground, because a thread waits for them now."""
         for request in self._requests:
             request.promote()
 
     def add(self, request: Any) -> None:
-        """One more request, before any other thread has this. Lets go of what those that are
-        complete keep alive."""
+        """Add a request, before any other thread has the ticket. Requests at the front that are
+        complete release their tensors."""
         while self._settled < len(self._requests) and self._requests[self._settled].done():
             self._settled += 1
         self._requests.append(request)
 
     def finish(self) -> None:
-        """Wait without raising, so that the memory may be used again."""
+        """Block until no request uses its memory. Raises no `NvmeError`: `wait` does."""
         stopped = None
         for request in self._requests:
             try:
@@ -107,19 +109,18 @@ class Ticket:
 
 
 class Tickets:
-    """The tickets of one `Io` that are not complete: it keeps them, so that their tensors live as
-    long as the I/O."""
+    """Owns the incomplete tickets of one `Io`, so that their tensors live as long as the I/O."""
 
     def __init__(self) -> None:
-        # A collection inside these few lines may end another Io of the same thread: reentrant.
+        # Reentrant: a garbage collection inside may close another Io on the same thread.
         self.lock = threading.RLock()
         self.process = os.getpid()
         self._tickets: dict[Ticket, None] = {}
-        self._lost: Ticket | None = None  # the first that failed and that nobody has waited for
+        self._lost: Ticket | None = None  # the first failure that `wait` has not raised
 
     def add(self, ticket: Ticket) -> None:
-        """Keep `ticket`, and let go of those that are complete: the oldest, or all when there are
-        many."""
+        """Keep `ticket`. Drop the oldest tickets if complete, or every complete ticket if there are
+        more than `MANY_TICKETS`."""
         with self.lock:
             for older in list(self._tickets):
                 if older.done():
@@ -129,7 +130,7 @@ class Tickets:
             self._tickets[ticket] = None
 
     def ended(self, ticket: Ticket) -> None:
-        """Let go of a complete ticket, but not of a failure that nobody has seen."""
+        """Drop a complete ticket, but keep the first failure that `wait` has not raised."""
         with self.lock:
             self._tickets.pop(ticket, None)
             seen = self._lost is None or self._lost.reported
@@ -137,7 +138,8 @@ class Tickets:
                 self._lost = ticket
 
     def drain(self) -> Ticket | None:
-        """Wait for every ticket; the first that failed without `wait` having said so, if any."""
+        """Wait for every ticket. Returns the first failed ticket if its `wait` has not raised the
+        error, else None."""
         with self.lock:
             tickets = list(self._tickets)
         for ticket in tickets:

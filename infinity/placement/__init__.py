@@ -1,5 +1,6 @@
-"""Decides WHERE every block is at home: frozen specs, budgets and measured rates in, a layout out.
+"""Decides WHERE every block lives. Frozen specs, budgets and measured rates go in, and a layout
+comes out.
 
-Pure: no torch, no live object, nothing set and put back. `decide` is the way in; `tiers/store`
-carries a layout out.
+Pure: no torch, no live object, no temporary state. Start reading at `decide`. `tiers/store` carries
+a layout out.
 """

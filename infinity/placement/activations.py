@@ -1,19 +1,18 @@
-"""What the activations of a decoder take: an estimate, from shapes alone. Imports no torch."""
+"""Estimates the activation memory of a decoder from its shape. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 BLOCK_BYTES = 17
-"""Elements that a block saves per token and hidden unit: 34 bytes of two-byte elements (2205.05198,
+"""Elements that a block saves per token and hidden unit: 34 bytes in two-byte elements (2205.05198,
 section 4, without attention scores, which fused attention does not keep)."""
 LOGIT_COPIES = 8
-"""Bytes of the fp32 copies of a logit: its own, and its gradient's."""
+"""Bytes of two fp32 copies: of a logit, and of its gradient."""
 
 
 class DecoderShape(NamedTuple):
-    """The dimensions that the estimate depends on. An element of an activation takes `width`
-    bytes."""
+    """The dimensions of a decoder. An element of an activation takes `width` bytes."""
 
     layers: int
     hidden: int
@@ -22,8 +21,9 @@ class DecoderShape(NamedTuple):
 
 
 class ActivationBytes(NamedTuple):
-    """What one micro-batch takes, in bytes: the inputs of blocks (or all that blocks save), the
-    inside of the block that is recomputed, and the logits."""
+    """Bytes of one micro-batch. `saved`: the inputs of recomputed blocks, or all tensors that the
+    blocks save. `working`: the inside of the block that is being recomputed, or 0. `logits`: the
+    logits with their copies."""
 
     saved: int
     working: int
@@ -31,10 +31,11 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(decoder: DecoderShape, tokens: int, recomputes: bool) -> ActivationBytes:
-    """An estimate for one micro-batch of so many tokens, with fused attention.
+    """Estimate one micro-batch of `tokens` tokens with fused attention. `recomputes`: whether every
+    block is recomputed in the backward.
 
     Example: 32 layers of 4096 in bf16 with 128,256 words, 8192 tokens, recomputed: 2 GiB of inputs,
-    1.06 GiB inside of a block, 9.8 GiB of logits.
+    1.06 GiB inside a block, 9.8 GiB of logits.
     """
     inputs = tokens * decoder.hidden * decoder.width
     inside = inputs * BLOCK_BYTES

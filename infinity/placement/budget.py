@@ -1,5 +1,5 @@
-"""How host memory is divided between staging and cache: a pure function of sizes and a budget.
-Imports no torch."""
+"""Divides host memory between staging and cache: pure functions of sizes and a budget. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import Literal, NamedTuple
 
 # A chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32.
 CHUNK_ELEMENTS = 16384
-# 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
+# 2 MiB of fp32: enough for full bandwidth, and short enough for other requests to run in between.
 FULL_CHUNK_ELEMENTS = 1 << 19
-# For each drive. A chunk costs 0.8 ms of Python, or more where the model keeps every CPU busy, and
-# one drive of 7 GB/s moves 6 MB meanwhile: so larger ones for larger models, and for more drives.
+# Per drive. A chunk costs at least 0.8 ms of Python. In that time a drive of 7 GB/s moves 6 MB: so
+# larger models and more drives get larger chunks.
 MOST_CHUNK_ELEMENTS = 1 << 20
-# Of a model: with fewer the first unit of a forward waits noticeably for the chunk before its own.
+# Per model. With fewer, the first unit of a forward waits noticeably for the chunk before its own.
 FEWEST_CHUNKS = 64
-# Chunks in flight in the optimizer pipeline: two that are read and four that are written.
+# Chunks in flight in the optimizer pipeline: two reads and four writes.
 STAGED_SETS = 6
-MOST_STAGED_SETS = 24  # what is left of them is read ahead
-# Of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so
-# many.
+MOST_STAGED_SETS = 24  # those beyond STAGED_SETS are read ahead
+# Reading ahead gets one part in so many of the memory beyond STAGED_SETS, and the cache the rest.
 AHEAD_SHARE = 4
 PAGE = 4096
 WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
 
 
 class Staged(NamedTuple):
-    """What may pass through staging, and what may be cached instead.
+    """The need for staging, and the bytes that a cache could hold instead.
 
-    `kinds` of blocks are staged, `others` of them for another reason than being on NVMe. A chunk is
-    a multiple of `granule` elements, the largest block has `longest`, and all parameters together
-    `elements`. `on_nvme` is in bytes, on so many `drives`.
+    One chunk of every kind takes `kinds` slots, of which `others` stay even if all of NVMe is
+    cached. A chunk is a multiple of `granule` elements. The largest block has `longest` elements,
+    and all parameters together have `elements`. `on_nvme` bytes on `drives` drives may be cached.
     """
 
     kinds: int
@@ -47,8 +46,8 @@ class Staged(NamedTuple):
 
 
 class HostPlan(NamedTuple):
-    """`slots` staging slots of a chunk each, which are `staged_sets` of chunks of all kinds, and
-    `cache` bytes beside them."""
+    """`slots` staging slots of `chunk_elements` elements each, and `cache` bytes. The slots hold
+    `staged_sets` sets; a set is one chunk of every kind."""
 
     chunk_elements: int
     staged_sets: int
@@ -59,11 +58,12 @@ class HostPlan(NamedTuple):
 def divide_with_activations(
     available: int, staged: Staged, cache: int | None, activations: int | Literal["auto"]
 ) -> tuple[HostPlan, int]:
-    """Like `divide`, with that many bytes, a multiple of 4096, for saved activations beside it;
-    returns them, too.
+    """Like `divide`, with `activations` bytes (a multiple of 4096) for saved activations. Returns
+    the plan and these bytes.
 
-    With "auto" these get half, for a byte of theirs saves about as much traffic as one of the
-    cache; less where staging needs more, and whatever staging and cache do not use.
+    With "auto", half of `available` is for saved activations, because a byte for them saves about
+    as much traffic as a byte of cache. They get less if staging needs more than the other half.
+    They also get the bytes that staging and cache leave.
     """
     if activations != "auto":
         return divide(available - activations, staged, cache), activations
@@ -73,15 +73,17 @@ def divide_with_activations(
 
 
 def divide(available: int, staged: Staged, cache: int | None) -> HostPlan:
-    """Divide `available` bytes of host memory, `staged.least` or more; `cache` is the most to
-    cache, None for no limit.
+    """Divide `available` bytes of host memory, at least `staged.least`. At most `cache` bytes are
+    cached; None is no limit.
 
-    Overlap needs `STAGED_SETS` chunks of full length. The rest is divided. A part is for reading
-    ahead, which starts I/O before the gradients are there. The larger part is cache, which saves
-    the I/O. Longer chunks take no more than half. Example: 100 million parameters in bf16 with
-    gradients in host memory, so chunks of four kinds, 16 MiB a set. Of 210 MiB, 96 are the six
-    sets, a quarter of the other 114 holds one set to read ahead, and 98 are cache. Where everything
-    fits, nothing is staged.
+    If all of NVMe fits into the cache, its kinds are not staged. Otherwise overlap needs
+    `STAGED_SETS` sets of full chunks. A part of the rest is for reading ahead, which starts I/O
+    before the gradients arrive. The larger part is cache, which saves I/O. Chunks grow beyond full
+    length only if the sets then take no more than half of the memory.
+
+    Example: 100 million parameters in bf16 with gradients in host memory. Chunks of four kinds take
+    16 MiB a set. Of 210 MiB, the six sets take 96. A quarter of the other 114 holds one set to read
+    ahead. The remaining 98 are cache.
     """
     kinds, cached = max(staged.kinds, 1), 0
     wanted = available if cache is None else cache

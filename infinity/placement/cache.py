@@ -1,23 +1,21 @@
-"""Which part of the states on NVMe stays in host memory: pure functions of sizes and a budget.
-Imports no torch.
+"""Chooses the part of the states on NVMe that host memory keeps: pure functions of sizes and a
+budget. Imports no torch.
 
 [Note: a part that always stays]
-Every step uses every block in the same order: a cyclic scan. For that no policy hits more than C of
-N bytes with C bytes of cache, and evicted bytes must be written besides. A part that never leaves
-reaches that bound. It moves nothing and needs no shadow copy on the drive, except
-where commits need it there (`Placed.write_through`). It is the same in every run, so the planner
-can state the bytes that move.
+Every step uses every block in the same order: a cyclic scan. In a cyclic scan no policy hits more
+than C of N bytes with C bytes of cache, and evictions cause writes. A fixed part reaches that bound
+without evictions. It needs no shadow copy on the drive, unless commits need it there
+(`Placed.write_through`). It is the same in every run, so the planner can state the bytes that move.
 
-[Note: what is cached first]
-What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a
-step. Among equals the unit that comes first in the module: the next forward waits for its update
-first.
+[Note: the order of the cache]
+First come the blocks that save most NVMe traffic per byte of memory: 2 or 3 bytes in a step
+(`infinity.placement.traffic`). Among equal blocks, the unit that comes first in the module wins,
+because the next forward waits for its update first.
 
-But an update may begin before its step only where nothing is rewritten in place (see
-`infinity.optim.pipeline`). Where updates are speculative, a unit's parameters and states are
-therefore cached element by element together. Parameters alone would leave up to 8 % less to move
-with bf16, where 2 bytes of 12 are cached of all (fp32: 14 %, 4 of 12), and let no update be
-speculative at all.
+But an update may begin before its step only if it rewrites nothing in place (see
+`infinity.optim.pipeline`). So with speculative updates the same elements of a unit's parameters and
+states are cached. To cache parameters alone would move up to 8 % less with bf16, where they are 2
+of 12 bytes (fp32: 14 %, 4 of 12). But then no update could be speculative.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from infinity.placement.traffic import traffic, written
 
 
 class Candidate(NamedTuple):
-    """Something of which any first part of n times `granule` elements may be cached, or all
-    `elements`.
+    """Blocks that are cached together: their first n times `granule` elements, or all `elements`.
 
-    `piece` is the bytes of `granule` elements, `nbytes` those of all, `worth` the bytes of NVMe
-    traffic per step that a cached byte saves.
+    `piece` is the bytes of `granule` elements, and `nbytes` the bytes of all. `worth` is the bytes
+    of NVMe traffic per step that a cached byte saves.
     """
 
     elements: int
@@ -45,10 +42,10 @@ class Candidate(NamedTuple):
 
 
 def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
-    """How many elements of each candidate to cache in `budget` bytes: the worthiest first, the
-    first of equals first.
+    """The number of elements of each candidate to cache in `budget` bytes: by falling worth, equal
+    candidates in order.
 
-    Only one of them is cached in part, and less than one of its pieces of the budget is left over.
+    At most one candidate is cached in part. Less than one of its pieces of the budget remains.
     """
     cached = [0] * len(candidates)
     for index in sorted(range(len(candidates)), key=lambda index: -candidates[index].worth):
@@ -62,8 +59,7 @@ def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
 
 
 def fill(budget: int, sizes: Sequence[int]) -> list[int]:
-    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the first ones, and
-    of those that follow one that does not fit what still does."""
+    """The indices of `sizes` that fit into `budget` bytes: greedy first fit, in order."""
     taken = []
     for number, size in enumerate(sizes):
         if size <= budget:
@@ -73,10 +69,10 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
 
 
 def spread(budget: int, sizes: Sequence[int]) -> list[int]:
-    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the largest first,
-    and of equal ones some that lie evenly among them.
+    """The indices of `sizes` to take into `budget` bytes: the largest sizes first. If equal sizes
+    fit only in part, the indices are spread evenly among them.
 
-    Example: 3 of 8 equal ones are the numbers 1, 4 and 6.
+    Example: 3 of 8 equal sizes are the indices 1, 4 and 6.
     """
     taken = []
     for size in sorted(set(sizes), reverse=True):
@@ -96,12 +92,12 @@ def choose(
     write_through: float = 0.0,
     never: Collection[Kind] = (),
 ) -> dict[BlockSpec, int]:
-    """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in
-    `budget` bytes of host memory.
+    """The number of first elements of each NVMe block to cache in `budget` bytes of host memory:
+    all, or a multiple of `granule`.
 
-    It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
-    step. The compute device has room for `resident` of all parameters. In `write_through` of all
-    steps what is cached is written all the same. What is in `never` is not cached.
+    `speculative`: updates may begin before their step. `resident`: the share of the travelling
+    parameters that the compute device has room for. `write_through`: the share of steps that also
+    write cached elements to NVMe. `never`: kinds that are not cached.
     """
     units = units_of(blocks)
     groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
@@ -116,8 +112,8 @@ def choose(
 def _groups(
     unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]
 ) -> list[list[BlockSpec]]:
-    """The blocks of one unit that may be cached, in groups that are cached element by element
-    together."""
+    """The blocks of one unit that may be cached, in groups. Blocks of a group cache the same
+    elements."""
     on_nvme = {
         kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never
     }

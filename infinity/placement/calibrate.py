@@ -1,5 +1,5 @@
-"""What a machine gives, as measured, in the form that decisions take it. `infinity.rates` and
-`tiers/speed` measure."""
+"""The measured speeds of a machine, as input for decisions. `infinity.rates` and `tiers/speed`
+measure them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ALIKE = 1.25
-"""Speeds that differ by less than this factor are taken to be equal: measured again, they would
-differ as much."""
+"""Speeds that differ by less than this factor count as equal: repeated measurements differ as
+much."""
 
 
 class Rates(NamedTuple):
-    """What this machine gives: bytes per second to the compute device, from it, and to and from all
-    drives (half of each); parameters per second that the CPU updates."""
+    """Bytes per second to the compute device, from it, and on all drives together (half reads, half
+    writes). Parameters per second that the CPU updates."""
 
     upload: float
     download: float
@@ -23,7 +23,8 @@ class Rates(NamedTuple):
 
 
 def levelled(speeds: Sequence[float]) -> list[float]:
-    """`speeds`, where those that are alike all have their mean."""
+    """`speeds`, in the same order, with each group of equal speeds (see `ALIKE`) replaced by its
+    mean."""
     result = list(speeds)
     groups: list[list[int]] = []
     for number in sorted(range(len(speeds)), key=speeds.__getitem__):

@@ -1,22 +1,23 @@
-"""Where every block is at home, and how the budgets are divided: decided once, before anything is
+"""Decides where every block lives and how the budgets are divided, once, before anything is
 allocated.
 
-Three things are decided beside what the configuration says. Units all of whose states stay on the
-compute device (`with_gpu_cache`); what of the blocks on NVMe is cached in host memory
-(`infinity.placement.cache`); and which units in host memory have shadow copies, so that their
-updates may begin before their step. All of it follows from sizes, the configuration, and rates that
-ranks agree on.
+The configuration leaves three decisions:
 
-[Note: what stays for inference]
-A forward uses the units in one order, again and again. Look-ahead always finds a unit that is
-needed sooner than the one that was just used. So copies that come and go are all fetched once per
-forward, however many of them fit. Units that are at home on the compute device are not. Of n equal
-units with room for k, k - 2 stay: one is in use, and the next one comes. So a forward reads
-n - k + 2 of them.
+- the units that keep all states on the compute device (`Placement.with_gpu_cache`)
+- the parts of NVMe blocks that host memory caches (`infinity.placement.cache`)
+- the units in host memory with shadow copies, so that their updates may begin before their step
 
-The largest unit, mostly the embeddings, says how much room those need that come and go. It may be
-better to keep it. Those that stay are spread evenly over the model, so that the drive always has
-something to read.
+All follow from sizes, the configuration, and rates that ranks agree on.
+
+[Note: units that stay for inference]
+Every forward uses the units in the same order. Look-ahead always finds a unit that is needed sooner
+than the unit just used. So every travelling unit is fetched once per forward, however many copies
+fit. Units at home on the compute device are never fetched. Of n equal units with room for k, k - 2
+stay: one place is for the unit in use, and one for the next. So a forward reads n - k + 2 units.
+
+The largest travelling unit, mostly the embeddings, sets the size of these two places. So it may be
+better to keep it. The units that stay are spread evenly over the model, so that the drive always
+has something to read.
 """
 
 from __future__ import annotations
@@ -46,22 +47,21 @@ from infinity.placement.traffic import Moves, moves
 from infinity.quantities import format_bytes, round_up
 
 MOST_CANDIDATES = 32
-"""Of numbers of units that may stay on the compute device: so many are weighed, where a model has
-more units."""
+"""At most about so many choices of the units that stay on the compute device are weighed."""
 
 
 class Machine(NamedTuple):
-    """What a decision has to know of the compute device."""
+    """The facts of the compute device that decisions depend on."""
 
     unified_memory: bool
-    """Whether the host works on its memory where it is."""
+    """Whether the host works on the device's memory in place."""
     has_kernels: bool
-    """Whether it updates states in its own memory."""
+    """Whether the device updates states in its own memory."""
 
 
 class Rooms(NamedTuple):
-    """Bytes to allocate: on the compute device; in host memory for homes, for the cache, and for
-    saved activations; and the plan of what passes."""
+    """Bytes to allocate: on the compute device, and in host memory for homes, cache and saved
+    activations. `host` is the plan of the staging slots."""
 
     device: int
     homes: int
@@ -77,19 +77,19 @@ class Rooms(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The decision: where each block is at home, and what to allocate."""
+    """The decision: the home of each block, and the bytes to allocate."""
 
     placement: Placement
-    """What was decided about; its specs are on their final tiers."""
+    """The input of the decision, with every spec on its final tier."""
     blocks: tuple[Placed, ...]
     """In the order of the specs."""
     rooms: Rooms
     cuts: Mapping[int, Collection[int]]
-    """By unit: the elements that chunks do not extend across."""
+    """By unit number: the elements that no chunk extends across."""
     reserve: int
     """Bytes of gradient buffers on the compute device."""
     most_reserve: int
-    """Those that a larger budget might bring."""
+    """Bytes of gradient buffers with an unlimited budget."""
 
     @property
     def copy_bytes(self) -> int:
@@ -104,16 +104,15 @@ class Layout:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that blocks take on the drives, with the old content beside the new, and with spare
-        extents."""
+        """Bytes that blocks take on the drives, with old content and spare extents."""
         return sum(block.reserved_bytes for block in self.blocks)
 
     def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
-        """The error where `wanted` has to come to the compute device beside `pinned`, and does not
-        fit."""
+        """The error for a copy of `wanted` that does not fit on the compute device beside
+        `pinned`. It names a sufficient budget."""
         place = self.placement
-        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies
-        # at once leave no gaps.
+        # n copies leave up to n + 1 gaps, and each may lack one byte. Room for all copies at once
+        # needs no gaps.
         copies = sum(spec.span for spec in pinned) + (len(pinned) + 1) * wanted.span
         copies = min(copies, sum(spec.span for spec in place.travelling()))
         need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
@@ -127,31 +126,32 @@ class Layout:
 
 @dataclass(frozen=True)
 class Placement:
-    """What there is to place, and the questions about it. A value: a decision gives another one, or
-    a `Layout`."""
+    """The blocks to place, with budgets and machine. An immutable value: a decision returns another
+    `Placement`, or a `Layout`."""
 
     config: Config
     budgets: Budgets
     machine: Machine
     specs: tuple[BlockSpec, ...]
     gpu_cache_bytes: int = 0
-    """Bytes of states that `with_gpu_cache` has put on the compute device."""
+    """Bytes of states that `with_gpu_cache` or `with_kept` moved to the compute device."""
 
     # The compute device
 
     def needs_rates(self, concurrent: int, reserve: int) -> bool:
-        """Whether `with_gpu_cache` has to know rates: it may choose how many units stay, and not
-        all of them can."""
+        """Whether `with_gpu_cache` needs rates: it may choose how many units stay, and some but not
+        all fit. Its arguments are those of `with_gpu_cache`."""
         some_fit = any(_home_bytes(unit) <= self._room(reserve) for unit in self._units())
         return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
 
     def with_gpu_cache(
         self, concurrent: int, reserve: int, rates: Rates | None = None
     ) -> Placement:
-        """All states of some units at home on the compute device, as `Tuning.gpu_cache` says.
+        """Move all states of the first units to the compute device, as `Tuning.gpu_cache` says.
 
-        `concurrent` and `reserve` bytes there are for others. With "auto" so many units that a step
-        takes least time by `rates`; none without these, unless all can stay.
+        "auto" moves all units if they fit beside `concurrent` bytes for gathered units and
+        `reserve` bytes for gradient buffers. Otherwise it moves the number that makes a step
+        shortest by `rates`, or none without `rates`.
         """
         units, wanted = self._units(), self.config.tuning.gpu_cache
         everything = [spec for unit in units for spec in unit]
@@ -168,15 +168,14 @@ class Placement:
         )
 
     def _with(self, resident: Sequence[BlockSpec]) -> Placement:
-        """The same with `resident` on the compute device."""
+        """This placement with the blocks `resident` on the compute device."""
         moved = set(resident)
         specs = tuple(spec.on("gpu") if spec in moved else spec for spec in self.specs)
         nbytes = self.gpu_cache_bytes + sum(spec.nbytes for spec in resident)
         return dataclasses.replace(self, specs=specs, gpu_cache_bytes=nbytes)
 
     def _units(self) -> list[list[BlockSpec]]:
-        """The blocks that may move to the compute device, by unit: not what is frozen, which no
-        update renews."""
+        """The trainable blocks that are not on the compute device, by unit."""
         units = units_of(spec for spec in self.specs if not spec.frozen and spec.tier != "gpu")
         return [list(unit.values()) for unit in units.values()]
 
@@ -194,18 +193,18 @@ class Placement:
         return self.config.tuning.gpu_cache == "auto" and can_update
 
     def fixed(self) -> str:
-        """What to say beside another `gpu_memory`, so that as much stays on the compute device as
-        now; "" where that is fixed."""
+        """A text for an error that suggests another `gpu_memory`: the `gpu_cache` that keeps as
+        much on the compute device as now. "" if `gpu_cache` is no choice of the engine."""
         chooses = self._may_choose() or (
             self.config.inference and self.config.tuning.gpu_cache == "auto"
         )
         return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if chooses else ""
 
     def with_kept(self, concurrent: Callable[[Placement], int]) -> Placement:
-        """For inference: as many bytes of parameters at home on the compute device as fit there,
-        and `Tuning.gpu_cache` lets. `concurrent` is the bytes for others beside a placement.
+        """For inference: move as many bytes of parameters to the compute device as fit and
+        `Tuning.gpu_cache` allows. See [Note: units that stay for inference].
 
-        See [Note: what stays for inference].
+        `concurrent` gives the bytes that a placement needs there for gathered units.
         """
         most = self.config.tuning.gpu_cache
         units = self._movable()
@@ -227,7 +226,7 @@ class Placement:
         return best
 
     def _movable(self) -> list[list[BlockSpec]]:
-        """The blocks that are not at home on the compute device, by unit."""
+        """The blocks that are not on the compute device, by unit."""
         units = units_of(spec for spec in self.specs if spec.tier != "gpu")
         return [list(unit.values()) for unit in units.values()]
 
@@ -239,12 +238,13 @@ class Placement:
     def _fastest(
         self, units: Sequence[Sequence[BlockSpec]], concurrent: int, reserve: int, rates: Rates
     ) -> list[BlockSpec]:
-        """The first of `units`, so many that what has most to do in a step has least.
+        """The first of `units`, as many as make the busiest part of a step shortest.
 
-        Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second,
-        per GB and step in bf16: states of 71 million parameters that stay save 12 ms of the CPU, 6
-        of the way up and 3 of the way down; copies of 500 million parameters save 20 ms of the way
-        up, and nothing else. So it depends on which of them is the longest.
+        Example: a GPU with 50 GB/s each way, and a CPU that updates 6e9 parameters per second. A GB
+        of GPU memory holds the bf16 states of 71 million parameters. They save 12 ms of updates, 6
+        ms of uploads and 3 ms of downloads per step. The same GB holds copies of 500 million
+        parameters, which save 20 ms of uploads only. So the choice depends on which part is
+        longest.
         """
         room = self._room(reserve)
         ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
@@ -258,10 +258,9 @@ class Placement:
         return chosen
 
     def moved(self, passing: int, concurrent: int) -> Moves | None:
-        """What a step moves where the compute device has `passing` bytes for parameters that come
-        and go.
+        """The work of a step if the compute device has `passing` bytes for travelling parameters.
 
-        None where that cannot be, or leaves them no room to come ahead of use.
+        None if the budgets do not allow it, or if there is no room to prefetch.
         """
         spans = sum(spec.span for spec in self.travelling())
         if spans and passing < max(concurrent, min(spans, 2 * concurrent)):
@@ -270,17 +269,17 @@ class Placement:
         try:
             homes = self.home_bytes("cpu")
             plan, _ = self._divide_host(self.budgets.cpu - homes, homes)
-        except BudgetError:  # if nothing can be, `layout` says so
+        except BudgetError:  # if no choice works, `layout` raises
             return None
         cached = self._choose(plan.cache, resident)
         return moves(self.specs, resident, cached, self._written_through)
 
     def travelling(self) -> list[BlockSpec]:
-        """Parameters that come to the compute device for each use."""
+        """The parameter blocks that need a copy on the compute device for each use."""
         return [spec for spec in self.specs if spec.kind is Kind.PARAM and not spec.permanent]
 
     def fits(self, concurrent: int, reserve: int) -> bool:
-        """Whether `layout` would find enough memory on the compute device."""
+        """Whether the compute device has enough memory for `layout` with these arguments."""
         return (
             self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve
             <= self.budgets.gpu
@@ -289,8 +288,8 @@ class Placement:
     # Homes
 
     def home_bytes(self, tier: Tier) -> int:
-        """Bytes of all homes on a tier that is memory, but for shadow copies that `layout` finds
-        room for."""
+        """Bytes of all homes on `tier`, "gpu" or "cpu". Omits shadow copies, which `layout` adds if
+        there is room."""
         return sum(
             round_up(spec.home_bytes, PAGE) * self._copies(spec)
             for spec in self.specs
@@ -299,30 +298,30 @@ class Placement:
 
     @property
     def _shadowed_kinds(self) -> set[Kind]:
-        """A delayed update writes new parameters while the old ones are in use: they have two
-        places each, not one in the cache."""
+        """Kinds with two homes and no cache. A delayed update writes new parameters while the old
+        parameters are in use."""
         delays = self.config.tuning.update == "delayed" and not self.config.inference
         return {Kind.PARAM} if delays else set()
 
     @property
     def _is_durable(self) -> bool:
-        """Whether all that a commit speaks of has to lie on NVMe."""
+        """Whether steps are committed to NVMe."""
         return self.config.durability != "off"
 
     @property
     def _written_through(self) -> float:
-        """In how many of all steps what is cached is written to NVMe, too: 1 of N."""
+        """The share of steps that also write cached elements to NVMe."""
         return 1 / self.config.steps_per_commit if self._is_durable else 0.0
 
     def _steps_per_commit(self, spec: BlockSpec) -> int:
-        """Every how many steps what is cached of a block is written to NVMe, too, for commits; 0
-        where it never is."""
+        """One of so many steps also writes the cached elements of `spec` to NVMe, for a commit; 0
+        if none does."""
         of_commits = spec.tier == "nvme" and spec.kind is not Kind.GRAD and not spec.in_files
         return self.config.steps_per_commit if of_commits else 0
 
     def _copies(self, spec: BlockSpec) -> int:
-        """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of
-        gradients is of no use: one."""
+        """The number of homes in memory, or extents on NVMe, of a block. Gradients have one: after
+        a failed step they are useless."""
         on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
         shadowed = on_nvme if spec.tier == "nvme" else spec.kind in self._shadowed_kinds
         return 2 if shadowed and not spec.frozen else 1
@@ -330,13 +329,13 @@ class Placement:
     # All budgets
 
     def layout(self, concurrent: int, reserve: int = 0, most_reserve: int = 0) -> Layout:
-        """Check the budgets (I10) and decide what is left to decide; raises `BudgetError`.
+        """Check the budgets (I10), and decide the cache, the shadow copies and all sizes. Raises
+        `BudgetError`, with the smallest budget that works.
 
-        `concurrent` bytes of gathered units must fit on the compute device at once, and `reserve`
-        bytes for gradient buffers, beside what is at home there. With a larger budget these might
-        be `most_reserve` bytes. With `recompute="auto"` and a stated `gpu_memory`, parameters take
-        no more than half of what is left beside the units in use and the next ones: the rest is for
-        activations.
+        Beside the homes on the compute device, `concurrent` bytes of gathered units and `reserve`
+        bytes of gradient buffers must fit at once. With an unlimited budget the gradient buffers
+        would take `most_reserve` bytes. With `recompute="auto"` and a stated `gpu_memory`, half of
+        the bytes beyond the units in use and the next units stay free for activations.
         """
         home, travelling = self.home_bytes("gpu"), self.travelling()
         tuning = self.config.tuning
@@ -395,7 +394,7 @@ class Placement:
         )
 
     def least(self, concurrent: int, reserve: int) -> Budgets:
-        """The smallest budgets that `layout` accepts, by the same arguments."""
+        """The smallest budgets that `layout` accepts with these arguments."""
         fixed = self.config.tuning.gpu_cache != "auto" and not self.config.inference
         place = self.with_gpu_cache(concurrent, reserve) if fixed else self
         gpu = place.home_bytes("gpu") + (concurrent if place.travelling() else 0) + reserve
@@ -404,15 +403,14 @@ class Placement:
         return Budgets(gpu, place.home_bytes("cpu") + fixed_saved + staged.least)
 
     def _staged(self) -> tuple[Staged, int | Literal["auto"]]:
-        """What passes through host memory or may be cached there, and the bytes that are asked for
-        saved activations."""
+        """The need for staging, and the configured bytes for saved activations."""
         on_nvme = [spec for spec in self.specs if self._may_be_cached(spec)]
         others = {
             spec.kind
             for spec in self.specs
             if not self._may_be_cached(spec) and not self._is_addressed(spec)
         }
-        # For what has to be added to gradients.
+        # A slot for values that are added to gradients.
         spare = not self.machine.unified_memory and not self.config.inference
         kinds = others | {spec.kind for spec in on_nvme}
         longest = max((spec.elements for spec in self.specs), default=0)
@@ -430,8 +428,8 @@ class Placement:
         return staged, self.config.tuning.activation_memory if self.moves_activations() else 0
 
     def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
-        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved
-        activations; raises `BudgetError` when there is none."""
+        """The plan for the `available` bytes that the `home` bytes of states leave, and the bytes
+        for saved activations. Raises `BudgetError` if `available` is too small."""
         staged, wanted = self._staged()
         fixed = 0 if wanted == "auto" else wanted
         least = home + fixed + staged.least
@@ -448,32 +446,33 @@ class Placement:
 
     @property
     def _granule(self) -> int:
-        """A chunk is a multiple of this many elements, so that it is whole in every format."""
+        """A chunk is a multiple of this many elements, so that every format has whole groups."""
         return max((CHUNK_ELEMENTS, *(spec.format.elements for spec in self.specs)))
 
     def moves_activations(self) -> bool:
-        """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
+        """Whether saved activations leave the compute device. If the CPU is the compute device,
+        they are in host memory already."""
         where = "gpu" if self.config.inference else self.config.activations
         return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
 
     @property
     def _chooses_treatments(self) -> bool:
-        """Whether saved activations have a part of `gpu_memory`."""
+        """Whether saved activations get a part of `gpu_memory`."""
         config = self.config
         stated = config.gpu_memory != "auto"
         return config.recompute == "auto" and stated and not config.inference
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:
-        """Whether a part of a block may stay in host memory although it is at home on NVMe."""
+        """Whether host memory may keep a part of this NVMe block."""
         return spec.tier == "nvme" and spec.kind not in self._shadowed_kinds
 
     def _is_addressed(self, spec: BlockSpec) -> bool:
-        """Whether the host works on a block where it is."""
+        """Whether the host works on the block in place."""
         return spec.tier == "cpu" or (spec.tier == "gpu" and self.machine.unified_memory)
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
-        """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on
-        the compute device."""
+        """The number of elements of each NVMe block to keep in `cache_bytes` of host memory. The
+        share `resident` of the travelling parameters fits on the compute device."""
         speculative = self.config.tuning.copy_on_write and self.config.tuning.update in (
             "auto",
             "speculative",
@@ -489,9 +488,9 @@ class Placement:
         )
 
     def _shadowed(self, room: int) -> list[BlockSpec]:
-        """The blocks in host memory that get shadow copies in `room` bytes of it, by units: first
-        those that come last in the model, whose gradients come first. What is on NVMe is better
-        cached instead."""
+        """The blocks in host memory that get shadow copies in `room` bytes. Whole units, the last
+        of the model first, because their gradients come first. Empty if an update rewrites a block
+        on NVMe, because a cache uses the memory better."""
         speculative = self.config.tuning.update == "speculative" or (
             self.config.tuning.update == "auto" and not self.machine.unified_memory
         )
@@ -509,7 +508,7 @@ class Placement:
 
 
 def describe_choice(placement: Placement, rates: Rates) -> str:
-    """What `with_gpu_cache` chose by `rates`, for a log."""
+    """A line for the log: the choice of `with_gpu_cache` and its `rates`."""
     drives = f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else ""
     return (
         f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device; "
@@ -520,11 +519,10 @@ def describe_choice(placement: Placement, rates: Rates) -> str:
 
 
 def _those_that_fit(units: Sequence[Sequence[BlockSpec]], room: int) -> list[BlockSpec]:
-    """The blocks of the first of `units` that fit into `room` bytes, and of those after them that
-    still do."""
+    """The blocks of the units that fit into `room` bytes: greedy first fit, in order."""
     return [spec for number in fill(room, list(map(_home_bytes, units))) for spec in units[number]]
 
 
 def _home_bytes(specs: Sequence[BlockSpec]) -> int:
-    """Bytes of one home in memory for each of `specs`."""
+    """Bytes of one home in memory for each of `specs`, in whole pages."""
     return sum(round_up(spec.home_bytes, PAGE) for spec in specs)

@@ -1,7 +1,7 @@
-"""What a model asks of the memory of one rank, and the questions that `wrap` asks about it, in
-their order.
+"""The memory that a model needs on one rank, and the questions that `wrap` asks about it, in their
+order.
 
-Values only, so `infinity plan` asks the same questions about a model that nobody has built.
+Values only, so `infinity plan` asks the same questions about a model that is not built.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FULL = Format("float32", 1, 4)
 
 @dataclass(frozen=True)
 class UnitShape:
-    """Unit number `index`: `numel` elements in `format` with padding, in `shards` equal parts, of
-    which this rank has number `rank`. If it is `in_files`, files of the user are its home."""
+    """Unit number `index`: `numel` elements in `format`, with padding. It has `shards` equal parts,
+    and this rank has part number `rank`. If `in_files`, files of the user are its home."""
 
     index: int
     name: str
@@ -39,16 +39,16 @@ class UnitShape:
         return self.format.bytes_of(self.numel)
 
     def gradient_format(self, config: Config) -> Format:
-        """What gradients are kept and accumulated in."""
+        """The format that gradients are kept and accumulated in."""
         return _FULL if config.tuning.gradient_precision == "fp32" else self.format
 
     def reduces_late(self, config: Config) -> bool:
-        """Whether gradients stay whole until they are settled, as with stage 1."""
+        """Whether every rank keeps whole gradients until the step reduces them (stage 1)."""
         return self.shards > 1 and config.stage == 1
 
     def blocks(self, config: Config) -> list[BlockSpec]:
-        """What this rank keeps of the unit: parameters, and for a trainable unit gradients, master
-        and moments."""
+        """The blocks of this rank: parameters, and for a trainable unit gradients, masters and
+        moments."""
         whole = self.shards > 1 and config.stage < 3  # parameters stay gathered then
         found = [self._block(Kind.PARAM, self.format, config.parameters, self.nbytes, whole)]
         if not self.trainable:
@@ -87,19 +87,20 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Demand:
-    """What there is to place, what is in use at once, and what gradients pass through."""
+    """The memory that a model needs: blocks to place, units in use at once, and gradient
+    buffers."""
 
     placement: Placement
     nestings: Collection[frozenset[int]]
-    """For every module: the units in use in its forward, those of the modules around it among
-    them."""
+    """For every module: the numbers of the units in use during its forward, including the units of
+    the modules around it."""
     buffer: int
-    """Bytes of a gradient buffer on the compute device; 0 where gradients need none."""
+    """Bytes of a gradient buffer on the compute device; 0 if gradients need none."""
     exchanges: bool
-    """Whether gradients go home beside the model, so that a second buffer is of use."""
+    """Whether gradients move home while the model computes, so that a second buffer helps."""
 
     def within(self, budgets: Budgets) -> Demand:
-        """The same with other budgets."""
+        """This demand with `budgets`."""
         return replace(self, placement=replace(self.placement, budgets=budgets))
 
     def least(self) -> Budgets:
@@ -107,21 +108,23 @@ class Demand:
         return self.placement.least(self._concurrent(self.placement), self._reserve)
 
     def needs_rates(self) -> bool:
-        """Whether `decide` has to know how fast the machine is."""
+        """Whether `resident` needs measured rates."""
         return self.placement.needs_rates(self._concurrent(self.placement), self._reserve)
 
     def resident(self, rates: Rates | None) -> Placement:
-        """The placement with the units that stay on the compute device, chosen by `rates`."""
+        """The placement after the choice of the units that stay on the compute device, by
+        `rates`."""
         if self.placement.config.inference:
             return self.placement.with_kept(self._concurrent)
         concurrent = self._concurrent(self.placement)
         return self.placement.with_gpu_cache(concurrent, self._reserve, rates)
 
     def layout(self, placement: Placement) -> tuple[Layout, int]:
-        """Where every block is at home, and the number of gradient buffers; raises `BudgetError`.
+        """The layout of `placement`, and the number of gradient buffers, 1 or 2. Raises
+        `BudgetError`.
 
-        A second buffer is collected into while the first one is reduced; a budget that has no room
-        for it works without.
+        A second buffer collects gradients while the first is reduced. It is left out if the budget
+        has no room for it.
         """
         concurrent = self._concurrent(placement)
         buffers = 2 if self.exchanges and placement.fits(concurrent, 2 * self.buffer) else 1
@@ -132,12 +135,12 @@ class Demand:
         return (1 + self.exchanges) * self.buffer
 
     def _concurrent(self, placement: Placement) -> int:
-        """Bytes of the compute device that the forward of any module may need at once beside the
-        units that never leave, in this worst case:
+        """The most bytes that the forward of a module may need at once on the compute device for
+        travelling units.
 
-        the units of the module and of the hooked modules around it are in use, each in the worst
-        place, and the largest one has to come in beside them. With k runs in use the free space has
-        k + 1 parts, so k more of the largest make one part fit.
+        In the worst case the last unit of a nesting arrives while its other k units are in use,
+        each in the worst place. They split the free space into k + 1 parts, so k more of the
+        largest unit make one part fit. A single unit in use leaves room for the next.
         """
         spans = {spec.unit: spec.span for spec in placement.travelling()}
         largest = max(spans.values(), default=0)
@@ -149,12 +152,12 @@ class Demand:
 
 
 def in_one_pool(config: Config, available: Available) -> Config:
-    """`config` as it is carried out with `available`.
+    """Return `config`, with parameters on "gpu" instead of "cpu" if the GPU computes in host memory
+    (`free_memory`, [Note: one pool]).
 
-    Where a GPU computes in host memory (`free_memory`, [Note: one pool]), parameters at home in
-    host memory are used in place: their home is the part of it that `gpu_memory` counts. A copy
-    beside it would take the same memory once more. A stated `gpu_memory` stays a bound on copies.
-    A delayed update needs the copies, which hold the old parameters.
+    The GPU then uses parameters in place, and `gpu_memory` counts them. A copy would take the same
+    memory once more. Two settings keep the copies: a stated `gpu_memory`, which stays their bound,
+    and delayed updates, because the copies hold the old parameters.
     """
     is_shared = available.gpu is not None and available.is_one_pool
     needs_copies = config.gpu_memory != "auto" or config.tuning.update == "delayed"
@@ -170,15 +173,15 @@ def demand_of(
     machine: Machine,
     exchanges: bool,
 ) -> Demand:
-    """What `units` ask of one rank, with no budgets yet."""
+    """The demand of `units` on one rank, with budgets of 0."""
     specs = tuple(spec for unit in units for spec in unit.blocks(config))
     placement = Placement(config, Budgets(0, 0), machine, specs)
     return Demand(placement, nestings, buffer_bytes(units, config, exchanges), exchanges)
 
 
 def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) -> int:
-    """Bytes of the buffer that gradients of the largest of `units` pass through; 0 where they need
-    none. With stage 1 they are collected at home where that is the compute device."""
+    """Bytes of the gradient buffer for the largest of `units`; 0 if they need none. Stage 1 with
+    gradients on "gpu" needs none, because gradients collect in their home."""
     trained = [unit for unit in units if unit.trainable]
     if not (exchanges or config.gradients == "nvme"):
         return 0

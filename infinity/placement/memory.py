@@ -1,5 +1,5 @@
-"""How much memory the states of a model take on each rank: formulas, for before anything is
-allocated. Imports no torch."""
+"""Computes the bytes of a model's states on each rank, before anything is allocated. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from infinity.placement.spec import MOMENTS
 
 
 class StateBytes(NamedTuple):
-    """Bytes of parameters, of gradients and of optimizer states (master and moments)."""
+    """Bytes of parameters, gradients and optimizer states (masters and moments)."""
 
     parameters: float
     gradients: float
     optimizer: float
 
     def on_rank(self, ranks: int, stage: int) -> StateBytes:
-        """What one of `ranks` ranks holds of these bytes: 1/N of what the stage shares (ZeRO,
-        1910.02054, figure 1).
+        """The part of one of `ranks` ranks: 1/N of the states that the ZeRO stage (0 to 3) shards
+        (1910.02054, figure 1).
 
-        Example: 7.5e9 parameters of 2 + 2 + 12 bytes, 64 ranks: 120 GB with stage 0; 31.4 with 1,
-        16.6 with 2, 1.88 with 3.
+        Example: 7.5e9 parameters of 2 + 2 + 12 bytes on 64 ranks take 120 GB with stage 0, 31.4
+        with 1, 16.6 with 2, and 1.88 with 3.
         """
         shared = (ranks if stage >= least else 1 for least in (3, 2, 1))
         return StateBytes(*(nbytes / n for nbytes, n in zip(self, shared, strict=True)))
@@ -32,10 +32,10 @@ _MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 36864 / 32768}
 
 
 def bytes_per_parameter(config: Config) -> StateBytes:
-    """Bytes of the states of one trainable parameter, before they are shared.
+    """Bytes of the states of one trainable parameter, before sharding. Precision "auto" counts as
+    fp32.
 
-    Example: bf16 takes 2 + 2 + 10 with a split master and fp32 moments. With precision "auto"
-    parameters are taken to be fp32.
+    Example: bf16 takes 2 + 2 + 10 with a split master and two fp32 moments.
     """
     parameter = _DTYPE_BYTES.get(config.precision, 4)
     gradient = 4 if config.tuning.gradient_precision == "fp32" else parameter
@@ -56,15 +56,17 @@ def bytes_per_parameter(config: Config) -> StateBytes:
 def bytes_on_tiers(
     trainable: int, config: Config, ranks: int = 1, frozen: int = 0
 ) -> dict[str, float]:
-    """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of
-    `ranks` ranks.
+    """Bytes of the states of `trainable` and `frozen` parameters on each tier ("gpu", "cpu",
+    "nvme") of one of `ranks` ranks.
 
-    Without padding (a unit takes whole pages on every rank: multiples of 2048 elements, of 4096
-    where they have one byte), and without what passes through: gathered units and one gradient
-    buffer on the compute device, staging in host memory. What is rewritten beside its old content
-    counts twice, but not in host memory, where a shadow copy takes only what the budget leaves.
-    What `gpu_cache` keeps on the compute device counts there where it is a number; what "auto" is
-    depends on the units.
+    States that copy-on-write keeps twice on NVMe count twice there, and so do the parameters of
+    delayed updates in host memory. Shadow copies in host memory do not count, because they take
+    only free budget. The bytes of a numeric `gpu_cache` count as "gpu"; "auto" counts as 0, because
+    it depends on the units.
+
+    Omits padding: a unit takes whole pages on every rank (multiples of 2048 elements, or of 4096
+    elements of one byte). Omits buffers: gathered units and a gradient buffer on the compute
+    device, and staging in host memory.
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)

@@ -1,4 +1,4 @@
-"""What there is to place: blocks, by kind, format and size. Frozen values; the live blocks are in
+"""The blocks to place: kind, format, size and tier, as frozen values. Live blocks are in
 `infinity.tiers.block`."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from infinity.config import Tier
 
 
 class Kind(str, enum.Enum):
-    """What the bytes of a block mean."""
+    """The state that a block holds."""
 
     PARAM = "param"
     GRAD = "grad"
@@ -26,19 +26,19 @@ MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
     "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
 }  # fmt: skip
-"""The moments that each `Config.algorithm` has."""
+"""The moments of each `Config.algorithm`."""
 
 
 class Format(NamedTuple):
-    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and
-    cannot be moved apart."""
+    """How values lie in memory and on NVMe: a group of `elements` values takes `nbytes` bytes and
+    moves as a whole."""
 
     name: str
     elements: int
     nbytes: int
 
     def bytes_of(self, elements: int) -> int:
-        """Bytes of `elements` values."""
+        """Bytes of `elements` values, in whole groups."""
         return -(-elements // self.elements) * self.nbytes
 
     @property
@@ -50,23 +50,23 @@ class Format(NamedTuple):
 FP32 = Format("fp32", 1, 4)
 BF16 = Format("bf16", 1, 2)
 SPLIT = Format("split", 1, 2)
-"""A master as the 16 bits by which it differs from its bf16 parameter."""
+"""A master as the 16 bits that its bf16 parameter lacks."""
 GROUP = 32
 """Elements of an int8 moment that share a scale."""
 INT8 = Format("int8", 32768, 36864)
-"""32768 codes of a byte, then an fp32 scale for every `GROUP` of them: whole pages, so that direct
+"""32768 codes of one byte, then an fp32 scale for every `GROUP` codes: whole pages, so that direct
 I/O can move them alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec:
-    """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
+    """One block: `elements` values in `format`, of kind `kind` and unit number `unit`, at home on
+    `tier`.
 
-    `span` and `at` (bytes) place a parameter shard inside the unit's gathered buffer. No update
-    rewrites a block that is `frozen`. Where `whole`, the home in memory is that of the whole unit,
-    `span` bytes, and the block is this rank's part. A block of the tier nvme that is `in_files` has
-    its home in files of the user, which are only read. Two specs are never equal: each stands for
-    one block.
+    A parameter shard lies at byte `at` of the unit's gathered buffer of `span` bytes. No update
+    rewrites a `frozen` block. If `whole`, the home in memory holds the whole unit (`span` bytes),
+    and the block is this rank's part. If `in_files`, the home of an NVMe block is files of the
+    user, which are only read. Two specs are never equal: each stands for one block.
     """
 
     unit: int
@@ -83,7 +83,7 @@ class BlockSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block."""
+        """Bytes of this rank's values."""
         return self.format.bytes_of(self.elements)
 
     @property
@@ -93,7 +93,7 @@ class BlockSpec:
 
     @property
     def permanent(self) -> bool:
-        """Whether the compute copy is the block itself and never leaves."""
+        """Whether the copy on the compute device is the home itself, which never leaves."""
         return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
 
     def on(self, tier: Tier) -> BlockSpec:
@@ -103,13 +103,13 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a block is at home: on the tier of `spec`.
+    """The home of a block, on the tier of `spec`.
 
-    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old
-    content. The first `cached_elements` elements of a block on NVMe are at home in host memory
-    instead. If one of `steps_per_commit` steps is committed (0: none is), the update of that one
-    writes them to an extent besides; they are never read there. What is not cached has a spare
-    extent then, for the updates between two commits.
+    It has `copies` homes in memory, or extents on NVMe: two if an update writes beside the old
+    content. The first `cached_elements` elements of an NVMe block live in host memory instead. One
+    of `steps_per_commit` steps is committed; 0 means none. The update of a committed step also
+    writes the cached elements to an extent, which no update or fetch reads. With more than one step
+    per commit, the other elements have a spare extent for the updates between two commits.
     """
 
     spec: BlockSpec
@@ -119,27 +119,27 @@ class Placed:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of a block on NVMe that are at home in host memory."""
+        """Bytes of an NVMe block that live in host memory."""
         return self.spec.format.bytes_of(self.cached_elements)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that come from NVMe when the block is read whole; 0 for a block of another tier."""
+        """Bytes that a read of the whole block takes from NVMe; 0 for another tier."""
         return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
 
     @property
     def write_through(self) -> bool:
-        """Whether what is cached is also written, by updates of steps that are committed."""
+        """Whether updates of committed steps also write the cached elements to NVMe."""
         return self.steps_per_commit > 0
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that go to NVMe when the update of any step writes it."""
+        """Bytes that the update of every step writes to NVMe."""
         return self.moved_bytes + (self.cached_bytes if self.steps_per_commit == 1 else 0)
 
     @property
     def commit_bytes(self) -> int:
-        """Bytes that the update of a step that is committed writes besides."""
+        """Bytes that the update of a committed step writes in addition to `written_bytes`."""
         return self.cached_bytes if self.steps_per_commit > 1 else 0
 
     @property
@@ -149,24 +149,24 @@ class Placed:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of each of its extents, but for the spare one."""
+        """Bytes of each extent except the spare one."""
         return self.moved_bytes + (self.cached_bytes if self.write_through else 0)
 
     @property
     def has_spare(self) -> bool:
-        """Whether it has a spare extent, of which no commit speaks."""
+        """Whether it has a spare extent, which no commit includes."""
         return self.steps_per_commit > 1 and self.copies > 1
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that all of its homes take of the NVMe directories."""
+        """Bytes that all its homes take in the NVMe directories."""
         if self.spec.tier != "nvme" or self.spec.in_files:
             return 0
         return self.extent_bytes * self.copies + (self.moved_bytes if self.has_spare else 0)
 
 
 def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:
-    """The blocks of each unit, by its number, in the order of `specs`."""
+    """The blocks of each unit by kind, by unit number, in the order of `specs`."""
     units: dict[int, dict[Kind, BlockSpec]] = {}
     for spec in specs:
         units.setdefault(spec.unit, {})[spec.kind] = spec

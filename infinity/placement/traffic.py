@@ -1,5 +1,5 @@
-"""What a step moves, by where blocks are at home, and how long that takes: pure functions of sizes.
-Imports no torch."""
+"""The bytes that a step moves between tiers, and the seconds that they take: pure functions of
+sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from infinity.placement.spec import SPLIT, BlockSpec, Kind, units_of
 
 
 class Moves(NamedTuple):
-    """What a step of one cycle moves: bytes to the compute device, from it, and to and from the
-    drives; and how many parameters the CPU updates."""
+    """The work of one step: bytes to the compute device, bytes from it, bytes to and from the
+    drives, and parameters that the CPU updates."""
 
     upload: float
     download: float
@@ -20,8 +20,8 @@ class Moves(NamedTuple):
     updates: float
 
     def seconds(self, rates: Rates) -> tuple[float, ...]:
-        """How long each of these takes alone; all are under way at once, so a step takes no less
-        than the longest."""
+        """Seconds that each field takes alone. All run at the same time, so a step takes at least
+        the longest."""
         return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
 
 
@@ -31,14 +31,16 @@ def moves(
     cached: Mapping[BlockSpec, int],
     write_through: float = 0.0,
 ) -> Moves:
-    """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of
-    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory; in
-    `write_through` of all steps these are written all the same.
+    """Return the work of a step on `blocks`, which are all blocks of one rank.
 
-    Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
-    to each use that finds it gone. If the update puts it there for the first use, that is one of
-    two. A gradient leaves, and the CPU updates. What is collected whole on the host (stage 1) goes
-    there, to the device and back.
+    `resident` is the share of the travelling parameters that the compute device has room for.
+    `cached` is the number of elements of each NVMe block that host memory keeps. `write_through` is
+    the share of steps that write these elements to NVMe as well.
+
+    A unit that lives on the compute device entirely moves nothing. Any other parameter is uploaded
+    for each use that finds it evicted. The update uploads it for the first of two uses. Gradients
+    are downloaded, and the CPU updates. A gradient block that is whole in host memory (stage 1) is
+    downloaded whole and uploaded to be reduced, and this rank's part is downloaded again.
     """
     upload = download = nvme = 0.0
     updates = 0
@@ -54,7 +56,7 @@ def moves(
                 download += block.nbytes * there * (trains and not is_rounded(unit))
             elif kind is Kind.GRAD:
                 download += block.nbytes
-                if block.whole and block.tier == "cpu":  # leaves whole, and comes to be reduced
+                if block.whole and block.tier == "cpu":  # down whole, and up to be reduced
                     upload, download = upload + block.span, download + block.span
             elif block.tier == "gpu":
                 upload, download = upload + block.nbytes, download + block.nbytes
@@ -67,13 +69,14 @@ def moves(
 
 
 def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> float:
-    """NVMe bytes that a step moves per byte of `kind` of `unit`, where it is on NVMe.
+    """NVMe bytes that a step moves per byte of the block `kind` of `unit`, if it lives on NVMe.
 
-    A parameter is fetched for backward, written by the update, and read by it where it is a part of
-    its master: 2 or 3; a frozen one is fetched for forward and for backward: 2. What the compute
-    device has room for is not fetched and not read, so that share of the reads does not count. A
-    gradient is written by backward and read by the norm and by the update: 3. A master or a moment
-    is read and written: 2.
+    - A trainable parameter is read for backward and written by the update: 2. If its master is
+      split, the update reads it too: 3.
+    - A frozen parameter is read for forward and for backward: 2.
+    - The share `resident` of the parameters is on the compute device and causes no reads.
+    - A gradient is written by backward, and read by the norm and by the update: 3.
+    - A master or a moment is read and written: 2.
     """
     if kind is Kind.PARAM:
         written, read = (1, 1 if is_rounded(unit) else 2) if Kind.GRAD in unit else (0, 2)
@@ -82,11 +85,12 @@ def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> floa
 
 
 def written(kind: Kind, unit: Mapping[Kind, BlockSpec]) -> int:
-    """How often a step writes the states of `kind` that a commit speaks of."""
+    """How often a step writes a block of `kind` that a commit includes: 1, or 0 for a gradient or a
+    frozen unit."""
     return int(kind is not Kind.GRAD and Kind.GRAD in unit)
 
 
 def is_rounded(unit: Mapping[Kind, BlockSpec]) -> bool:
-    """Whether the parameters are nothing but their masters, rounded: then an update writes them and
+    """Whether the parameters are rounded copies of full masters. Then an update writes them and
     does not read them."""
     return Kind.MASTER in unit and unit[Kind.MASTER].format is not SPLIT

@@ -1,21 +1,22 @@
-"""What becomes of what each block's forward saves: kept on the compute device, offloaded, or
-computed again. A pure function of bytes and seconds. Imports no torch.
+"""Chooses a treatment for the tensors that each block's forward saves: keep on the compute device,
+offload, or recompute. Pure functions of bytes and seconds. Imports no torch.
 
-[Note: what is weighed]
-To recompute a block costs its forward once more, and frees all that it saves but its inputs. To
-offload costs what the copies take beyond the time that the model computes: copies away run beside
-the forward, and copies back beside the backward, which takes two forwards. The choice has the least
-seconds of all that fit. This is the problem of Checkmate (Jain et al. 2020, arXiv:1910.02653) for
-whole blocks, with a second way to free bytes; Capuchin (Peng et al. 2020) weighs the same two ways,
-greedily. Blocks are few and mostly alike, so a table over (bytes on the device, bytes away) solves
-it exactly, up to `MOST_STATES` entries. Beyond that the table is thinned.
+[Note: costs of a treatment]
+To recompute a block costs one more forward. It frees all saved bytes except the inputs. To offload
+costs the time by which copies outlast the computation. Copies away run beside the forward. Copies
+back run beside the backward, which takes twice as long. The choice is the fastest that fits.
 
-[Note: what has to fit]
-When the backward reaches a block, the compute device holds what the blocks before it keep there,
-what this one keeps, and the inside of one of its forwards, which was computed again or came back.
-The largest such sum, over all blocks, has to fit. So to recompute the last block frees nothing, and
-those that come first are recomputed first. To recompute every block, and to offload where that
-cannot be, needs least of all choices.
+This is the problem of Checkmate (Jain et al. 2020, arXiv:1910.02653) for whole blocks, with a
+second way to free bytes. Capuchin (Peng et al. 2020) weighs the same two ways, greedily. Blocks are
+few and mostly equal, so a table over (bytes on the device, bytes away) solves it exactly up to
+`MOST_STATES` entries. A longer table is thinned.
+
+[Note: bytes that must fit]
+When the backward reaches a block, the compute device holds three parts: the bytes that earlier
+blocks keep there, the bytes that this block keeps, and the inside of one of its forwards, which was
+recomputed or came back. The largest such sum over all blocks has to fit. So to recompute the last
+block frees nothing, and the first blocks are recomputed first. The choice with the least memory
+recomputes every block that can run again, and offloads the others.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 MOST_STATES = 512
-"""Entries of the table after each block; exact for 30 different blocks that have three ways, and
-for any number of equal ones that have two."""
+"""Entries of the table after each block. This is exact for 30 different blocks with three
+treatments, and for any number of equal blocks with two."""
 
 Treatment = Literal["keep", "offload", "recompute"]
-"""What becomes of what the forwards of a block save."""
+"""The fate of the tensors that the forwards of a block save."""
 
 
 class BlockCost(NamedTuple):
-    """What a block saves for the backward, in bytes, and the `seconds` of its forwards.
+    """The bytes that a block saves for the backward, and the `seconds` of its forwards.
 
-    `inputs` and the rest, `inside`, are of all forwards whose backward has yet to come, `largest`
-    is the most of `inside` that one forward has. Where it is not `recomputable` its forward cannot
-    run again.
+    `inputs`, and `inside` for the other bytes, are sums over all forwards that still await their
+    backward. `largest` is the largest `inside` of one forward. If not `recomputable`, the forward
+    cannot run again.
     """
 
     inputs: int
@@ -49,9 +50,9 @@ class BlockCost(NamedTuple):
 
 
 class ActivationRoom(NamedTuple):
-    """Where saved bytes may be: `device` bytes on the compute device; `away` bytes in the tier of
-    activations (infinite for drives, 0 where nothing is offloaded), with its rates in bytes per
-    second."""
+    """The room for saved bytes: `device` bytes on the compute device, and `away` bytes in the tier
+    of activations (infinite for drives, 0 without offload). Copies there run at `leaving` bytes per
+    second, and copies back at `coming`."""
 
     device: float
     away: float = 0
@@ -60,8 +61,8 @@ class ActivationRoom(NamedTuple):
 
 
 class _State(NamedTuple):
-    """After some blocks: bytes on the device and away, seconds, the last treatment, and the state
-    before it."""
+    """The sums after some blocks: bytes on the device, bytes away, seconds. Also the last treatment
+    and the state before it."""
 
     device: float
     away: float
@@ -71,11 +72,11 @@ class _State(NamedTuple):
 
 
 def choose(blocks: Sequence[BlockCost], others: int, room: ActivationRoom) -> tuple[Treatment, ...]:
-    """The treatment of each of `blocks`, in the order of the forward, that fits into `room` and
-    takes least time; where none fits, `leanest`. Outside of blocks `others` bytes are saved.
+    """The fastest treatments that fit into `room`, one for each of `blocks`, in forward order. If
+    none fits, `leanest`. `others` is the saved bytes outside of blocks.
 
-    Never slower than to recompute all or to offload all, where these fit. Every rank that is given
-    the same numbers chooses the same.
+    Never slower than recomputing every block, or offloading every block, if that fits. Ranks with
+    equal arguments choose the same.
     """
     states = [_first(others, room)]
     for block in blocks:
@@ -90,15 +91,15 @@ def choose(blocks: Sequence[BlockCost], others: int, room: ActivationRoom) -> tu
     fitting = [each for each in found if peak(blocks, others, each, room) <= room.device]
     if not fitting:
         return leanest(blocks, room)
-    # Of equal ones that which copies least.
+    # Of equally fast choices, the one with the fewest offloads.
     return min(
         fitting, key=lambda each: (seconds(blocks, others, each, room), each.count("offload"))
     )
 
 
 def leanest(blocks: Sequence[BlockCost], room: ActivationRoom) -> tuple[Treatment, ...]:
-    """What needs the least memory of the compute device: every block that can be is recomputed, and
-    the others are offloaded, where anything is."""
+    """The treatments that need the least device memory: recompute every recomputable block, and
+    offload the others. If `room` has no bytes away, keep them."""
     other: Treatment = "offload" if room.away else "keep"
     return tuple("recompute" if block.recomputable else other for block in blocks)
 
@@ -109,8 +110,8 @@ def peak(
     treatments: Sequence[Treatment],
     room: ActivationRoom,
 ) -> float:
-    """The most saved bytes on the compute device; see [Note: what has to fit]. What the tier of
-    activations has no room for stays on the device."""
+    """The most saved bytes on the compute device; see [Note: bytes that must fit]. Bytes that
+    exceed the room away stay on the device."""
     state = _first(others, room)
     most = state.device
     for block, treatment in zip(blocks, treatments, strict=True):
@@ -125,8 +126,8 @@ def seconds(
     treatments: Sequence[Treatment],
     room: ActivationRoom,
 ) -> float:
-    """What a forward and its backward take longer than if everything were kept and nothing were
-    copied; see [Note: what is weighed]."""
+    """Seconds that `treatments` add to a forward and its backward, compared with keeping
+    everything; see [Note: costs of a treatment]."""
     state = _first(others, room)
     for block, treatment in zip(blocks, treatments, strict=True):
         _, state = _step(state, block, treatment, room)
@@ -134,7 +135,8 @@ def seconds(
 
 
 def exposed(nbytes: float, forward: float, room: ActivationRoom) -> float:
-    """Seconds by which copies of `nbytes` away and back outlast the computation beside them."""
+    """Seconds by which copies of `nbytes` away and back outlast a forward of `forward` seconds and
+    its backward."""
     return max(nbytes / room.leaving - forward, 0.0) + max(nbytes / room.coming - 2 * forward, 0.0)
 
 
@@ -153,7 +155,7 @@ def _first(others: int, room: ActivationRoom) -> _State:
 def _step(
     before: _State, block: BlockCost, treatment: Treatment, room: ActivationRoom
 ) -> tuple[float, _State]:
-    """What the device has to hold when the backward reaches `block`, and the state after it."""
+    """The bytes on the device when the backward reaches `block`, and the state after it."""
     whole = before.device + block.inputs + block.inside
     if treatment == "keep":
         return whole, _State(whole, before.away, before.seconds, treatment, before)
@@ -174,10 +176,10 @@ def _after(
 
 
 def _thinned(states: Iterable[_State]) -> list[_State]:
-    """Those that no other one beats in bytes on the device, bytes away and seconds; `MOST_STATES`
-    of them, evenly spread."""
+    """The states that no other state beats in bytes on the device, bytes away and seconds: at most
+    `MOST_STATES`, evenly spread."""
     kept: list[_State] = []
-    # Of those kept, by bytes away: fewer seconds for more bytes.
+    # The kept states' (bytes away, seconds): seconds fall as bytes grow.
     stairs: list[tuple[float, float]] = []
     for state in sorted(states, key=lambda each: each[:3]):
         at = bisect.bisect_right(stairs, (state.away, math.inf))

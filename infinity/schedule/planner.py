@@ -1,9 +1,9 @@
-"""What to bring next, and what that costs: pure functions of the trace, the sizes and the budgets.
-Imports no torch.
+"""Chooses the units to fetch next, and predicts the bytes that move: pure functions of the trace,
+the sizes and the budgets. Imports no torch.
 
-The runtime walks `look_ahead` against the real arena. `Walk` walks the same function against a map
-of slots, so the bytes that `predict` states are the bytes that move. `infinity plan` gives the
-events of a walk their times.
+The runtime runs `look_ahead` on the real arena. `Walk` runs the same function on a map of slots, so
+the bytes that `predict` returns are the bytes that move. `infinity plan` adds times to the events
+of a walk.
 """
 
 from __future__ import annotations
@@ -22,33 +22,38 @@ from infinity.tiers.slots import Clock, SlotMap, SlotRun
 STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 SLOT_BYTES = 4096
 MOST_STEPS = 16
-"""How many steps `predict` walks at most: where sizes differ, placements may take some to settle,
-or go round for ever."""
+"""The most steps that `predict` walks. If unit sizes differ, placements may need many steps to
+settle, or never settle."""
 
 
 class Reach:
-    """How far a `look_ahead` came, so that the next one goes on there: up to that use every unit
-    has a copy. `lost` counts how often a copy was lost otherwise than to a `bring`, which takes
-    nothing that is needed sooner than what it brings."""
+    """The use at which a `look_ahead` stopped, where the next resumes: every unit used before it
+    has a copy.
+
+    `lost` counts the copies that lost their places. It omits evictions by `bring`, which evicts
+    only units that are needed later than the unit it brings.
+    """
 
     def __init__(self, lost: Callable[[], int]) -> None:
         self._lost = lost
-        self._known = Clock(-1, 0), 0  # where a walk ended, and what was lost then
+        self._known = Clock(-1, 0), 0  # at the end of a look-ahead
 
     def start(self, trace: Trace) -> int:
-        """The first use ahead of now that is not known to have a copy."""
+        """The distance, in uses from now, at which to resume; 0 if a copy was lost or the
+        prediction changed."""
         clock, lost = self._known
         same = clock.version == trace.clock.version and lost == self._lost()
         return max(clock.time - trace.clock.time, 0) if same else 0
 
     def end(self, trace: Trace, ahead: int, lost: int) -> None:
-        """A walk came to the use that is so far `ahead`; `lost` was counted when it began."""
+        """Note that a look-ahead stopped `ahead` uses from now. `lost` is the count at its
+        start."""
         version, time = trace.clock
         self._known = Clock(version, time + ahead), lost
 
     @property
     def lost(self) -> int:
-        """What is counted now."""
+        """The count of lost copies now."""
         return self._lost()
 
 
@@ -58,13 +63,15 @@ def look_ahead(
     bring: Callable[[int, float], bool],
     reach: Reach | None = None,
 ) -> None:
-    """Bring the units that will be used next, soonest first, until there is no room.
+    """Fetch the units that will be used next, soonest first, until there is no room.
 
-    `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the
-    future that is Belady's rule among the units that are not in use. So look-ahead costs an extra
-    read only if the unit in use is the one needed last. In a forward and its backward it never is.
+    `has_copy(unit)`: whether a unit needs no fetch. `bring(unit, beyond)` starts a fetch, or
+    returns False if there is no room. It may evict only units that are used more than `beyond` uses
+    from now. With the trace as the future, this is Belady's rule among the units not in use. So
+    look-ahead costs an extra read only if the unit in use is needed last. In a forward and its
+    backward it never is.
 
-    With `reach` it walks what the last one by the same has not walked.
+    With `reach`, resumes at the end of the last look-ahead with the same `reach`.
     """
     reach = Reach(lambda: 0) if reach is None else reach
     lost, ahead = reach.lost, len(trace.predicted.order)
@@ -77,13 +84,12 @@ def look_ahead(
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What moving one unit of this rank costs, in bytes of NVMe traffic; none for what is in
-    memory.
+    """The NVMe bytes that a unit of this rank moves. States in memory move none.
 
-    `slots` is the run it takes on the compute device (0: it never leaves). `fetch` brings it there;
-    `old` is what its update reads of the parameter when that is not there. `update_read` and
-    `update_written` are all else of one optimizer step, and `commit_written` what a step writes
-    besides that is committed, where not every one is.
+    `slots` is the length of its run on the compute device; 0 if it never leaves. `fetch` bytes
+    bring it there. `old` bytes are the parameter bytes that its update reads if it has no place
+    there. `update_read` and `update_written` are the other bytes of one optimizer step. If only
+    some steps are committed, each of them writes `commit_written` bytes more.
     """
 
     slots: int
@@ -96,8 +102,8 @@ class UnitCost:
 
 
 def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) -> UnitCost:
-    """What the blocks of one unit cost in a step of `cycles` cycles that asks `norms` times for the
-    gradient norm."""
+    """The cost of the blocks of one unit, for a step of `cycles` forwards and backwards that
+    measures the gradient norm `norms` times. `trains`: whether the step updates the unit."""
 
     def on_nvme(*kinds: Kind) -> int:
         return sum(unit[kind].moved_bytes for kind in kinds if kind in unit)
@@ -109,17 +115,17 @@ def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) 
     spec = unit[Kind.PARAM].spec
     slots = 0 if spec.permanent else round_up(spec.span, SLOT_BYTES) // SLOT_BYTES
     old = 0 if is_rounded({kind: block.spec for kind, block in unit.items()}) else param
-    # A gradient is written by every backward, and read by all but the first, by each norm and by
-    # the update.
+    # Every backward writes a gradient. Every backward but the first, each norm, and the update read
+    # it.
     read = states + gradient * (cycles + norms)
     return UnitCost(slots, param, old, read, written + gradient * cycles, trains, for_commit)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states
-    updated; and what the update of a step writes besides that is committed, where not every one
-    is."""
+    """NVMe bytes of one optimizer step in the steady state: for parameters fetched, and for updates
+    read and written. If only some steps are committed, each of them writes `commit_written` bytes
+    more."""
 
     fetched: int
     update_read: int
@@ -131,36 +137,36 @@ class Traffic:
         return self.fetched + self.update_read
 
     def mean_written(self, steps_per_commit: int) -> float:
-        """Bytes that a step writes on average, where one of so many is committed."""
+        """Bytes that a step writes on average, if one of `steps_per_commit` steps is committed."""
         return self.update_written + self.commit_written / steps_per_commit
 
 
 class Event(enum.Enum):
-    """What `Walk` tells of a unit."""
+    """Something that happens to a unit in a `Walk`."""
 
     USE = enum.auto()
     """The model uses it."""
     FETCH = enum.auto()
-    """It is brought to a place on the compute device."""
+    """It is fetched to a place on the compute device."""
     LAND = enum.auto()
-    """It gets a place, and its pending update fills that. The update reads the old parameter."""
+    """It gets a place, which its pending update fills. The update reads the old parameter."""
     READ = enum.auto()
-    """Its update reads the old parameter and needs no place."""
+    """Its update reads the old parameter and fills no place."""
 
 
 Listener = Callable[[Event, int, tuple[int, ...]], None]
-"""Told of an event, its unit, and the units that are evicted for it."""
+"""Called with an event, its unit, and the units evicted for it."""
 
 
 class Walk:
-    """Walks training steps over a map of slots: what the runtime does, without time and content.
+    """Simulates the runtime in training steps, over a map of slots without time and content.
 
-    A step has `accumulation` cycles of `order`, with `slots` slots for copies. `held[i]` are units
-    that cannot be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty. An
-    update puts its result into the place of the unit. It runs when the unit has a place, or with
-    `waits` before the step returns. With `delayed` it runs when it likes: its reads are stated as
-    if no place still held the parameter, the most they can be, and every place is filled anew
-    afterwards.
+    A step has `accumulation` cycles of `order`, with `slots` slots for copies. `held[i]` are the
+    units that cannot be evicted when `order[i]` comes into use (see `Cycle`); an empty `held` is
+    none at all. An update puts its result into the place of the unit. It runs when the unit has a
+    place. With `waits` it runs at the latest before the step returns. With `delayed` it runs at any
+    time: the walk then counts the most reads possible, as if no place held the parameter, and
+    fetches every copy again afterwards.
     """
 
     def __init__(
@@ -190,11 +196,11 @@ class Walk:
 
     @property
     def state(self) -> tuple[dict[int, SlotRun], set[int]]:
-        """What one step leaves to the next: equal states are followed by equal steps."""
+        """The state between two steps. Equal states lead to equal steps."""
         return dict(self._copies.runs), set(self._pending)
 
     def cycles(self, tell: Listener) -> None:
-        """Walk the forwards and backwards of a step, and `tell` what happens, in order."""
+        """Walk the forwards and backwards of a step. `tell` gets every event, in order."""
         self._tell = tell
         for _ in range(self._accumulation):
             self._trace.begin("train")
@@ -208,7 +214,8 @@ class Walk:
                 look_ahead(self._trace, self.has_copy, bring, self._reach)
 
     def update(self, tell: Listener) -> None:
-        """The same for the end of a step, where updates are posted and the next forward begins."""
+        """Walk the end of a step, where updates are posted and the next forward is prepared. `tell`
+        gets every event, in order."""
         self._tell = tell
         if self._delayed:
             for unit in sorted(self.trainable):
@@ -255,10 +262,12 @@ def predict(
     waits: bool = False,
     delayed: bool = False,
 ) -> Traffic:
-    """NVMe traffic of one optimizer step of a `Walk` by the same arguments, in the steady state.
+    """The NVMe traffic of one optimizer step in the steady state. The arguments are those of
+    `Walk`.
 
-    Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states
-    that one; where sizes differ there may be none, and it is the last of `MOST_STEPS`.
+    Walks steps from an empty arena until one does not change the arena, mostly the third, and
+    returns the traffic of that step. If unit sizes differ, there may be no such step. Then it
+    returns the traffic of step number `MOST_STEPS`.
     """
     walk = Walk(order, units, slots, accumulation, held, waits, delayed)
     fetched = reread = 0

@@ -1,5 +1,5 @@
-"""Walks the trace: at every use of a unit it starts what comes next and waits for this one, and
-for nothing else."""
+"""Follows the trace: every use of a unit starts the fetches of the next units, and waits for this
+unit only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from infinity.tiers.store import Store
 
 
 class Runtime:
-    """Called by the thread that runs the model, at the points where units come into and go out of
-    use."""
+    """Starts fetches and waits for units. The thread that runs the model calls it when a forward, a
+    use of a unit, or a step begins."""
 
     def __init__(
         self,
@@ -37,20 +37,20 @@ class Runtime:
         self._recorder = recorder
         self._before_forward = before_forward
         self.trace = trace
-        """The uses so far, and those to come; the store asks it, too."""
+        """The uses so far and the predicted uses. The store reads it too."""
         self.accumulation = 0
-        """Training cycles per optimizer step, as the last step had them; 0 before the first."""
+        """Training cycles of the last optimizer step; 0 before the first step."""
         self.stale = True
-        """Whether a step has been since the last `begin`: the next forward, of whatever module,
-        starts a new cycle."""
+        """Whether a step came since the last `begin`. Then the next forward of any module starts a
+        new cycle."""
         self.waited = 0.0
-        """Seconds that `enter` waited since the start."""
+        """Seconds that `enter` has waited since the start."""
         self.forward_seconds = 0.0
-        """Seconds of all forwards since the start, without the waits for units; counted by the
-        hooks."""
+        """Seconds of all forwards since the start, without the waits for units. The hooks add
+        them."""
         self.held: set[Unit] = set()
-        """Units that stay in use until a turn in the backward ends; the trace counts no further
-        uses."""
+        """Units that stay in use until their turn in the backward ends. The trace records no more
+        uses of them."""
         self._forward_before = 0.0
         self._reach = Reach(lambda: store.resident.lost)
         self._cycles = 0
@@ -60,18 +60,17 @@ class Runtime:
         return self._cycles > 0
 
     def forward_since(self) -> float:
-        """Seconds that a forward took, without waits, on average over those since this was asked
-        last, at the last step."""
+        """The mean seconds of a forward since the last call, without waits. Called once a step."""
         before, self._forward_before = self._forward_before, self.forward_seconds
         return (self._forward_before - before) / max(self.accumulation, 1)
 
     def prepare(self) -> None:
-        """Training forwards are about to start, of which somebody sets the random states."""
+        """Call this before training forwards, so that a resume can restore random states."""
         self._store.latch.check_usable()
         self._before_forward()
 
     def begin(self, training: bool) -> None:
-        """A forward of the model starts."""
+        """Start a cycle with a forward of the model."""
         if training:
             self.prepare()
         else:
@@ -82,24 +81,24 @@ class Runtime:
         self.look_ahead()
 
     def stepped(self) -> None:
-        """An optimizer step was started: take the places of what comes first, for its updates to
-        fill."""
+        """Note the start of an optimizer step, and take places for the first units of the next
+        forward. Their updates fill the places."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
         self.trace.expect_again()
         self._renew()
         self.look_ahead()
 
     def _renew(self) -> None:
-        """Have what stays whole gathered in the order of the units, which is that of all ranks.
-        Their forwards and backwards may have used units in other orders, or left some out."""
+        """Gather the units that stay whole, in the order of the units, which is equal on all ranks.
+        Ranks may have used the units in different orders, or left some out."""
         for unit in self._units:
             unit.renew()
 
     def enter(self, unit: Unit) -> torch.Tensor:
-        """`unit` is in use until `Unit.release`: start bringing it and what comes next, then wait
-        for it.
+        """Put `unit` into use until `Unit.release`. Starts the fetches of this unit and of the next
+        units, then waits for this unit.
 
-        Returns its flat buffer.
+        Returns its flat buffer. If this raises, the unit is released.
         """
         new = self.trace.current != unit.index and unit not in self.held
         if new:
@@ -129,8 +128,8 @@ class Runtime:
         return state is not CopyState.READY or not gathered
 
     def _count_wait(self, unit: Unit, state: CopyState, start: float, end: float) -> None:
-        """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until
-        it was gathered."""
+        """Record a wait of `enter` for `unit`, with its block in `state` at the start: first for
+        the block, then for the all-gather."""
         arrived = (
             end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
         )
@@ -141,20 +140,21 @@ class Runtime:
         self.waited += end - start
 
     def locate(self, address: int) -> tuple[Unit, int] | None:
-        """The unit whose copy on the compute device holds `address`, and the byte offset in it."""
+        """The unit with the byte `address` in its copy on the compute device, and the byte offset
+        in the copy. None if no copy contains it."""
         found = self._store.resident.block_at(address)
         return None if found is None else (self._units[found[0].unit], found[1])
 
     def look_ahead(self) -> None:
-        """Start bringing what will be used next, as far as there is room, and have it gathered in
-        this order."""
+        """Start to fetch the units that will be used next, until there is no room, and gather them
+        in this order."""
         look_ahead(self.trace, self._has_copy, self._bring, self._reach)
         if self._units[0].shared:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        """Not what an optimizer step will update before its next use: that will be gathered
-        then."""
+        """Gather the next units that have copies, except units that an optimizer step will update
+        before their next use. These are gathered after the step."""
         left = math.inf if self._cycles < max(self.accumulation, 1) else self.trace.left
         for index, distance in self.trace.upcoming():
             unit = self._units[index]
@@ -171,7 +171,7 @@ class Runtime:
 
 
 def _lane(state: CopyState) -> str:
-    """What a wait for a unit whose block is in `state` is called; with several ranks its second
-    part is "wait collective"."""
+    """The name of a wait for a unit with its block in `state`. With several ranks, the second part
+    of the wait is "wait collective"."""
     lanes = {CopyState.UPDATING: "wait adam", CopyState.READY: "wait collective"}
     return lanes.get(state, "wait nvme")

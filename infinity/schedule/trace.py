@@ -1,17 +1,17 @@
-"""The trace: the order in which units are used, recorded as it happens and taken as a prediction of
-the next round.
+"""The trace records the order in which units are used, and predicts that it repeats. Imports no
+torch.
 
-Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in
-training) up to the next forward. The trace predicts, it does not bind: a use that was not predicted
-costs a miss. The order that really happened is the prediction for the next cycle of the same phase.
+A *cycle* is one forward of the model, with everything up to the next forward (the backward, in
+training). The recorded order is the prediction for the next cycle of the same phase. A use that was
+not predicted costs only a miss.
 
 [Note: a cycle that does not end]
-A program that calls submodules and never the model, and makes no step, begins no cycle: inference
-in parts is one cycle without end. So a use that the cycle before does not know is compared with
-what came before it in this one. If the last uses repeat those before them, at least once as a
-whole, that *round* is the prediction. It holds until a use comes that the cycle before knows. Of
-several rounds that fit, the trace takes the one that has lasted longest. So a program that repeats
-itself has no misses after its third time, however its rounds look inside. What was recorded stays
+A program that calls submodules, never the model, and makes no step begins no new cycle: inference
+in parts is one endless cycle. So if the rest of the predicted cycle does not contain a use, the
+trace searches the uses recorded so far. If the last uses repeat the uses before them, at least once
+in full, this *round* becomes the prediction. It ends with a use that the round does not expect and
+the rest of the cycle contains. Of several such rounds, the trace takes the round that has repeated
+longest. So a program that repeats itself has no misses after its third round. The recording stays
 as it is, up to a bound.
 """
 
@@ -27,18 +27,17 @@ from itertools import islice
 from infinity.tiers.slots import Clock
 
 LEAST_ROUND, ROUND_PER_UNIT = 64, 8
-"""A round that is looked for has at most so many uses for each unit that was used, or
-`LEAST_ROUND`."""
+"""A round has at most `ROUND_PER_UNIT` uses per unit, or `LEAST_ROUND` if that is more."""
 LEAST_USES, USES_PER_UNIT = 1 << 14, 64
-"""A cycle that has more uses than so many for each unit, or than `LEAST_USES`, is cut: only its
-second half stays recorded."""
+"""A cycle has at most `USES_PER_UNIT` uses per unit, or `LEAST_USES` if that is more. The recording
+of a longer cycle loses its first half."""
 
 
 class Cycle:
     """A recorded order of uses, with fast look-up of the next use of a unit.
 
-    `held[i]` are the units that were in use already, and so could not be evicted, when `order[i]`
-    came into use.
+    `held[i]` are the units that were already in use when `order[i]` came into use, and so could not
+    be evicted.
     """
 
     def __init__(self, order: Sequence[int], held: Sequence[frozenset[int]] = ()) -> None:
@@ -48,8 +47,8 @@ class Cycle:
             self._at[unit].append(position)
 
     def distance(self, unit: int, position: int) -> float:
-        """Uses from `position` to the next use of `unit`, going round; infinite when it is never
-        used.
+        """Uses from `position` to the next use of `unit`, around the end; infinite if the order
+        does not contain it.
 
         Example: order 0 1 2 1 0 and position 2: unit 2 is 0 away, unit 1 is 1 away, unit 0 is 2
         away.
@@ -70,17 +69,17 @@ class Cycle:
         return list(self._at)
 
     def find(self, unit: int, position: int) -> int | None:
-        """The first position from `position` on at which `unit` is used, not going round."""
+        """The first position, `position` or later, at which `unit` is used. Not around the end."""
         positions = self._at.get(unit, [])
         index = bisect_left(positions, position)
         return positions[index] if index < len(positions) else None
 
 
 class Trace:
-    """Records the current cycle and predicts from the last one of the same phase. Used by the
-    thread that runs the model.
+    """Records the current cycle, and predicts it from the last cycle of the same phase. The thread
+    that runs the model uses it.
 
-    Takes memory for as many uses as `USES_PER_UNIT` and `LEAST_USES` say, in each phase.
+    `USES_PER_UNIT` and `LEAST_USES` bound its memory for each phase.
     """
 
     def __init__(self) -> None:
@@ -88,23 +87,25 @@ class Trace:
         self._phase = ""
         self._recording: list[int] = []
         self._held: list[frozenset[int]] = []
-        # Where each unit is in the recording.
+        # The positions of each unit in the recording.
         self._at: defaultdict[int, list[int]] = defaultdict(list)
-        # The prediction of the phase, while a round is predicted.
+        # While a round is predicted: the cycle that the phase predicts, and the position in it.
         self._interrupted: tuple[Cycle, int] | None = None
         self.predicted = Cycle(())
         self.position = 0
-        """Index in `predicted` of the use that is expected next."""
+        """Index in `predicted` of the use expected next."""
         self._clock = Clock(0, 0)
-        # The units of the recording in the order of their first uses; None: to be listed.
+        # The units of the recording in the order of their first uses; None: not listed yet.
         self._first_uses: list[int] | None = None
 
     def expect(self, phase: str, order: Sequence[int]) -> None:
-        """Predict `order` for the first cycle of `phase`, before anything of it is recorded."""
+        """Predict `order` for the first cycle of `phase`. Does nothing if the phase has a
+        prediction."""
         self._cycles.setdefault(phase, Cycle(order))
 
     def begin(self, phase: str) -> None:
-        """A new cycle starts; what was recorded becomes the prediction of its phase."""
+        """Start a cycle of `phase`, "train" or "eval". The recording becomes the prediction of its
+        own phase."""
         recorded = (tuple(self._recording), tuple(self._held))
         known = self._cycles.get(self._phase, Cycle(()))
         if self._recording and (known.order, known.held) != recorded:
@@ -118,8 +119,8 @@ class Trace:
         self.position = 0
 
     def expect_again(self) -> None:
-        """Predict that the cycle that was recorded comes again, from its start. What is used before
-        that comes is still recorded as its end."""
+        """Predict that the recorded cycle repeats from its start. Uses before the next `begin` are
+        still recorded as its end."""
         recorded = (tuple(self._recording), tuple(self._held))
         self._interrupted = None
         if (self.predicted.order, self.predicted.held) != recorded:
@@ -130,24 +131,24 @@ class Trace:
 
     @property
     def clock(self) -> Clock:
-        """When it is in the prediction: of the same version as long as all uses come as
+        """The time in the prediction. The version stays the same while all uses come as
         predicted."""
         return self._clock
 
     @property
     def left(self) -> int:
-        """How many uses this cycle will still have, as far as it is predicted."""
+        """The number of predicted uses that remain in this cycle."""
         return len(self.predicted.order) - self.position
 
     @property
     def current(self) -> int | None:
-        """The unit of the last use in this cycle."""
+        """The unit of the last use in this cycle; None before the first."""
         return self._recording[-1] if self._recording else None
 
     def use(self, unit: int, held: frozenset[int] = frozenset()) -> bool:
-        """`unit` is used now, beside the units in `held`, whose uses have not ended yet.
+        """Record a use of `unit`, while the uses of the units in `held` have not ended.
 
-        Returns whether that was predicted. Uses of the same unit one after the other count once.
+        Returns whether it was predicted. Consecutive uses of one unit count once.
         """
         if self._recording and self._recording[-1] == unit:
             return True
@@ -156,14 +157,14 @@ class Trace:
         known = self._follow(unit)
         version, time = self._clock
         if self.predicted is predicted and self.position == position:
-            return known  # and so the prediction is what it was
+            return known  # the prediction has not changed
         passed = (self.position - position) % max(len(predicted.order), 1)
         as_predicted = self.predicted is predicted and passed == 1
         self._clock = Clock(version, time + 1) if as_predicted else Clock(version + 1, 0)
         return known
 
     def _follow(self, unit: int) -> bool:
-        """Move the prediction on to what comes after this use of `unit`; see `use`."""
+        """Advance the prediction past this use of `unit`. Returns whether it was expected next."""
         if self._interrupted is not None and not self._use_in_round(unit):
             self._find_round()
             return False
@@ -178,8 +179,8 @@ class Trace:
         return found == expected
 
     def _use_in_round(self, unit: int) -> bool:
-        """While a round is predicted: take `unit` out of it, or go back to the cycle that it
-        interrupted. False where neither knows it next."""
+        """While a round is predicted: advance it past `unit`, or return to the interrupted cycle if
+        that contains `unit`. False if `unit` is neither next in the round nor in that cycle."""
         if self._interrupted is None:
             raise RuntimeError("no round is predicted")
         order = self.predicted.order
@@ -210,8 +211,8 @@ class Trace:
                 self._at[used].append(position)
 
     def _find_round(self) -> None:
-        """Predict that the last uses come again, where they have come before. See [Note: a cycle
-        that does not end]."""
+        """Predict that the last uses repeat, if they have repeated before. See [Note: a cycle that
+        does not end]."""
         recording, last = self._recording, len(self._recording) - 1
         longest = max(LEAST_ROUND, ROUND_PER_UNIT * len(self._at))
         best, length = 0, 0
@@ -228,7 +229,7 @@ class Trace:
             self.predicted, self.position = Cycle(recording[-length:], self._held[-length:]), 0
 
     def _alike(self, distance: int, most: int) -> int:
-        """How many of the last uses are the same as `distance` uses before; at most `most`."""
+        """The number of last uses, at most `most`, that equal the uses `distance` before them."""
         recording, count = self._recording, 0
         while (
             count < most
@@ -239,13 +240,13 @@ class Trace:
         return count
 
     def next_use(self, unit: int) -> float:
-        """How many uses away the next use of `unit` is, as far as is known; infinite when it is not
-        known."""
+        """The predicted number of uses until the next use of `unit`; infinite without a
+        prediction."""
         return self.predicted.distance(unit, self.position)
 
     def upcoming(self, start: int = 0) -> Iterator[tuple[int, float]]:
-        """Each unit that will be used, with its distance, soonest first, at most one cycle ahead;
-        from `start` uses on those that are used there, be it again."""
+        """Each unit used from `start` uses ahead to the end of one cycle, with the distance of its
+        first use there, soonest first."""
         order, seen = self.predicted.order, set()
         for ahead in range(start, len(order)):
             unit = order[(self.position + ahead) % len(order)]
@@ -254,11 +255,11 @@ class Trace:
                 yield unit, ahead
 
     def train_cycle(self) -> Cycle:
-        """The last training cycle, as far as it was recorded."""
+        """The last training cycle, as recorded so far."""
         return self.last_cycle("train")
 
     def last_cycle(self, phase: str) -> Cycle:
-        """The last cycle of `phase`, as far as it was recorded."""
+        """The last cycle of `phase`, as recorded so far; empty before the first."""
         return (
             Cycle(self._recording, self._held)
             if self._phase == phase
@@ -266,8 +267,8 @@ class Trace:
         )
 
     def first_uses(self) -> Sequence[int]:
-        """The units in the order in which a training forward first uses them, as far as is known;
-        the same object until that changes."""
+        """The units in the order of their first uses in the last training cycle. The same object
+        until that order changes."""
         if self._phase != "train":
             return self.last_cycle("train").first_uses
         if self._first_uses is None:

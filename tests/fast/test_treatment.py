@@ -93,7 +93,7 @@ def test_a_thinned_table_gives_no_more_than_it_promises(
 
 def test_a_hundred_equal_blocks() -> None:
     """Each saves 34 MiB, of which 2 are its input. With room for 40 that are kept beside the inputs
-    of the others, the first 60 are recomputed: see [Note: what has to fit]."""
+    of the others, the first 60 are recomputed: see [Note: bytes that must fit]."""
     blocks = [BlockCost(2 * MIB, 32 * MIB, 32 * MIB, 0.01)] * 100
     room = ActivationRoom((60 * 2 + 40 * 34) * MIB)
     found = choose(blocks, 0, room)
