@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import ConfigError, EngineClosedError, in_words
-from infinity.optim.adam import Adam
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.rules.adagrad import Adagrad
+from infinity.optim.rules.adam import Adam
+from infinity.optim.rules.lion import Lion
+from infinity.optim.rules.sgd import SGD
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.tiles import TiledWeight

@@ -26,7 +26,7 @@ from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD
+from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import FACTOR
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from infinity.deepspeed.muon import ClippedMuon, Muon, halves
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.deepspeed.settings import LossScale, Named, Settings
 from infinity.errors import ConfigError, in_words
-from infinity.optim.adam import Adam, AdamW
 from infinity.optim.conversion import (
     algorithm_for,
     algorithm_of,
@@ -33,7 +32,10 @@ from infinity.optim.conversion import (
 from infinity.optim.foreign import adapt
 from infinity.optim.groups import UNSUPPORTED, WITHOUT_EFFECT
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.rules.adagrad import Adagrad
+from infinity.optim.rules.adam import Adam, AdamW
+from infinity.optim.rules.lion import Lion
+from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import LossScaler
 
 Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

@@ -33,10 +33,10 @@ from infinity.errors import ConfigError, in_words
 from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
-from infinity.optim.adam import AdamW
 from infinity.optim.conversion import algorithm_of
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import Lion
+from infinity.optim.rules.adam import AdamW
+from infinity.optim.rules.lion import Lion
 
 with required("transformers", "trainer"):
     from transformers import Trainer

@@ -12,11 +12,13 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from infinity.errors import ConfigError, in_words
-from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
 from infinity.optim.groups import UNSUPPORTED
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.rules.adagrad import Adagrad
+from infinity.optim.rules.adam import Adam, AdamW
+from infinity.optim.rules.lion import Lion
+from infinity.optim.rules.sgd import SGD
 
 _OURS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {
     torch.optim.AdamW: AdamW,

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity
-from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, StateTensors
+from infinity.optim.rules.adam import adam
 from infinity.placement.spec import BF16, FP32, INT8, SPLIT, Format, Kind
 from infinity.sharding import codec
 from support.budgets import ROOMY

@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 
 from infinity.device import ComputeDevice, HostMemory
-from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, StateTensors
+from infinity.optim.rules.adam import adam
 from infinity.placement.budget import FULL_CHUNK_ELEMENTS
 from infinity.placement.spec import FP32, SPLIT, Kind
 
