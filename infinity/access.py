@@ -5,23 +5,12 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import ConfigError, EngineClosedError, in_words
-from infinity.optim.rules.adagrad import Adagrad
-from infinity.optim.rules.adam import Adam
-from infinity.optim.rules.lion import Lion
-from infinity.optim.rules.sgd import SGD
+from infinity.optim.family import states_of
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import place_of
-
-_MOMENTS: dict[str, dict[str, Kind]] = {
-    "adam": Adam.states,
-    "adagrad": Adagrad.states,
-    "lion": Lion.states,
-    "momentum": SGD.states,
-}
-"""The moments of each `Config.algorithm`, by torch's names."""
 
 
 def get_state(
@@ -133,7 +122,7 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
     kinds = {"value": Kind.PARAM}
     if unit.trainable:
         master = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
-        kinds |= {"grad": Kind.GRAD, "master": master, **_MOMENTS.get(unit.algorithm, {})}
+        kinds |= {"grad": Kind.GRAD, "master": master, **states_of(unit.algorithm)}
     if name not in kinds:
         raise ConfigError(
             f"{unit.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"

@@ -47,6 +47,7 @@ from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
+from infinity.optim.family import typical_update
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.lazy_gradient import LazyGradients
@@ -525,13 +526,13 @@ class Build:
             return ()
         dtype, count = elements.most_common(1)[0]
         links = self._links()
-        few = min(PROBE_PARAMETERS, count)
+        few, typical = min(PROBE_PARAMETERS, count), typical_update(config.algorithm)
         update = updates(
             formats_of(config, dtype),
             few,
             self.kernels.threads,
             PROBE_ROUNDS,
-            algorithm=config.algorithm,
+            update=(typical.rule, typical.values),
             isa=self.kernels.isa,
         )
         return links._replace(updates=median(update))

@@ -36,25 +36,6 @@ ADAM_STEP = {
     "grad_scale": 1.0,
 }
 """What the Adam kernels take beside the states: of some step, for time does not depend on which."""
-_SGD_STEP = {
-    "lr": 1e-3,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "weight_decay": 0.01,
-    "nesterov": False,
-    "first_step": False,
-    "grad_scale": 1.0,
-}
-_STEPS: dict[str, tuple[str, dict[str, float]]] = {
-    "adam": ("adam", ADAM_STEP),
-    "adagrad": ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01, "grad_scale": 1.0}),
-    "lion": (
-        "lion",
-        {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "grad_scale": 1.0},
-    ),
-    "momentum": ("sgd", _SGD_STEP),
-    "sgd": ("sgd", _SGD_STEP | {"momentum": 0.0}),
-}  # by Config.algorithm: the kernels' rule, and what it takes
 
 
 @dataclass(frozen=True)
@@ -176,14 +157,14 @@ def updates(
     threads: int,
     rounds: int,
     device: ComputeDevice | None = None,
-    algorithm: str = "adam",
+    update: tuple[str, Mapping[str, float]] = ("adam", ADAM_STEP),
     isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`: of
-    the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
-    `device`, which has kernels, of those and in its memory."""
+    """Parameters per second of `update`, a kernel and its hyper-parameters, over `parameters`
+    parameters in `formats`: of the CPU, with `threads` threads and the instruction set `isa` (None:
+    the best), or with `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
-    rule, hyper = _STEPS[algorithm]
+    rule, hyper = update
     sizes = formats.sizes(parameters)
     end = sum(map(apart, sizes.values()))
     with ExitStack() as stack:
@@ -199,7 +180,7 @@ def updates(
         at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
         module: Any = native.cuda() if memory.is_cuda else kernels
 
-        def update() -> None:
+        def run() -> None:
             where = (
                 {"stream": stream_of(memory)}
                 if memory.is_cuda
@@ -221,12 +202,12 @@ def updates(
                 position=0,
                 key=1,
                 **where,
-                **hyper,
+                **{"grad_scale": 1.0, **hyper},
             )
 
         def step() -> None:
             with nullcontext() if device is None else device.updating(device.mark()) as running:
-                update()
+                run()
             if running is not None:
                 running.wait()
 

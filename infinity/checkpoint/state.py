@@ -101,7 +101,7 @@ class EngineState(NamedTuple):
             Series(unit, kind, ("optimizer", name))
             for optimizer in self.optimizers
             for unit in optimizer.units
-            for name, kind in optimizer.states.items()
+            for name, kind in optimizer.rule.states.items()
             if kind in unit.blocks
         ]
         return kept + list(dict.fromkeys(moments))  # optimizers may share a unit
@@ -178,7 +178,7 @@ class EngineState(NamedTuple):
     def absent(self) -> frozenset[str]:
         """The keys of moments that are zeros, and so are not saved: of every parameter, for every
         state of any optimizer. Of a weight in tiles, they may be so in a part."""
-        kinds = {name for optimizer in self.optimizers for name in optimizer.states}
+        kinds = {name for optimizer in self.optimizers for name in optimizer.rule.states}
         saved = {(s.prefix, s.unit) for s in self.series() if s.is_moment and not self.is_zero(s)}
         return frozenset(
             f"optimizer.{kind}.{name}"
@@ -274,7 +274,7 @@ def _states_of(optimizer: Optimizer) -> str:
     return (
         ", ".join(
             n
-            for n, kind in optimizer.states.items()
+            for n, kind in optimizer.rule.states.items()
             if any(kind in u.blocks for u in optimizer.units)
         )
         or "none"

@@ -34,9 +34,8 @@ from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimize
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.conversion import algorithm_of
+from infinity.optim.family import FAMILY
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules.adam import AdamW
-from infinity.optim.rules.lion import Lion
 
 with required("transformers", "trainer"):
     from transformers import Trainer
@@ -58,17 +57,11 @@ class Counterpart(NamedTuple):
 
 
 COUNTERPARTS: Mapping[str, Counterpart] = {
-    "adamw_torch": Counterpart(AdamW),
-    "adamw_torch_fused": Counterpart(AdamW),
-    "paged_adamw_32bit": Counterpart(AdamW),
-    "adamw_torch_8bit": Counterpart(AdamW, "int8"),
-    "adamw_bnb_8bit": Counterpart(AdamW, "int8"),
-    "adamw_8bit": Counterpart(AdamW, "int8"),
-    "paged_adamw_8bit": Counterpart(AdamW, "int8"),
-    "lion_32bit": Counterpart(Lion),
-    "paged_lion_32bit": Counterpart(Lion),
-    "lion_8bit": Counterpart(Lion, "int8"),
-    "paged_lion_8bit": Counterpart(Lion, "int8"),
+    **{
+        name: Counterpart(kind, moments)
+        for kind in FAMILY
+        for name, moments in kind.rule.trainer.items()
+    },
     "sgd": Counterpart(None),
     "adagrad": Counterpart(None),
     "rmsprop": Counterpart(None),
@@ -182,8 +175,12 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if kind is None:
             found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
             return found
-        settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-        return kind, settings | ({"eps": args.adam_epsilon} if kind is AdamW else {})
+        settings = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        return kind, {name: settings[name] for name in settings if name in kind.rule.settings}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As of transformers, and converted to one of infinity."""

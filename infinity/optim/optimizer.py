@@ -10,11 +10,12 @@ under autocast. The scale is not known before the step, so no update that began 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 
@@ -33,6 +34,7 @@ from infinity.optim.groups import (
 from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
+from infinity.optim.rule import Range, Rule
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
     add_masters,
@@ -67,6 +69,23 @@ class Norms(NamedTuple):
     """That of all."""
     squares: list[float] | None = None
     """With `clip="unit"`, the squared norm of each share."""
+
+
+class Options(TypedDict, total=False):
+    """What every optimizer takes beside its hyper-parameters; see `Optimizer`."""
+
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    loss_scaler: LossScaler | None
+    error_if_nonfinite: bool
+    clip: str
+    norm_group: NormGroup
+    maximize: bool
+    amsgrad: bool
+    differentiable: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -118,12 +137,7 @@ class Optimizer(torch.optim.Optimizer):
     `foreach`, `fused` and `capturable` of torch's optimizers are accepted and change nothing.
     """
 
-    states: ClassVar[dict[str, Kind]]
-    """The states by torch's names; `master` is added for parameters that have one."""
-    counts_in_state: ClassVar[bool] = False
-    """Whether torch has the number of updates in `state`, as "step"."""
-    states_from_start: ClassVar[bool] = False
-    """Whether the optimizer of torch makes its states when it is made."""
+    rule: ClassVar[Rule]
     by_kernels: ClassVar[bool] = True
     """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
@@ -137,12 +151,12 @@ class Optimizer(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         clip: str = "global",
         norm_group: NormGroup = None,
-        torch_options: Mapping[str, Any] | None = None,
+        **torch_options: Any,
     ) -> None:
         who = type(self).__name__
         check_parameters(who, params)
-        defaults |= check_torch_options(who, torch_options or {})
-        self._check("max_grad_norm", max_grad_norm, lambda norm: norm is None or norm > 0)
+        defaults |= check_torch_options(who, torch_options)
+        self._check("max_grad_norm", max_grad_norm, Range(lambda norm: norm is None or norm > 0))
         if not isinstance(loss_scaler, (LossScaler, NoneType)):
             raise ConfigError(
                 f"{type(self).__name__}: loss_scaler is {in_words(loss_scaler)}; give "
@@ -173,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         self._parts_agree = self._norm_group is None
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
-        self._kernel_states = KernelStates(type(self))
+        self._kernel_states = KernelStates(type(self).__name__, self.rule)
         self._steps = self._kernel_states.counts  # updates so far, by id of the parameter
         self._view = OptimizerStates(type(self).__name__, self._keeper())
         # What `state` is while torch packs a state dict.
@@ -192,15 +206,24 @@ class Optimizer(torch.optim.Optimizer):
 
     # What a rule adds
 
-    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+    @classmethod
+    def algorithms(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
-        raise NotImplementedError
+        return tuple(cls.rule.algorithms)
+
+    @classmethod
+    def usual_settings(cls) -> dict[str, Any]:
+        """The hyper-parameters by default."""
+        known = inspect.signature(cls.__init__).parameters
+        return {name: known[name].default for name in cls.rule.settings}
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        raise NotImplementedError
+        for name, allowed in self.rule.settings.items():
+            self._check(name, group[name], allowed)
 
-    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+    @classmethod
+    def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
         kernels take them."""
         raise NotImplementedError
@@ -237,12 +260,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"infinity.Config(algorithm={self.algorithms(group)[0]!r})"
                 )
 
-    def _check(
-        self, name: str, value: Any, is_good: Callable[[Any], bool], kind: str = "a number"
-    ) -> None:
-        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, or not
-        good."""
-        check_value(type(self).__name__, name, value, is_good, kind)
+    def _check(self, name: str, value: Any, allowed: Range) -> None:
+        """Raise `ConfigError` where the value of a hyper-parameter is not `allowed`."""
+        check_value(type(self).__name__, name, value, allowed)
 
     # Groups
 
@@ -308,7 +328,7 @@ class Optimizer(torch.optim.Optimizer):
         self._kernel_states.places[id(parameter)] = unit, index
         self._steps.setdefault(id(parameter), 0)
         self._view.know([parameter])
-        if self.states_from_start:
+        if self.rule.states_from_start:
             self._view.renew([id(parameter)])
 
     @property
@@ -683,7 +703,7 @@ class Optimizer(torch.optim.Optimizer):
         self._view.renew(
             key
             for key, count in steps.items()
-            if self.states_from_start or (count and self._has_states(key))
+            if self.rule.states_from_start or (count and self._has_states(key))
         )
 
     def take_groups(self, header: dict[str, Any]) -> None:
@@ -703,7 +723,7 @@ class Optimizer(torch.optim.Optimizer):
         """All moments begin anew."""
         for share in self._shares.values():
             self.updater.owners.forget_states(
-                share, [kind for kind in self.states.values() if kind in share.unit.blocks]
+                share, [kind for kind in self.rule.states.values() if kind in share.unit.blocks]
             )
 
     def facts_so_far(self) -> list[tuple[str, object]]:
@@ -715,15 +735,3 @@ class Optimizer(torch.optim.Optimizer):
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
         return tuple(share.unit for share in self._shares.values())
-
-
-def is_amount(value: Any) -> bool:
-    """Whether `value` is a finite number from 0 on."""
-    return bool(0 <= value < math.inf)
-
-
-def are_decay_rates(betas: Any) -> bool:
-    """Whether `betas` are two decay rates; raises `TypeError` or `ValueError` where they are no two
-    numbers."""
-    first, second = betas
-    return bool(0 <= first < 1 and 0 <= second < 1)

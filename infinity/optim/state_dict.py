@@ -42,7 +42,7 @@ def numbers(optimizer: Optimizer) -> dict[int, int]:
 
 def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
     """The states by torch's names, and the master."""
-    return [*optimizer.states.items(), ("master", Kind.MASTER)]
+    return [*optimizer.rule.states.items(), ("master", Kind.MASTER)]
 
 
 def copies_of(

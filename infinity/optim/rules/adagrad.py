@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from infinity.optim.kernels import Hyper
-from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer, is_amount
-from infinity.optim.scaler import LossScaler
+from infinity.optim.optimizer import Optimizer, Options
+from infinity.optim.rule import AMOUNT, POSITIVE, Range, Rule
 from infinity.placement.spec import Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Adagrad(Optimizer):
@@ -20,8 +23,16 @@ class Adagrad(Optimizer):
     For a model wrapped with `Config(algorithm="adagrad")`, which keeps one moment.
     """
 
-    states: ClassVar[dict[str, Kind]] = {"sum": Kind.EXP_AVG_SQ}
-    counts_in_state = states_from_start = True
+    rule: ClassVar[Rule] = Rule(
+        kernel="adagrad",
+        algorithms={"adagrad": {}},
+        states={"sum": Kind.EXP_AVG_SQ},
+        settings={"lr": AMOUNT, "lr_decay": AMOUNT, "weight_decay": AMOUNT, "eps": POSITIVE},
+        torch=torch.optim.Adagrad,
+        counts_in_state=True,
+        states_from_start=True,
+        deepspeed="adagrad",
+    )
 
     def __init__(
         self,
@@ -30,43 +41,21 @@ class Adagrad(Optimizer):
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
         eps: float = 1e-10,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        loss_scaler: LossScaler | None = None,
-        error_if_nonfinite: bool = False,
-        clip: str = "global",
-        norm_group: NormGroup = None,
-        **torch_options: Any,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm,
-            skip_nonfinite,
-            loss_scaler,
-            error_if_nonfinite,
-            clip,
-            norm_group,
-            torch_options,
-        )
-
-    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept."""
-        return ("adagrad",)
+        super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        for name in ("lr", "lr_decay", "weight_decay"):
-            self._check(name, group[name], is_amount)
-        self._check("eps", group["eps"], lambda eps: 0 < eps < math.inf)
+        super().check(group)
         start = group.get("initial_accumulator_value", 0)
-        self._check("initial_accumulator_value", start, lambda start: start == 0)
+        self._check("initial_accumulator_value", start, Range(lambda start: bool(start == 0)))
 
-    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+    @classmethod
+    def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
         kernels take them."""
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return Hyper(
-            "adagrad", step, {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
-        )
+        values = {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        return Hyper(cls.rule.kernel, step, values)

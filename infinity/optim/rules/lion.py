@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infinity.optim.kernels import Hyper
-from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer, are_decay_rates, is_amount
-from infinity.optim.scaler import LossScaler
+from infinity.optim.optimizer import Optimizer, Options
+from infinity.optim.rule import AMOUNT, TWO_RATES, Rule
 from infinity.placement.spec import Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lion(Optimizer):
@@ -20,7 +22,19 @@ class Lion(Optimizer):
     on the parameter.
     """
 
-    states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG}
+    rule: ClassVar[Rule] = Rule(
+        kernel="lion",
+        algorithms={"lion": {}},
+        states={"exp_avg": Kind.EXP_AVG},
+        settings={"lr": AMOUNT, "betas": TWO_RATES, "weight_decay": AMOUNT},
+        deepspeed="lion",
+        trainer={
+            "lion_32bit": "fp32",
+            "paged_lion_32bit": "fp32",
+            "lion_8bit": "int8",
+            "paged_lion_8bit": "int8",
+        },
+    )
 
     def __init__(
         self,
@@ -28,38 +42,13 @@ class Lion(Optimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        loss_scaler: LossScaler | None = None,
-        error_if_nonfinite: bool = False,
-        clip: str = "global",
-        norm_group: NormGroup = None,
-        **torch_options: Any,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm,
-            skip_nonfinite,
-            loss_scaler,
-            error_if_nonfinite,
-            clip,
-            norm_group,
-            torch_options,
-        )
+        super().__init__(params, defaults, **options)
 
-    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept."""
-        return ("lion",)
-
-    def check(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        self._check("betas", group["betas"], are_decay_rates, "two numbers")
-        for name in ("lr", "weight_decay"):
-            self._check(name, group[name], is_amount)
-
-    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+    @classmethod
+    def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
         kernels take them."""
         beta1, beta2 = group["betas"]
@@ -69,4 +58,4 @@ class Lion(Optimizer):
             "beta2": beta2,
             "weight_decay": group["weight_decay"],
         }
-        return Hyper("lion", step, values)
+        return Hyper(cls.rule.kernel, step, values)

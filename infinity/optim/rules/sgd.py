@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from infinity.optim.kernels import Hyper
-from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer, is_amount
-from infinity.optim.scaler import LossScaler
+from infinity.optim.optimizer import Optimizer, Options
+from infinity.optim.rule import AMOUNT, FINITE, SWITCH, Range, Rule
 from infinity.placement.spec import Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SGD(Optimizer):
@@ -22,7 +23,20 @@ class SGD(Optimizer):
     keeps none.
     """
 
-    states: ClassVar[dict[str, Kind]] = {"momentum_buffer": Kind.EXP_AVG}
+    rule: ClassVar[Rule] = Rule(
+        kernel="sgd",
+        algorithms={"sgd": {}, "momentum": {"momentum": 0.9}},
+        states={"momentum_buffer": Kind.EXP_AVG},
+        settings={
+            "lr": AMOUNT,
+            "momentum": AMOUNT,
+            "dampening": FINITE,
+            "weight_decay": AMOUNT,
+            "nesterov": SWITCH,
+        },
+        torch=torch.optim.SGD,
+        deepspeed="sgd",
+    )
 
     def __init__(
         self,
@@ -32,13 +46,7 @@ class SGD(Optimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        loss_scaler: LossScaler | None = None,
-        error_if_nonfinite: bool = False,
-        clip: str = "global",
-        norm_group: NormGroup = None,
-        **torch_options: Any,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -47,38 +55,27 @@ class SGD(Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm,
-            skip_nonfinite,
-            loss_scaler,
-            error_if_nonfinite,
-            clip,
-            norm_group,
-            torch_options,
-        )
+        super().__init__(params, defaults, **options)
 
-    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+    @classmethod
+    def algorithms(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
-        return ("momentum",) if group["momentum"] else ("sgd", "momentum")
+        return ("momentum",) if group.get("momentum") else ("sgd", "momentum")
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        for name in ("lr", "momentum", "weight_decay"):
-            self._check(name, group[name], is_amount)
-        self._check("dampening", group["dampening"], math.isfinite)
+        super().check(group)
         fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         wrong = f"{group['nesterov']} without momentum, or with dampening,"
-        self._check("nesterov", wrong, lambda _: fits)
+        self._check("nesterov", wrong, Range(lambda _: fits))
 
-    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+    @classmethod
+    def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
         kernels take them."""
-        values = {
-            name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")
-        }
-        return Hyper("sgd", step, {"lr": float(group["lr"]), "first_step": step == 1} | values)
+        names = ("momentum", "dampening", "weight_decay", "nesterov")
+        values = {"lr": float(group["lr"]), "first_step": step == 1}
+        return Hyper(cls.rule.kernel, step, values | {name: group[name] for name in names})
 
     def hyper_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> Hyper:
         """The hyper-parameters of the next update of `parameter`: the first with a momentum makes
