@@ -19,9 +19,8 @@ def get_state(
     """`infinity.get`: a copy of one state of `parameter`, of a wrapped model, on the host.
 
     `name` is "value" (in the parameter's dtype), "grad" (as `Engine.gradient`), "master" (fp32), or
-    a moment by torch's name, in fp32: "exp_avg" and "exp_avg_sq" of Adam, "exp_avg" of Lion, "sum"
-    of Adagrad, "momentum_buffer" of SGD. Before the first step a moment is zeros, and a master the
-    value. None for a gradient that there is not.
+    a moment by torch's name, in fp32, such as "exp_avg" of Adam. Before the first step a moment is
+    zeros, and a master the value. None for a gradient that there is not.
 
     The state has the shape of the parameter, and every rank must call this. With `local=True` it is
     what this rank has of the flat parameter, (n,), maybe nothing; ranks need not call it alike, but

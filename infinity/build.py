@@ -526,13 +526,13 @@ class Build:
             return ()
         dtype, count = elements.most_common(1)[0]
         links = self._links()
-        few, typical = min(PROBE_PARAMETERS, count), typical_update(config.algorithm)
+        few = min(PROBE_PARAMETERS, count)
         update = updates(
             formats_of(config, dtype),
             few,
             self.kernels.threads,
             PROBE_ROUNDS,
-            update=(typical.rule, typical.values),
+            update=typical_update(config.algorithm),
             isa=self.kernels.isa,
         )
         return links._replace(updates=median(update))

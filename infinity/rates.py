@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +37,18 @@ ADAM_STEP = {
     "grad_scale": 1.0,
 }
 """What the Adam kernels take beside the states: of some step, for time does not depend on which."""
+
+
+class TimedUpdate(NamedTuple):
+    """An update to be timed: the kernels' rule, what it takes beside the states, and their names of
+    its moments."""
+
+    rule: str = "adam"
+    values: Mapping[str, float] = MappingProxyType(ADAM_STEP)
+    moments: Collection[str] = ("first", "second")
+
+
+ADAM = TimedUpdate()
 
 
 @dataclass(frozen=True)
@@ -157,15 +170,16 @@ def updates(
     threads: int,
     rounds: int,
     device: ComputeDevice | None = None,
-    update: tuple[str, Mapping[str, float]] = ("adam", ADAM_STEP),
+    update: TimedUpdate = ADAM,
     isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of `update`, a kernel and its hyper-parameters, over `parameters`
-    parameters in `formats`: of the CPU, with `threads` threads and the instruction set `isa` (None:
-    the best), or with `device`, which has kernels, of those and in its memory."""
+    """Parameters per second of `update` over `parameters` parameters in `formats`: by the kernels
+    of the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
+    `device`, which has kernels, by those and in its memory."""
     kernels = native.cpu_adam()
-    rule, hyper = update
     sizes = formats.sizes(parameters)
+    beside = [name for name in update.moments if name not in sizes]
+    sizes |= dict.fromkeys(beside, sizes["first"])
     end = sum(map(apart, sizes.values()))
     with ExitStack() as stack:
         if device is None:
@@ -187,7 +201,7 @@ def updates(
                 else {"isa": isa or kernels.best_isa(), "pool": pool}
             )
             module.update(
-                rule,
+                update.rule,
                 at["grad"],
                 formats.grad,
                 at["param"],
@@ -202,7 +216,8 @@ def updates(
                 position=0,
                 key=1,
                 **where,
-                **{"grad_scale": 1.0, **hyper},
+                **{name: at[name] for name in beside},
+                **{"grad_scale": 1.0, **update.values},
             )
 
         def step() -> None:

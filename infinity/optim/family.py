@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from infinity.optim.kernels import Hyper
+from infinity.optim.kernels import KERNEL_NAMES
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules.adagrad import Adagrad
 from infinity.optim.rules.adam import Adam, AdamW
 from infinity.optim.rules.lion import Lion
 from infinity.optim.rules.sgd import SGD
 from infinity.placement.spec import Kind
+from infinity.rates import TimedUpdate
 
 FAMILY: tuple[type[Optimizer], ...] = (Adam, AdamW, Adagrad, Lion, SGD)
 BY_ALGORITHM: Mapping[str, type[Optimizer]] = {
@@ -25,9 +26,10 @@ def states_of(algorithm: str) -> dict[str, Kind]:
     return {} if kind is None else kind.rule.states_for(algorithm)
 
 
-def typical_update(algorithm: str) -> Hyper:
-    """An update that uses all states of `algorithm`, with weight decay, to be timed: the time does
-    not depend on the numbers."""
+def typical_update(algorithm: str) -> TimedUpdate:
+    """An update that uses all states of `algorithm`, with weight decay."""
     kind = BY_ALGORITHM[algorithm]
     group = {**kind.usual_settings(), "weight_decay": 0.01, **kind.rule.algorithms[algorithm]}
-    return kind.hyper(group, step=10)
+    hyper = kind.hyper(group, step=10)
+    moments = [KERNEL_NAMES[each] for each in states_of(algorithm).values()]
+    return TimedUpdate(hyper.rule, hyper.values, moments)

@@ -24,7 +24,9 @@ class Range(NamedTuple):
     kind: str = "a number"
 
 
-def _are_rates(count: int) -> Callable[[Any], bool]:
+def are_rates(count: int) -> Callable[[Any], bool]:
+    """Whether a value is so many decay rates, from 0 to below 1."""
+
     def contains(values: Any) -> bool:
         rates = tuple(values)
         if len(rates) != count:
@@ -38,8 +40,7 @@ AMOUNT = Range(lambda value: bool(0 <= value < math.inf))
 POSITIVE = Range(lambda value: bool(0 < value < math.inf))
 FINITE = Range(math.isfinite)
 SWITCH = Range(lambda value: True, "True or False")
-TWO_RATES = Range(_are_rates(2), "two numbers")
-"""Decay rates: from 0 to below 1."""
+TWO_RATES = Range(are_rates(2), "two numbers")
 
 
 @dataclass(frozen=True)

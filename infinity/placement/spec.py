@@ -21,6 +21,16 @@ class Kind(str, enum.Enum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
 
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a moment of an optimizer."""
+        return self not in (Kind.PARAM, Kind.GRAD, Kind.MASTER)
+
+    @property
+    def code(self) -> str:
+        """How the kernels code it in int8, if it is a moment: "second" is never negative."""
+        return "second" if self is Kind.EXP_AVG_SQ else "first"
+
 
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
