@@ -29,6 +29,7 @@ from infinity.modules.gathered import gathered
 from infinity.optim.foreign import adapt
 from infinity.optim.rules.adagrad import Adagrad
 from infinity.optim.rules.adam import Adam, AdamW
+from infinity.optim.rules.ademamix import AdEMAMix
 from infinity.optim.rules.lion import Lion
 from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import LossScaler
@@ -39,6 +40,7 @@ from infinity.weights.init import init
 
 __all__ = [
     "SGD",
+    "AdEMAMix",
     "Adagrad",
     "Adam",
     "AdamW",

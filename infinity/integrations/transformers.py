@@ -66,7 +66,6 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     "adagrad": Counterpart(None),
     "rmsprop": Counterpart(None),
     "adafactor": Counterpart(None),
-    "ademamix": Counterpart(None),
     "grokadamw": Counterpart(None),
     "rmsprop_bnb": Counterpart(None),
     "schedule_free_adamw": Counterpart(None),
@@ -175,12 +174,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if kind is None:
             found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
             return found
-        settings = {
-            "lr": args.learning_rate,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-        }
-        return kind, {name: settings[name] for name in settings if name in kind.rule.settings}
+        return kind, settings_for(kind, args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As of transformers, and converted to one of infinity."""
@@ -264,6 +258,21 @@ def counterpart_of(args: Any) -> Counterpart:
             "optimizers=(infinity.adapt(...), None)"
         )
     return COUNTERPARTS[name]
+
+
+def settings_for(kind: type[Optimizer], args: Any) -> dict[str, Any]:
+    """The hyper-parameters that `kind` gets from the training arguments `args`. An optimizer with
+    three betas looks into `optim_args`, too, as in transformers."""
+    usual = kind.usual_settings()
+    rates = (args.adam_beta1, args.adam_beta2, *usual.get("betas", ())[2:])
+    found = {"lr": args.learning_rate, "betas": rates, "eps": args.adam_epsilon}
+    if len(rates) == 3 and args.optim_args:
+        given = dict(each.split("=") for each in args.optim_args.replace(" ", "").split(","))
+        rates = tuple(float(given.get(f"beta{n}", rate)) for n, rate in enumerate(rates, start=1))
+        types = {"alpha": float, "eps": float, "t_alpha": int, "t_beta3": int}
+        more = {name: of(given[name]) for name, of in types.items() if name in given}
+        found |= {"betas": rates, **more}
+    return {name: value for name, value in found.items() if name in usual}
 
 
 def optimizer_in(optimizers: Any) -> torch.optim.Optimizer | None:

@@ -8,12 +8,13 @@ from infinity.optim.kernels import KERNEL_NAMES
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules.adagrad import Adagrad
 from infinity.optim.rules.adam import Adam, AdamW
+from infinity.optim.rules.ademamix import AdEMAMix
 from infinity.optim.rules.lion import Lion
 from infinity.optim.rules.sgd import SGD
 from infinity.placement.spec import Kind
 from infinity.rates import TimedUpdate
 
-FAMILY: tuple[type[Optimizer], ...] = (Adam, AdamW, Adagrad, Lion, SGD)
+FAMILY: tuple[type[Optimizer], ...] = (Adam, AdamW, Adagrad, Lion, AdEMAMix, SGD)
 BY_ALGORITHM: Mapping[str, type[Optimizer]] = {
     algorithm: kind for kind in FAMILY for algorithm in kind.rule.algorithms
 }

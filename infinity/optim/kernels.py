@@ -24,6 +24,7 @@ KERNEL_NAMES = {
     Kind.PARAM: "param",
     Kind.MASTER: "master",
     Kind.EXP_AVG: "first",
+    Kind.EXP_AVG_SLOW: "slow",
     Kind.EXP_AVG_SQ: "second",
 }
 """What `native/` calls the blocks that an update replaces."""
@@ -105,6 +106,8 @@ class Kernels:
             if on_gpu
             else {"isa": self.isa, "pool": self._pool}
         )
+        if Kind.EXP_AVG_SLOW in tensors:
+            where["slow"] = at(Kind.EXP_AVG_SLOW)
         where |= {
             f"to_{name}": at(kind, states.targets)
             for kind, name in KERNEL_NAMES.items()

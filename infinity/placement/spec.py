@@ -19,6 +19,7 @@ class Kind(str, enum.Enum):
     GRAD = "grad"
     MASTER = "master"
     EXP_AVG = "exp_avg"
+    EXP_AVG_SLOW = "exp_avg_slow"
     EXP_AVG_SQ = "exp_avg_sq"
 
     @property
@@ -34,6 +35,7 @@ class Kind(str, enum.Enum):
 
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
+    "ademamix": (Kind.EXP_AVG, Kind.EXP_AVG_SLOW, Kind.EXP_AVG_SQ),
     "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
 }  # fmt: skip
 """The moments that each `Config.algorithm` has."""

@@ -43,6 +43,7 @@ LAYERS = """\
 """
 
 PUBLIC = [
+    "AdEMAMix",
     "Adagrad",
     "Adam",
     "AdamW",

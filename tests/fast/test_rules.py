@@ -3,6 +3,8 @@ page, say the same."""
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +17,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.placement.spec import MOMENTS
 
 DOCS = Path(__file__).parents[2] / "docs"
-AMOUNTS = {0: "none", 1: "one", 2: "two moments", 3: "three moments"}
+AMOUNTS = {0: "none", 1: "one", 2: "two moments", 3: "three"}
 
 
 def test_algorithms_are_those_of_the_configuration() -> None:
@@ -46,6 +48,23 @@ def test_a_typical_update_uses_all_states(algorithm: str) -> None:
     group = {**BY_ALGORITHM[algorithm].usual_settings(), **update.values}
     assert BY_ALGORITHM[algorithm].algorithms(group)[0] == algorithm
     assert update.values["weight_decay"] > 0
+
+
+def test_the_half_life_of_a_slow_average_grows_by_the_same_each_step() -> None:
+    """Section 3 of arXiv 2409.03137."""
+
+    def rates(*betas: float) -> list[float]:
+        group = infinity.AdEMAMix.usual_settings() | {"betas": betas, "t_beta3": 10}
+        return [infinity.AdEMAMix.hyper(group, step).values["beta3"] for step in range(1, 13)]
+
+    for start in (0.0, 0.5, 0.9):
+        found = rates(start, 0.999, 0.9999)
+        lives = [math.log(0.5) / math.log(rate) for rate in found]
+        steps = [after - before for before, after in pairwise(lives[:10])]
+        assert steps == pytest.approx([steps[0]] * 9) and steps[0] > 0
+        assert found[9:] == [0.9999] * 3
+    assert rates(0.9, 0.999, 0.0) == [0.0] * 12
+    assert rates(0.9, 0.999, 0.5)[-1] == 0.5 == max(rates(0.9, 0.999, 0.5))
 
 
 def test_pages_have_a_row_for_every_rule() -> None:
