@@ -20,12 +20,25 @@ from infinity.sharding.unit import Unit
 _MOST_NUMBERS = 16  # of a hyper-parameter that is a tensor
 
 
+class ComparedClipping(Protocol):
+    """What an optimizer does with its gradients, as ranks compare it."""
+
+    max_grad_norm: float | None
+    clip: str
+    skip_nonfinite: bool
+    error_if_nonfinite: bool
+    scaler: LossScaler | None
+
+
 class ComparedOptimizer(Protocol):
     """An optimizer, as ranks compare it."""
 
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
-    scaler: LossScaler | None
+
+    @property
+    def clipping(self) -> ComparedClipping:
+        """What it does with its gradients."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -62,22 +75,21 @@ class StepComparer:
         return ComparedStep(digest, lambda: [*_settings(optimizer), *_parameters(optimizer)])
 
 
-def shared_settings(optimizer: ComparedOptimizer) -> list[Fact]:
+def shared_settings(clipping: ComparedClipping) -> list[Fact]:
     """Those that stages of a pipeline have in common, whose norms are one."""
     names = ("max_grad_norm", "clip", "skip_nonfinite", "error_if_nonfinite")
-    scaler = optimizer.scaler
-    found = [(name, _in_words(getattr(optimizer, name))) for name in names]
-    return facts_of([*found, ("loss_scaler", "none" if scaler is None else "given")])
+    found = [(name, _in_words(getattr(clipping, name))) for name in names]
+    return facts_of([*found, ("loss_scaler", "none" if clipping.scaler is None else "given")])
 
 
 def _settings(optimizer: ComparedOptimizer) -> list[Fact]:
     found: list[tuple[str, object]] = [
         ("the optimizer", getattr(optimizer, "kind", type(optimizer)).__name__),
-        *shared_settings(optimizer),
+        *shared_settings(optimizer.clipping),
         *optimizer.facts_so_far(),
         ("the number of groups", len(optimizer.param_groups)),
     ]
-    scaler = optimizer.scaler
+    scaler = optimizer.clipping.scaler
     if scaler is not None:
         names = ("window", "hysteresis", "minimum")
         found += [(f"{name} of loss_scaler", getattr(scaler, name)) for name in names]

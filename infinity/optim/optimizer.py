@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import NoneType
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 
 from infinity.backward import in_backward
-from infinity.errors import ConfigError, NonFiniteError, ShardedParameterError, in_words
-from infinity.optim.compared import StepComparer, shared_settings
+from infinity.errors import ConfigError, ShardedParameterError
+from infinity.optim.clipping import Clipping, Norms
+from infinity.optim.compared import StepComparer
 from infinity.optim.groups import (
     UNSUPPORTED,
     belonging,
@@ -33,7 +32,7 @@ from infinity.optim.groups import (
 )
 from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
-from infinity.optim.norm import NormGroup, apply_clips, clip_factor, group_of, over_parts
+from infinity.optim.norm import NormGroup, apply_clips
 from infinity.optim.rule import Range, Rule
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
@@ -57,18 +56,21 @@ from infinity.sharding.unit import Unit
 log = logging.getLogger("infinity")
 
 
-CLIPS = ("global", "previous", "unit")
-"""Whose norm clips the gradients of a unit: that of the step, that of the step before, or its
-own."""
+T = TypeVar("T")
 
 
-class Norms(NamedTuple):
-    """Of the gradients of a step, unscaled; None where nothing depends on it."""
+class _OfClipping(Generic[T]):
+    """An attribute of `Optimizer.clipping` that is one of the optimizer, too."""
 
-    norm: float | None
-    """That of all."""
-    squares: list[float] | None = None
-    """With `clip="unit"`, the squared norm of each share."""
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Optimizer, owner: type) -> T:
+        value: T = getattr(optimizer.clipping, self._name)
+        return value
+
+    def __set__(self, optimizer: Optimizer, value: T) -> None:
+        setattr(optimizer.clipping, self._name, value)
 
 
 class Options(TypedDict, total=False):
@@ -138,6 +140,15 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    max_grad_norm = _OfClipping[float | None]()
+    skip_nonfinite = _OfClipping[bool]()
+    error_if_nonfinite = _OfClipping[bool]()
+    clip = _OfClipping[str]()
+    grad_norm = _OfClipping[float | None]()
+    clipped_grad_norm = _OfClipping[float | None]()
+    skipped_steps = _OfClipping[int]()
+    overflow = _OfClipping[bool]()
+    """Whether the last `step` was left out, because a gradient was not finite."""
     by_kernels: ClassVar[bool] = True
     """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
@@ -156,35 +167,11 @@ class Optimizer(torch.optim.Optimizer):
         who = type(self).__name__
         check_parameters(who, params)
         defaults |= check_torch_options(who, torch_options)
-        self._check("max_grad_norm", max_grad_norm, Range(lambda norm: norm is None or norm > 0))
-        if not isinstance(loss_scaler, (LossScaler, NoneType)):
-            raise ConfigError(
-                f"{type(self).__name__}: loss_scaler is {in_words(loss_scaler)}; give "
-                "infinity.LossScaler(), or leave it out"
-            )
-        if skip_nonfinite and error_if_nonfinite:
-            raise ConfigError(
-                f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite "
-                "or error_if_nonfinite"
-            )
-        if clip not in CLIPS:
-            raise ConfigError(
-                f"{type(self).__name__}: clip={in_words(clip)}; give one of {', '.join(CLIPS)}"
-            )
-        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
-        self.error_if_nonfinite, self.clip = error_if_nonfinite, clip
-        self._norm_group = group_of(norm_group)
-        self.scaler = loss_scaler
-        """What scales the loss; None where nothing does. `loss_scaler` is its public name."""
-        self.grad_norm: float | None = None
-        self.clipped_grad_norm: float | None = None
-        self._last_norm: float | None = None  # of the last step that had a finite one
-        self.skipped_steps = 0
-        self.overflow = False
-        """Whether the last `step` was left out, because a gradient was not finite."""
-        self._reminded = False
+        self.clipping = Clipping(
+            who, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group
+        )
+        """What is done with gradients before a step."""
         self._comparer = StepComparer()
-        self._parts_agree = self._norm_group is None
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._kernel_states = KernelStates(type(self).__name__, self.rule)
@@ -292,8 +279,8 @@ class Optimizer(torch.optim.Optimizer):
             updater.adopt(UnitShare(unit, tuple(sorted(positions))), self)
             mine = self._shares[unit.index].positions if unit.index in self._shares else ()
             self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
-            if unit.dtype is torch.float16 and self.scaler is None:
-                self.scaler = LossScaler()
+            if unit.dtype is torch.float16 and self.clipping.scaler is None:
+                self.clipping.scaler = LossScaler()
             for index in positions:
                 self._know(unit, index)
         self._adopted |= set(map(id, parameters))
@@ -380,23 +367,22 @@ class Optimizer(torch.optim.Optimizer):
 
         In fp16 a loss overflows at scales from 2**16 on: compute it in fp32.
         """
-        if self.scaler is None:
-            return loss
-        return scaled_loss(loss, self.scaler.scale, self.updater.scales)
+        scaler = self.clipping.scaler
+        return loss if scaler is None else scaled_loss(loss, scaler.scale, self.updater.scales)
 
     @property
     def loss_scaler(self) -> LossScaler | None:
         """What scales the loss; None where nothing does."""
-        return self.scaler
+        return self.clipping.scaler
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: LossScaler | None) -> None:
-        self.scaler = scaler
+        self.clipping.scaler = scaler
 
     @property
     def loss_scale(self) -> float:
         """What `scale` multiplies the next loss by; 1 where nothing scales it."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return self.clipping.loss_scale
 
     @property
     def loss_is_scaled(self) -> bool:
@@ -428,58 +414,22 @@ class Optimizer(torch.optim.Optimizer):
         self._follow_groups()
         self._view.settle()
         shares = list(self._shares.values())
-        norms = self._measure(shares)
-        norm = norms.norm
+        norms = self.clipping.measure(self.updater, shares, self._comparer.step(self))
         step = self._fix(shares, norms)
         self.overflow = step is None
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
             self._view.renew(key for key in step.counts if self._has_states(key))
-            if norm is not None and math.isfinite(norm):
-                self._last_norm = norm
-            if self.scaler is not None and norm is not None and math.isfinite(norm):
-                self.scaler.update(finite=True)
+            self.clipping.taken(norms.norm)
         self.updater.stepped_by(self)
         return loss
 
-    def _measure(self, shares: Sequence[UnitShare]) -> Norms:
-        """Phase 1."""
-        if not self._parts_agree:
-            self.updater.compare_parts(self._norm_group, shared_settings(self))
-            self._parts_agree = True
-        self.updater.settle([share.unit for share in shares], self._comparer.step(self))
-        if self.scaler is not None:
-            self._remind(shares, self.scaler)
-        norm = squares = None
-        if self._skips or self.error_if_nonfinite or self.max_grad_norm is not None:
-            if self.clips_by_unit:
-                squares = self.updater.norm.each(shares)
-                norm = math.sqrt(sum(squares))
-            else:
-                norm = self.updater.norm.of(shares)
-            norm = over_parts(norm, self._norm_group)
-        self.grad_norm = self.clipped_grad_norm = norm
-        return Norms(norm, squares)
-
     def _fix(self, shares: Sequence[UnitShare], norms: Norms) -> Step | None:
         """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
-        norm, squares = norms
-        if norm is not None and not math.isfinite(norm):
-            if self._skips:
-                self._skip(shares)
-                return None
-            self.updater.norm.take_nonfinite(
-                norm, shares, self.updater.next_number, self.error_if_nonfinite
-            )
-        own = [norm] * len(shares) if squares is None else map(math.sqrt, squares)
-        factors = dict(zip(shares, map(self._factor, own), strict=True))
-        if squares is not None:
-            clipped = zip(squares, factors.values(), strict=True)
-            own_norm = math.sqrt(sum(square * factor**2 for square, factor in clipped))
-            self.clipped_grad_norm = over_parts(own_norm, self._norm_group)
-        elif norm is not None:
-            self.clipped_grad_norm = norm * self._factor(norm)
+        factors = self.clipping.factors(self.updater, shares, norms)
+        if factors is None:
+            return None
         for share, factor in factors.items():
             apply_clips([share], factor)
         self._groups = None
@@ -497,81 +447,23 @@ class Optimizer(torch.optim.Optimizer):
             loss_scale=self.loss_scale,
             segments=segments,
             counts={key: self._steps[key] + 1 for key in updated},
-            foreseen=self.clips_by_unit
-            or (self.clip == "previous" and self._last_norm is not None),
+            foreseen=self.clipping.foreseen,
         )
 
     @property
     def clips_by_unit(self) -> bool:
         """Whether the norm of a unit alone clips it."""
-        return self.clip == "unit"
-
-    def _factor(self, norm: float | None) -> float:
-        """What clips gradients of the norm `norm`; while that is not known (None), what will clip
-        them if anything is known of that, else 1."""
-        if self.clip == "previous" and self._last_norm is not None:
-            norm = self._last_norm
-        limit = self.max_grad_norm
-        if norm is None or limit is None or limit == math.inf:
-            return 1.0
-        return clip_factor(norm, limit)
+        return self.clipping.by_unit
 
     def _post(self, step: Step) -> None:
         """Phase 3. Raises before anything is changed."""
         self.updater.post(step)
 
-    @property
-    def _skips(self) -> bool:
-        """Whether a step with a gradient that is not finite is left out."""
-        return self.skip_nonfinite or self.scaler is not None
-
-    def _skip(self, shares: Sequence[UnitShare]) -> None:
-        """Leave a step out: a gradient is not finite."""
-        name, number = self.updater.norm.first_nonfinite(shares), self.updater.next_number
-        self.updater.skip(shares)
-        self.skipped_steps += 1
-        if self.scaler is None:
-            log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
-            return
-        before = self.scaler.scale
-        if not self.scaler.update(finite=False):
-            raise NonFiniteError(
-                f"the gradient of {name} is not finite at the smallest loss scale, {before:g} "
-                f"(skipped step {number}); the model or its data overflow fp16: lower the "
-                "learning rate, or train in bf16",
-                name,
-            )
-        after = self.scaler.scale
-        log.info(
-            "step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g",
-            number,
-            name,
-            before,
-            after,
-        )
-
-    def _remind(self, shares: Sequence[UnitShare], scaler: LossScaler) -> None:
-        unscaled = any(
-            share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares
-        )
-        if unscaled and scaler.scale != 1.0 and not self._reminded:
-            self._reminded = True
-            log.warning(
-                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call "
-                "optimizer.scale(loss).backward(), or ask for no scaling with "
-                "loss_scaler=infinity.LossScaler(1.0, window=None)"
-            )
-
     def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
         """What the next step does to this rank's shard of `unit` as far as is known before it; None
         where it is not worth a guess."""
-        norm = None
-        if self.clips_by_unit and self.max_grad_norm is not None:
-            square = self.updater.norm.ahead(self._shares[unit.index])
-            if square is None or not math.isfinite(square):
-                return None
-            norm = math.sqrt(square)
-        return self.segments(unit, self._factor(norm))
+        factor = self.clipping.factor_ahead(self.updater, self._shares[unit.index])
+        return None if factor is None else self.segments(unit, factor)
 
     def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and
@@ -616,10 +508,11 @@ class Optimizer(torch.optim.Optimizer):
         self.updater.drain()
         packed = self._packed(self._copied_states())
         add_masters(packed, self)
-        if self.scaler is not None:
-            packed["loss_scaler"] = self.scaler.state_dict()
+        header = self.clipping.header()
+        if "loss_scaler" in header:
+            packed["loss_scaler"] = header["loss_scaler"]
         if self.clip == "previous":
-            packed["last_norm"] = self._last_norm
+            packed["last_norm"] = header["last_norm"]
         return packed
 
     def _copied_states(self) -> dict[torch.Tensor, dict[str, Any]]:
@@ -670,13 +563,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         groups = self._packed({})["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]
-        header = {
-            "param_groups": groups,
-            "steps": steps,
-            "skipped_steps": self.skipped_steps,
-            "last_norm": self._last_norm,
-        }
-        return header if self.scaler is None else header | {"loss_scaler": self.scaler.state_dict()}
+        return {"param_groups": groups, "steps": steps, **self.clipping.header()}
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All moments begin anew; masters are the weights, and
@@ -694,10 +581,7 @@ class Optimizer(torch.optim.Optimizer):
     def _take(self, header: dict[str, Any]) -> None:
         steps = dict(zip(numbers(self), header["steps"], strict=True))
         self.take_groups(header)
-        if self.scaler is not None and "loss_scaler" in header:
-            self.scaler.load_state_dict(header["loss_scaler"])
-        self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
-        self._last_norm = header.get("last_norm")
+        self.clipping.take(header)
         self._view.forget()
         self._steps.update(dict.fromkeys(self._steps, 0) | steps)
         self._view.renew(
@@ -729,7 +613,8 @@ class Optimizer(torch.optim.Optimizer):
     def facts_so_far(self) -> list[tuple[str, object]]:
         """What the steps so far have brought, which is the same on all ranks."""
         found: list[tuple[str, object]] = [("the number of updates", sum(self._steps.values()))]
-        return [*found, ("the last norm", self._last_norm)] if self.clip == "previous" else found
+        last = ("the last norm", self.clipping.last_norm)
+        return [*found, last] if self.clip == "previous" else found
 
     @property
     def units(self) -> tuple[Unit, ...]:

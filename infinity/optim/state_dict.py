@@ -15,9 +15,9 @@ import torch
 
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
+from infinity.optim.clipping import Clipping
 from infinity.optim.kernel_states import KernelStates
 from infinity.optim.rule import Rule
-from infinity.optim.scaler import LossScaler
 from infinity.optim.state_tensors import StateCopy
 from infinity.optim.state_view import OptimizerStates
 from infinity.placement.spec import Kind
@@ -32,7 +32,7 @@ class SavedOptimizer(Protocol):
     rule: ClassVar[Rule]
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
-    scaler: LossScaler | None
+    clipping: Clipping
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -210,8 +210,9 @@ def check_header(header: Mapping[str, Any], optimizer: SavedOptimizer) -> None:
             optimizer.check_hyper(optimizer.defaults | group)
         except (TypeError, AttributeError, ArithmeticError) as error:
             raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
-    if optimizer.scaler is not None and "loss_scaler" in header:
-        optimizer.scaler.check(header["loss_scaler"])
+    scaler = optimizer.clipping.scaler
+    if scaler is not None and "loss_scaler" in header:
+        scaler.check(header["loss_scaler"])
     last_norm = header.get("last_norm")
     if last_norm is not None and not (isinstance(last_norm, float) and 0 <= last_norm < math.inf):
         raise misfit(optimizer, f"its last norm is {last_norm!r}, and no finite number")
