@@ -10,7 +10,6 @@ under autocast. The scale is not known before the step, so no update that began 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
@@ -22,18 +21,16 @@ from infinity.errors import ConfigError, ShardedParameterError
 from infinity.optim.clipping import Clipping, Norms
 from infinity.optim.compared import StepComparer
 from infinity.optim.groups import (
-    UNSUPPORTED,
     belonging,
     check_once,
     check_parameters,
     check_torch_options,
-    check_value,
     with_pieces,
 )
 from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import NormGroup, apply_clips
-from infinity.optim.rule import Range, Rule
+from infinity.optim.ruled import RuledOptimizer
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import (
     add_masters,
@@ -90,7 +87,7 @@ class Options(TypedDict, total=False):
     capturable: bool
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(RuledOptimizer):
     """What the optimizers over parameters of a wrapped model have in common; each adds its
     hyper-parameters.
 
@@ -139,7 +136,6 @@ class Optimizer(torch.optim.Optimizer):
     `foreach`, `fused` and `capturable` of torch's optimizers are accepted and change nothing.
     """
 
-    rule: ClassVar[Rule]
     max_grad_norm = _OfClipping[float | None]()
     skip_nonfinite = _OfClipping[bool]()
     error_if_nonfinite = _OfClipping[bool]()
@@ -191,65 +187,10 @@ class Optimizer(torch.optim.Optimizer):
                 self.updater.owners.release(self)
                 raise
 
-    # What a rule adds
-
-    @classmethod
-    def algorithms(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept."""
-        return tuple(cls.rule.algorithms)
-
-    @classmethod
-    def usual_settings(cls) -> dict[str, Any]:
-        """The hyper-parameters by default."""
-        known = inspect.signature(cls.__init__).parameters
-        return {name: known[name].default for name in cls.rule.settings}
-
-    def check(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        for name, allowed in self.rule.settings.items():
-            self._check(name, group[name], allowed)
-
-    @classmethod
-    def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them."""
-        raise NotImplementedError
-
     def hyper_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> Hyper:
         """The hyper-parameters of the next update of `parameter`, which is in `group`."""
         hyper = self.hyper(group, self._steps.get(id(parameter), 0) + 1)
         return hyper._replace(sign=-1.0) if group.get("maximize") else hyper
-
-    def refuse_unsupported(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
-        do not do."""
-        for name, values in UNSUPPORTED.items():
-            if group.get(name) in values:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name}={group[name]} is not supported; infinity.adapt "
-                    "runs the optimizer of torch that has it"
-                )
-
-    def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
-        """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""
-        self.refuse_unsupported(group)
-        self.check(group)
-        self.check_algorithm(group, units)
-
-    def check_algorithm(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
-        """Raise `ConfigError` when `units` do not have the states that `group` asks for."""
-        who = type(self).__name__
-        for unit in units:
-            if unit.algorithm not in self.algorithms(group):
-                raise ConfigError(
-                    f"{who} needs other states than the model was wrapped with "
-                    f"(algorithm={unit.algorithm!r}); use "
-                    f"infinity.Config(algorithm={self.algorithms(group)[0]!r})"
-                )
-
-    def _check(self, name: str, value: Any, allowed: Range) -> None:
-        """Raise `ConfigError` where the value of a hyper-parameter is not `allowed`."""
-        check_value(type(self).__name__, name, value, allowed)
 
     # Groups
 
@@ -544,11 +485,6 @@ class Optimizer(torch.optim.Optimizer):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     restore(unit, kind, [state.get(name) for state in mine])
             unit.renew()
-
-    def check_hyper(self, group: dict[str, Any]) -> None:
-        """Raise when `hyper`, or a kernel that takes it, would."""
-        for value in self.hyper(group, 1).values.values():
-            float(value)
 
     def check_state(
         self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]
