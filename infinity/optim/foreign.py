@@ -180,9 +180,7 @@ class Adapted(Optimizer):
         factors = {share.unit: factor for share, factor in step.factors.items()}
         carried = Carried(self.param_groups)
         self.updater.run(step, lambda unit: self._update(unit, factors[unit], carried))
-        for unit in {share.unit for share in self._shares.values()} - {
-            share.unit for share in step.shares
-        }:
+        for unit in set(self.units) - {share.unit for share in step.shares}:
             self._update_nothing(unit, carried)
         carried.apply(self.param_groups)
 
@@ -208,7 +206,7 @@ class Adapted(Optimizer):
     def _give_gradients(self, unit: Unit, bench: Workbench, factor: float) -> None:
         """Give the stand-ins the gradients of what is updated, clipped by `factor`."""
         gradients = unit.states.gather(Kind.GRAD).float()
-        for index, (_, group) in enumerate(self._updated(unit)):
+        for index, group in enumerate(self.members.updated(unit, self.param_groups)):
             if group is not None:
                 place = unit.layout.places[index]
                 gradient = gradients[place.offset : place.end].view(place.shape)

@@ -51,12 +51,7 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{who}: differentiable=True is not supported, because updates run outside of "
             "autograd; leave it out"
         )
-    for name, values in UNSUPPORTED.items():
-        if options.get(name) in values:
-            raise ConfigError(
-                f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
-                "optimizer of torch that has it"
-            )
+    refuse_unsupported(who, options)
     ignored = [f"{name}={on}" for name, on in options.items() if on and name in WITHOUT_EFFECT]
     if ignored:
         log.warning(
@@ -65,6 +60,16 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
             " and ".join(ignored),
         )
     return {"maximize": True} if options.get("maximize") else {}
+
+
+def refuse_unsupported(who: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options by which torch computes other numbers."""
+    for name, values in UNSUPPORTED.items():
+        if options.get(name) in values:
+            raise ConfigError(
+                f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
+                "optimizer of torch that has it"
+            )
 
 
 def check_value(who: str, name: str, value: Any, allowed: Range) -> None:

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 import torch
 
 from infinity.backward import in_backward
-from infinity.errors import ConfigError, ShardedParameterError
+from infinity.errors import ShardedParameterError
 from infinity.optim.clipping import Clipping, Norms
 from infinity.optim.compared import StepComparer
 from infinity.optim.groups import (
-    belonging,
     check_once,
     check_parameters,
     check_torch_options,
@@ -29,6 +28,7 @@ from infinity.optim.groups import (
 )
 from infinity.optim.kernel_states import KernelStates
 from infinity.optim.kernels import Hyper, Segment, segments_of
+from infinity.optim.members import Members
 from infinity.optim.norm import NormGroup, apply_clips
 from infinity.optim.ruled import RuledOptimizer
 from infinity.optim.scaler import LossScaler, scaled_loss
@@ -168,19 +168,15 @@ class Optimizer(RuledOptimizer):
         )
         """What is done with gradients before a step."""
         self._comparer = StepComparer()
-        self._updater: Updater | None = None
-        self._shares: dict[int, UnitShare] = {}  # by the index of the unit
+        self.members = Members(who)
+        """Its parameters."""
         self._kernel_states = KernelStates(type(self).__name__, self.rule)
         self._steps = self._kernel_states.counts  # updates so far, by id of the parameter
         self._view = OptimizerStates(type(self).__name__, self._keeper())
         # What `state` is while torch packs a state dict.
         self._packing: dict[torch.Tensor, dict[str, Any]] | None = None
-        # The group of each parameter, by its id, as `param_groups` were when a step was fixed last;
-        # what begins before the next one is a guess.
-        self._groups: dict[int, dict[str, Any]] | None = None
-        self._adopted: set[int] = set()  # ids of the parameters in `_shares`
         super().__init__(params, defaults)
-        if self._shares:
+        if self.members:
             try:
                 self.updater.made(self)
             except BaseException:
@@ -198,7 +194,7 @@ class Optimizer(RuledOptimizer):
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
         param_group["params"] = with_pieces(param_group["params"])
         super().add_param_group(param_group)
-        self._groups = None
+        self.members.regroup()
         try:
             group = self.param_groups[-1]
             self.check_group(group, ())
@@ -209,22 +205,18 @@ class Optimizer(RuledOptimizer):
 
     def _adopt(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         """Take over these parameters of `group`, or raise before anything is changed."""
-        updater, taken = belonging(type(self).__name__, parameters, self._updater)
-        if updater is None:
-            return
-        self.check_group(group, taken)
+        taken = self.members.claim(self, parameters, lambda units: self.check_group(group, units))
         for unit, positions in taken.items():
-            updater.owners.check_free(UnitShare(unit, tuple(positions)), self)
-        self._updater = updater
-        for unit, positions in taken.items():
-            updater.adopt(UnitShare(unit, tuple(sorted(positions))), self)
-            mine = self._shares[unit.index].positions if unit.index in self._shares else ()
-            self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
             if unit.dtype is torch.float16 and self.clipping.scaler is None:
                 self.clipping.scaler = LossScaler()
-            for index in positions:
-                self._know(unit, index)
-        self._adopted |= set(map(id, parameters))
+            self._kernel_states.updater = self.updater
+            found = [unit.parameters[index] for index in positions]
+            for index, parameter in zip(positions, found, strict=True):
+                self._kernel_states.places[id(parameter)] = unit, index
+                self._steps.setdefault(id(parameter), 0)
+            self._view.know(found)
+            if self.rule.states_from_start:
+                self._view.renew(map(id, found))
 
     def _follow_groups(self) -> None:
         """Take over what was done to `param_groups` since the last step. Raises `ConfigError` for
@@ -235,36 +227,16 @@ class Optimizer(RuledOptimizer):
                 group["params"] = with_pieces(group["params"])
             self.refuse_unsupported(group)
             self.check_algorithm(group, self.units)
-            new = [p for p in group["params"] if id(p) not in self._adopted]
+            new = self.members.others(group["params"])
             check_once(type(self).__name__, members, group["params"])
             if new:
                 self._adopt(group, new)
-        if members != self._adopted:
-            self._leave(members)
-
-    def _leave(self, members: set[int]) -> None:
-        """Have a share of the parameters of these ids alone. States of the others stay."""
-        for number, (unit, positions) in list(self._shares.items()):
-            left = tuple(i for i in positions if id(unit.parameters[i]) in members)
-            self._shares[number] = UnitShare(unit, left)
-        self._adopted = members
-
-    def _know(self, unit: Unit, index: int) -> None:
-        """Parameter `index` of `unit` is one of this optimizer, from now on or again."""
-        parameter = unit.parameters[index]
-        self._kernel_states.updater = self._updater
-        self._kernel_states.places[id(parameter)] = unit, index
-        self._steps.setdefault(id(parameter), 0)
-        self._view.know([parameter])
-        if self.rule.states_from_start:
-            self._view.renew([id(parameter)])
+        self.members.keep(members)
 
     @property
     def updater(self) -> Updater:
         """The engine's updater."""
-        if self._updater is None:
-            raise ConfigError(f"{type(self).__name__} has no parameters")
-        return self._updater
+        return self.members.updater
 
     # `optimizer.state`
 
@@ -354,7 +326,7 @@ class Optimizer(RuledOptimizer):
             )
         self._follow_groups()
         self._view.settle()
-        shares = list(self._shares.values())
+        shares = self.members.shares
         norms = self.clipping.measure(self.updater, shares, self._comparer.step(self))
         step = self._fix(shares, norms)
         self.overflow = step is None
@@ -373,7 +345,7 @@ class Optimizer(RuledOptimizer):
             return None
         for share, factor in factors.items():
             apply_clips([share], factor)
-        self._groups = None
+        self.members.regroup()
         segments = {
             share: self.segments(share.unit, factor)
             for share, factor in factors.items()
@@ -403,36 +375,24 @@ class Optimizer(RuledOptimizer):
     def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
         """What the next step does to this rank's shard of `unit` as far as is known before it; None
         where it is not worth a guess."""
-        factor = self.clipping.factor_ahead(self.updater, self._shares[unit.index])
+        factor = self.clipping.factor_ahead(self.updater, self.members.share_of(unit))
         return None if factor is None else self.segments(unit, factor)
 
     def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and
         hyper-parameters of now, and gradients clipped by `factor`."""
+        groups = self.members.updated(unit, self.param_groups)
         hypers = [
-            None if group is None else self.hyper_of(p, group) for p, group in self._updated(unit)
+            None if group is None else self.hyper_of(parameter, group)
+            for parameter, group in zip(unit.parameters, groups, strict=True)
         ]
         return segments_of(unit, hypers, factor)
-
-    def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
-        """The parameters of `unit`, each with its group if it has a gradient and is this
-        optimizer's to update."""
-        return [
-            (parameter, self._group_of(id(parameter)) if unit.gradients.has(index) else None)
-            for index, parameter in enumerate(unit.parameters)
-        ]
-
-    def _group_of(self, key: int) -> dict[str, Any] | None:
-        """The group of the parameter of this id."""
-        if self._groups is None:
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        return self._groups.get(key)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become
         zeros, as in torch, which the next step takes; that reads and writes them."""
-        if self._updater is not None:
-            self._updater.forget(list(self._shares.values()), set_to_none)
+        if self.members.is_bound:
+            self.updater.forget(self.members.shares, set_to_none)
 
     # States
 
@@ -471,7 +431,7 @@ class Optimizer(RuledOptimizer):
         states = states_in(state_dict, self)
         self.load_header(state_dict | {"steps": [updates_in(state) for state in states]})
         if "masters" in state_dict:  # then one that is not there is the parameter, widened
-            for share in self._shares.values():
+            for share in self.members.shares:
                 self.updater.owners.forget_states(
                     share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else []
                 )
@@ -537,11 +497,11 @@ class Optimizer(RuledOptimizer):
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.__dict__.pop("state", None)  # which torch left beside the property
-        self._groups = None
+        self.members.regroup()
 
     def forget_states(self) -> None:
         """All moments begin anew."""
-        for share in self._shares.values():
+        for share in self.members.shares:
             self.updater.owners.forget_states(
                 share, [kind for kind in self.rule.states.values() if kind in share.unit.blocks]
             )
@@ -555,4 +515,4 @@ class Optimizer(RuledOptimizer):
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
-        return tuple(share.unit for share in self._shares.values())
+        return tuple(share.unit for share in self.members.shares)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from infinity.errors import ConfigError
-from infinity.optim.groups import UNSUPPORTED, check_value
+from infinity.optim.groups import check_value, refuse_unsupported
 from infinity.optim.kernels import Hyper
 from infinity.optim.rule import Range, Rule
 from infinity.sharding.unit import Unit
@@ -46,12 +46,7 @@ class RuledOptimizer(torch.optim.Optimizer):
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
         do not do."""
-        for name, values in UNSUPPORTED.items():
-            if group.get(name) in values:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name}={group[name]} is not supported; infinity.adapt "
-                    "runs the optimizer of torch that has it"
-                )
+        refuse_unsupported(type(self).__name__, group)
 
     def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
         """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""

@@ -86,5 +86,5 @@ class SGD(Optimizer):
 
     def _has_states(self, key: int) -> bool:
         """Whether the group of the parameter has a momentum."""
-        group = self._group_of(key)
+        group = self.members.group_of(key, self.param_groups)
         return group is not None and bool(group["momentum"])
