@@ -26,9 +26,12 @@ from infinity.errors import (
 )
 from infinity.losses.chunked_loss import chunked_loss
 from infinity.modules.gathered import gathered
-from infinity.optim.adam import Adam, AdamW
 from infinity.optim.foreign import adapt
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.rules.adagrad import Adagrad
+from infinity.optim.rules.adam import Adam, AdamW
+from infinity.optim.rules.ademamix import AdEMAMix
+from infinity.optim.rules.lion import Lion
+from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import LossScaler
 from infinity.own_engines import close_engines
 from infinity.tiles.tiling import tile
@@ -37,6 +40,7 @@ from infinity.weights.init import init
 
 __all__ = [
     "SGD",
+    "AdEMAMix",
     "Adagrad",
     "Adam",
     "AdamW",

@@ -5,21 +5,12 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import ConfigError, EngineClosedError, in_words
-from infinity.optim.adam import Adam
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.family import states_of
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import place_of
-
-_MOMENTS: dict[str, dict[str, Kind]] = {
-    "adam": Adam.states,
-    "adagrad": Adagrad.states,
-    "lion": Lion.states,
-    "momentum": SGD.states,
-}
-"""The moments of each `Config.algorithm`, by torch's names."""
 
 
 def get_state(
@@ -28,9 +19,8 @@ def get_state(
     """`infinity.get`: a copy of one state of `parameter`, of a wrapped model, on the host.
 
     `name` is "value" (in the parameter's dtype), "grad" (as `Engine.gradient`), "master" (fp32), or
-    a moment by torch's name, in fp32: "exp_avg" and "exp_avg_sq" of Adam, "exp_avg" of Lion, "sum"
-    of Adagrad, "momentum_buffer" of SGD. Before the first step a moment is zeros, and a master the
-    value. None for a gradient that there is not.
+    a moment by torch's name, in fp32, such as "exp_avg" of Adam. Before the first step a moment is
+    zeros, and a master the value. None for a gradient that there is not.
 
     The state has the shape of the parameter, and every rank must call this. With `local=True` it is
     what this rank has of the flat parameter, (n,), maybe nothing; ranks need not call it alike, but
@@ -131,7 +121,7 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
     kinds = {"value": Kind.PARAM}
     if unit.trainable:
         master = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
-        kinds |= {"grad": Kind.GRAD, "master": master, **_MOMENTS.get(unit.algorithm, {})}
+        kinds |= {"grad": Kind.GRAD, "master": master, **states_of(unit.algorithm)}
     if name not in kinds:
         raise ConfigError(
             f"{unit.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"

@@ -47,6 +47,7 @@ from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
+from infinity.optim.family import typical_update
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.lazy_gradient import LazyGradients
@@ -531,7 +532,7 @@ class Build:
             few,
             self.kernels.threads,
             PROBE_ROUNDS,
-            algorithm=config.algorithm,
+            update=typical_update(config.algorithm),
             isa=self.kernels.isa,
         )
         return links._replace(updates=median(update))

@@ -382,11 +382,12 @@ class Config(_Knobs):
 
     Below fp32 they are rounded stochastically.
     """
-    algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
+    algorithm: Literal["adam", "adagrad", "lion", "ademamix", "momentum", "sgd", "other"] = "adam"
     """What trains the parameters, which says what states there are.
 
-    There are two moments for "adam" (`infinity.Adam`, `AdamW`), and one for "adagrad", "lion" and
-    "momentum" (`infinity.SGD`). There are none for "sgd" and "other" (`infinity.adapt`).
+    There are three moments for "ademamix", two for "adam" (`infinity.Adam`, `AdamW`), and one for
+    "adagrad", "lion" and "momentum" (`infinity.SGD`). There are none for "sgd" and "other"
+    (`infinity.adapt`).
     """
 
     durability: Durability = "off"

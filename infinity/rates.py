@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,25 +37,18 @@ ADAM_STEP = {
     "grad_scale": 1.0,
 }
 """What the Adam kernels take beside the states: of some step, for time does not depend on which."""
-_SGD_STEP = {
-    "lr": 1e-3,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "weight_decay": 0.01,
-    "nesterov": False,
-    "first_step": False,
-    "grad_scale": 1.0,
-}
-_STEPS: dict[str, tuple[str, dict[str, float]]] = {
-    "adam": ("adam", ADAM_STEP),
-    "adagrad": ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01, "grad_scale": 1.0}),
-    "lion": (
-        "lion",
-        {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "grad_scale": 1.0},
-    ),
-    "momentum": ("sgd", _SGD_STEP),
-    "sgd": ("sgd", _SGD_STEP | {"momentum": 0.0}),
-}  # by Config.algorithm: the kernels' rule, and what it takes
+
+
+class TimedUpdate(NamedTuple):
+    """An update to be timed: the kernels' rule, what it takes beside the states, and their names of
+    its moments."""
+
+    rule: str = "adam"
+    values: Mapping[str, float] = MappingProxyType(ADAM_STEP)
+    moments: Collection[str] = ("first", "second")
+
+
+ADAM = TimedUpdate()
 
 
 @dataclass(frozen=True)
@@ -176,15 +170,16 @@ def updates(
     threads: int,
     rounds: int,
     device: ComputeDevice | None = None,
-    algorithm: str = "adam",
+    update: TimedUpdate = ADAM,
     isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`: of
-    the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
-    `device`, which has kernels, of those and in its memory."""
+    """Parameters per second of `update` over `parameters` parameters in `formats`: by the kernels
+    of the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
+    `device`, which has kernels, by those and in its memory."""
     kernels = native.cpu_adam()
-    rule, hyper = _STEPS[algorithm]
     sizes = formats.sizes(parameters)
+    beside = [name for name in update.moments if name not in sizes]
+    sizes |= dict.fromkeys(beside, sizes["first"])
     end = sum(map(apart, sizes.values()))
     with ExitStack() as stack:
         if device is None:
@@ -199,14 +194,14 @@ def updates(
         at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
         module: Any = native.cuda() if memory.is_cuda else kernels
 
-        def update() -> None:
+        def run() -> None:
             where = (
                 {"stream": stream_of(memory)}
                 if memory.is_cuda
                 else {"isa": isa or kernels.best_isa(), "pool": pool}
             )
             module.update(
-                rule,
+                update.rule,
                 at["grad"],
                 formats.grad,
                 at["param"],
@@ -221,12 +216,13 @@ def updates(
                 position=0,
                 key=1,
                 **where,
-                **hyper,
+                **{name: at[name] for name in beside},
+                **{"grad_scale": 1.0, **update.values},
             )
 
         def step() -> None:
             with nullcontext() if device is None else device.updating(device.mark()) as running:
-                update()
+                run()
             if running is not None:
                 running.wait()
 

@@ -110,7 +110,7 @@ class EngineState(NamedTuple):
             Series(unit, kind, ("optimizer", name))
             for optimizer in self.optimizers
             for unit in optimizer.units
-            for name, kind in optimizer.states.items()
+            for name, kind in optimizer.rule.states.items()
             if kind in unit.blocks
         ]
         return kept + list(dict.fromkeys(moments))  # two optimizers may share a unit
@@ -186,7 +186,7 @@ class EngineState(NamedTuple):
     def absent(self) -> frozenset[str]:
         """The keys of moments that are zeros and so are not saved, for every parameter and every
         state of any optimizer. Of a weight in tiles, some tiles may be zeros."""
-        kinds = {name for optimizer in self.optimizers for name in optimizer.states}
+        kinds = {name for optimizer in self.optimizers for name in optimizer.rule.states}
         saved = {(s.prefix, s.unit) for s in self.series() if s.is_moment and not self.is_zero(s)}
         return frozenset(
             f"optimizer.{kind}.{name}"
@@ -281,7 +281,7 @@ def _states_of(optimizer: Optimizer) -> str:
     return (
         ", ".join(
             n
-            for n, kind in optimizer.states.items()
+            for n, kind in optimizer.rule.states.items()
             if any(kind in u.blocks for u in optimizer.units)
         )
         or "none"

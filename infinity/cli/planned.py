@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infinity.cli.drawing import BLUE, BROWN, GREY, ORANGE, PURPLE, RED, TEAL, styled
+from infinity.cli.drawing import BLUE, BROWN, GREY, INK, ORANGE, PURPLE, RED, TEAL, styled
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import drafting
 from infinity.plan.advice import Advice
@@ -27,6 +27,7 @@ _PARTS = {
     "grad": (ORANGE, "gradients"),
     "master": (TEAL, "masters"),
     "exp_avg": (PURPLE, "first moments"),
+    "exp_avg_slow": (INK, "slow first moments"),
     "exp_avg_sq": (RED, "second moments"),
     "engine": (GREY, "copies and staging"),
     "activations": (BROWN, "activations"),

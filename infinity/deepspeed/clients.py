@@ -13,9 +13,10 @@ import torch
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.refused import Lacking
-from infinity.optim.adam import Adam
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import Adagrad, Lion
+from infinity.optim.rules.adagrad import Adagrad
+from infinity.optim.rules.adam import Adam
+from infinity.optim.rules.lion import Lion
 
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]

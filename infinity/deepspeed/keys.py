@@ -18,7 +18,7 @@ Names, values and defaults follow the documentation of DeepSpeed 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -37,6 +37,10 @@ from infinity.deepspeed.kinds import (
     several,
     whole,
 )
+from infinity.optim.family import FAMILY
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.rule import AMOUNT, FINITE, POSITIVE, SWITCH, TWO_RATES, Range
+from infinity.optim.rules.adam import Adam
 
 
 class Treatment(Enum):
@@ -409,9 +413,6 @@ _OPTIMIZER_PARAMS = (
     mapped("fp32_optimizer_states", FLAG, True, "Config(moment_precision=...)"),
 )
 _ADAM = (
-    *_OPTIMIZER_PARAMS,
-    exact("betas", several(number(0, 1), 2), (0.9, 0.999), "betas={value}"),
-    exact("eps", number(), 1e-8, "eps={value}"),
     exact("torch_adam", FLAG, False, "whether weight_decay is by default that of torch: {value}"),
     exact("bias_correction", FLAG, True, "whether the first updates are corrected: {value}"),
 )
@@ -438,52 +439,44 @@ class KnownOptimizer:
     """An optimizer that the kernels have, or that DeepSpeed alone has."""
 
     becomes: str
-    algorithm: str
-    """That of `Config`."""
     params: tuple[Key, ...]
+    kind: type[Optimizer] | None = None
+    """None: it runs by `infinity.adapt`."""
 
 
-OPTIMIZERS = {
-    "adam": KnownOptimizer(
-        "infinity.AdamW; infinity.Adam with adam_w_mode=false",
-        "adam",
-        (*_ADAM, exact("adam_w_mode", FLAG, True, "decay acts on the parameter: {value}")),
+_OF_DEEPSPEED = {
+    "adam": (
+        *_ADAM,
+        exact("adam_w_mode", FLAG, True, "decay acts on the parameter: {value}"),
     ),
-    "adamw": KnownOptimizer(
-        "infinity.AdamW",
-        "adam",
-        (*_ADAM, ignored("adam_w_mode", FLAG, None, "the type says so", True)),
-    ),
-    "adagrad": KnownOptimizer(
-        "infinity.Adagrad",
-        "adagrad",
-        (
-            *_OPTIMIZER_PARAMS,
-            exact("eps", number(), 1e-10, "eps={value}"),
-            exact("lr_decay", number(), 0.0, "lr_decay={value}"),
-        ),
-    ),
-    "lion": KnownOptimizer(
-        "infinity.Lion",
-        "lion",
-        (
-            *_OPTIMIZER_PARAMS,
-            exact("betas", several(number(0, 1), 2), (0.9, 0.99), "betas={value}"),
-        ),
-    ),
-    "sgd": KnownOptimizer(
-        "infinity.SGD",
-        "sgd",
-        (
-            *_OPTIMIZER_PARAMS,
-            exact("momentum", number(), 0.0, "momentum={value}"),
-            exact("dampening", number(-float("inf")), 0.0, "dampening={value}"),
-            exact("nesterov", FLAG, False, "nesterov={value}"),
-        ),
-    ),
-    "muon": KnownOptimizer(
-        "DeepSpeed's Muon by infinity.adapt, unit by unit on the host", "other", _MUON
-    ),
+    "adamw": (*_ADAM, ignored("adam_w_mode", FLAG, None, "the type says so", True)),
+}
+"""Parameters that DeepSpeed alone has, by type."""
+_VALUES: Mapping[Range, ValueKind] = {
+    AMOUNT: number(),
+    POSITIVE: number(),
+    FINITE: number(-float("inf")),
+    SWITCH: FLAG,
+    TWO_RATES: several(number(0, 1), 2),
+}
+
+
+def _known(kind: type[Optimizer]) -> KnownOptimizer:
+    usual, rule = kind.usual_settings(), kind.rule
+    own = (
+        exact(name, _VALUES[allowed], usual[name], f"{name}={{value}}")
+        for name, allowed in rule.settings.items()
+        if name not in ("lr", "weight_decay")
+    )
+    becomes = f"infinity.{kind.__name__}"
+    if kind is Adam:
+        becomes = "infinity.AdamW; infinity.Adam with adam_w_mode=false"
+    extra = _OF_DEEPSPEED.get(rule.deepspeed or "", ())
+    return KnownOptimizer(becomes, (*_OPTIMIZER_PARAMS, *own, *extra), kind)
+
+
+OPTIMIZERS = {kind.rule.deepspeed: _known(kind) for kind in FAMILY if kind.rule.deepspeed} | {
+    "muon": KnownOptimizer("DeepSpeed's Muon by infinity.adapt, unit by unit on the host", _MUON)
 }
 """By type, in lower case."""
 APPROXIMATE = "its updates are approximations of its own"

@@ -64,7 +64,7 @@ class Losses:
         """`outputs` of the model, with other tensors of the same data through which gradients enter
         it, where a script that goes backward itself needs that."""
         optimizer = self._engine.optimizer
-        if optimizer is None or (self._divisor() == 1 and optimizer.scaler is None):
+        if optimizer is None or (self._divisor() == 1 and optimizer.clipping.scaler is None):
             return outputs
         return mapped(_Entrances(self, outputs).of, outputs)
 

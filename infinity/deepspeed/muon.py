@@ -25,6 +25,7 @@ import torch
 
 from infinity.optim.foreign import Adapted
 from infinity.optim.norm import clip_factor
+from infinity.optim.scaler import LossScaler
 from infinity.optim.step import Step
 from infinity.sharding.unit import Unit
 
@@ -127,11 +128,22 @@ class ClippedMuon(Adapted):
     """`Muon` by `infinity.adapt` at stages 1 to 3; see [Note: what is clipped]."""
 
     def __init__(
-        self, groups: Iterable[Any], limit: float, max_grad_norm: float | None, **common: Any
+        self,
+        groups: Iterable[Any],
+        limit: float,
+        max_grad_norm: float | None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         """`limit` is the norm to clip to, in place of `max_grad_norm`; gradients are measured."""
-        common = {"skip_nonfinite": False, "loss_scaler": None} | common
-        super().__init__(Muon, groups, {}, math.inf, *common.values(), False, "global", None)
+        super().__init__(
+            Muon,
+            groups,
+            {},
+            max_grad_norm=math.inf,
+            skip_nonfinite=skip_nonfinite,
+            loss_scaler=loss_scaler,
+        )
         self._limit = limit
 
     def _post(self, step: Step) -> None:

@@ -26,7 +26,7 @@ from infinity.deepspeed.refused import Lacking
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD
+from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import FACTOR
 
 if TYPE_CHECKING:
@@ -89,18 +89,19 @@ class _Names(Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        if self.scaler is None:
+        scaler = self.clipping.scaler
+        if scaler is None:
             raise DeepSpeedConfigError(
                 f"optimizer.loss_scale is set to {in_words(scale)}, but nothing scales the loss "
                 "outside of fp16; leave it out"
             )
         good = isinstance(scale, (int, float)) and 0 < scale < math.inf
-        if not good or (not self.scaler.is_static and math.frexp(scale)[0] != 0.5):
+        if not good or (not scaler.is_static and math.frexp(scale)[0] != 0.5):
             raise DeepSpeedConfigError(
                 f"optimizer.loss_scale is set to {in_words(scale)}; it must be a power of two, or "
                 "with a fixed fp16.loss_scale any positive number"
             )
-        self.scaler.scale = float(scale)
+        scaler.scale = float(scale)
 
     cur_scale = loss_scale
 
@@ -200,7 +201,7 @@ class Scaler:
     @property
     def use_grad_scaling(self) -> bool:
         """Whether the loss is scaled."""
-        return self._optimizer.scaler is not None
+        return self._optimizer.clipping.scaler is not None
 
     @property
     def loss_scale(self) -> float:
@@ -222,7 +223,7 @@ class Scaler:
         return CopiedScaler, ({name: getattr(self, name) for name in names},)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        scaler = self._optimizer.scaler
+        scaler = self._optimizer.clipping.scaler
         if name in ("loss_scale", "cur_scale"):
             self._optimizer.loss_scale = value
         elif name == "raise_error_at_min_scale" and isinstance(scaler, DeepSpeedScaler):
@@ -237,7 +238,7 @@ class Scaler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        scaler = self._optimizer.scaler
+        scaler = self._optimizer.clipping.scaler
         if self.dynamic and name in _SETTINGS:
             return _SETTINGS[name](scaler)
         if hasattr(scaler, name):

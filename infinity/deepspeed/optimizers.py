@@ -22,7 +22,6 @@ from infinity.deepspeed.muon import ClippedMuon, Muon, halves
 from infinity.deepspeed.scaling import DeepSpeedScaler
 from infinity.deepspeed.settings import LossScale, Named, Settings
 from infinity.errors import ConfigError, in_words
-from infinity.optim.adam import Adam, AdamW
 from infinity.optim.conversion import (
     algorithm_for,
     algorithm_of,
@@ -30,22 +29,16 @@ from infinity.optim.conversion import (
     kernels_for,
     unwrapped,
 )
+from infinity.optim.family import FAMILY
 from infinity.optim.foreign import adapt
 from infinity.optim.groups import UNSUPPORTED, WITHOUT_EFFECT
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
 
 Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 """What a script gives as its optimizer: one, or a function of its parameters that makes one."""
 
-_HERE: dict[str, type[Optimizer]] = {
-    "adam": Adam,
-    "adamw": AdamW,
-    "adagrad": Adagrad,
-    "lion": Lion,
-    "sgd": SGD,
-}
+_HERE = {kind.rule.deepspeed: kind for kind in FAMILY if kind.rule.deepspeed is not None}
 """The optimizers of the engine, by the type that a configuration names."""
 _DECAY_OF_ZERO = ("adam", "adamw")
 """Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""

@@ -25,6 +25,7 @@ from infinity.deepspeed.renamed import modernize
 from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
 from infinity.deepspeed.source import Source, read
 from infinity.errors import ConfigError
+from infinity.optim.conversion import algorithm_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEAVES = ("classes", "names", "name_suffixes")
@@ -403,13 +404,9 @@ def _algorithm(optimizer: Named | None) -> str:
     if optimizer is None:
         return "adam"  # until the optimizer of the caller is known
     known = OPTIMIZERS.get(optimizer.type.lower())
-    if known is None:
+    if known is None or known.kind is None:
         return "other"
-    return (
-        "momentum"
-        if known.algorithm == "sgd" and optimizer.params.get("momentum")
-        else known.algorithm
-    )
+    return algorithm_of(known.kind, optimizer.params)
 
 
 def _moment_precision(values: _Values, optimizer: Named | None) -> str:

@@ -33,10 +33,9 @@ from infinity.errors import ConfigError, in_words
 from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
-from infinity.optim.adam import AdamW
 from infinity.optim.conversion import algorithm_of
+from infinity.optim.family import FAMILY
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import Lion
 
 with required("transformers", "trainer"):
     from transformers import Trainer
@@ -58,22 +57,15 @@ class Counterpart(NamedTuple):
 
 
 COUNTERPARTS: Mapping[str, Counterpart] = {
-    "adamw_torch": Counterpart(AdamW),
-    "adamw_torch_fused": Counterpart(AdamW),
-    "paged_adamw_32bit": Counterpart(AdamW),
-    "adamw_torch_8bit": Counterpart(AdamW, "int8"),
-    "adamw_bnb_8bit": Counterpart(AdamW, "int8"),
-    "adamw_8bit": Counterpart(AdamW, "int8"),
-    "paged_adamw_8bit": Counterpart(AdamW, "int8"),
-    "lion_32bit": Counterpart(Lion),
-    "paged_lion_32bit": Counterpart(Lion),
-    "lion_8bit": Counterpart(Lion, "int8"),
-    "paged_lion_8bit": Counterpart(Lion, "int8"),
+    **{
+        name: Counterpart(kind, moments)
+        for kind in FAMILY
+        for name, moments in kind.rule.trainer.items()
+    },
     "sgd": Counterpart(None),
     "adagrad": Counterpart(None),
     "rmsprop": Counterpart(None),
     "adafactor": Counterpart(None),
-    "ademamix": Counterpart(None),
     "grokadamw": Counterpart(None),
     "rmsprop_bnb": Counterpart(None),
     "schedule_free_adamw": Counterpart(None),
@@ -183,8 +175,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         if kind is None:
             found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
             return found
-        settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-        return kind, settings | ({"eps": args.adam_epsilon} if kind is AdamW else {})
+        return kind, settings_for(kind, args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Like transformers, and convert the optimizer."""
@@ -268,6 +259,21 @@ def counterpart_of(args: Any) -> Counterpart:
             "optimizers=(infinity.adapt(...), None)"
         )
     return COUNTERPARTS[name]
+
+
+def settings_for(kind: type[Optimizer], args: Any) -> dict[str, Any]:
+    """The hyper-parameters that `kind` gets from the training arguments `args`. An optimizer with
+    three betas looks into `optim_args`, too, as in transformers."""
+    usual = kind.usual_settings()
+    rates = (args.adam_beta1, args.adam_beta2, *usual.get("betas", ())[2:])
+    found = {"lr": args.learning_rate, "betas": rates, "eps": args.adam_epsilon}
+    if len(rates) == 3 and args.optim_args:
+        given = dict(each.split("=") for each in args.optim_args.replace(" ", "").split(","))
+        rates = tuple(float(given.get(f"beta{n}", rate)) for n, rate in enumerate(rates, start=1))
+        types = {"alpha": float, "eps": float, "t_alpha": int, "t_beta3": int}
+        more = {name: of(given[name]) for name, of in types.items() if name in given}
+        found |= {"betas": rates, **more}
+    return {name: value for name, value in found.items() if name in usual}
 
 
 def optimizer_in(optimizers: Any) -> torch.optim.Optimizer | None:

@@ -9,16 +9,43 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from infinity.optim.scaler import LossScaler
 from infinity.sharding.alike import Fact, Facts, digest_of, facts_of
-
-if TYPE_CHECKING:
-    from infinity.optim.optimizer import Optimizer
+from infinity.sharding.unit import Unit
 
 _MOST_NUMBERS = 16  # of a hyper-parameter that is a tensor
+
+
+class ComparedClipping(Protocol):
+    """What an optimizer does with its gradients, as ranks compare it."""
+
+    max_grad_norm: float | None
+    clip: str
+    skip_nonfinite: bool
+    error_if_nonfinite: bool
+    scaler: LossScaler | None
+
+
+class ComparedOptimizer(Protocol):
+    """An optimizer, as ranks compare it."""
+
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def clipping(self) -> ComparedClipping:
+        """What it does with its gradients."""
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units with parameters that it may update."""
+
+    def facts_so_far(self) -> list[tuple[str, object]]:
+        """What its steps so far have brought, which is the same on all ranks."""
 
 
 class ComparedStep(NamedTuple):
@@ -38,7 +65,7 @@ class StepComparer:
         self._groups: Sequence[tuple[int, int]] = ()
         self._members = ""  # a digest of the parameters of `_groups`
 
-    def step(self, optimizer: Optimizer) -> ComparedStep:
+    def step(self, optimizer: ComparedOptimizer) -> ComparedStep:
         """The step of `optimizer` that begins."""
         # Lists of parameters change with `add_param_group`; thousands of names take a while.
         groups = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
@@ -48,22 +75,21 @@ class StepComparer:
         return ComparedStep(digest, lambda: [*_settings(optimizer), *_parameters(optimizer)])
 
 
-def shared_settings(optimizer: Optimizer) -> list[Fact]:
+def shared_settings(clipping: ComparedClipping) -> list[Fact]:
     """Those that stages of a pipeline have in common, whose norms are one."""
     names = ("max_grad_norm", "clip", "skip_nonfinite", "error_if_nonfinite")
-    scaler = optimizer.scaler
-    found = [(name, _in_words(getattr(optimizer, name))) for name in names]
-    return facts_of([*found, ("loss_scaler", "none" if scaler is None else "given")])
+    found = [(name, _in_words(getattr(clipping, name))) for name in names]
+    return facts_of([*found, ("loss_scaler", "none" if clipping.scaler is None else "given")])
 
 
-def _settings(optimizer: Optimizer) -> list[Fact]:
+def _settings(optimizer: ComparedOptimizer) -> list[Fact]:
     found: list[tuple[str, object]] = [
         ("the optimizer", getattr(optimizer, "kind", type(optimizer)).__name__),
-        *shared_settings(optimizer),
+        *shared_settings(optimizer.clipping),
         *optimizer.facts_so_far(),
         ("the number of groups", len(optimizer.param_groups)),
     ]
-    scaler = optimizer.scaler
+    scaler = optimizer.clipping.scaler
     if scaler is not None:
         names = ("window", "hysteresis", "minimum")
         found += [(f"{name} of loss_scaler", getattr(scaler, name)) for name in names]
@@ -77,7 +103,7 @@ def _settings(optimizer: Optimizer) -> list[Fact]:
     return facts_of(found)
 
 
-def _parameters(optimizer: Optimizer) -> list[Fact]:
+def _parameters(optimizer: ComparedOptimizer) -> list[Fact]:
     group_of = {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)

@@ -12,21 +12,14 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from infinity.errors import ConfigError, in_words
-from infinity.optim.adam import Adam, AdamW
+from infinity.optim.family import FAMILY
 from infinity.optim.foreign import adapt
 from infinity.optim.groups import UNSUPPORTED
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.rules.adam import Adam, AdamW
 
-_OURS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-    torch.optim.Adagrad: Adagrad,
-    torch.optim.SGD: SGD,
-}
+_OURS = {kind.rule.torch: kind for kind in FAMILY if kind.rule.torch is not None}
 """What computes the same numbers with kernels."""
-_ALGORITHMS: dict[type[Optimizer], str] = {Adam: "adam", Lion: "lion", Adagrad: "adagrad"}
-"""The `Config.algorithm` of each; that of SGD depends on its momentum."""
 
 Settings = Mapping[str, Any]
 """The hyper-parameters of one parameter group."""
@@ -59,9 +52,8 @@ def algorithm_of(kind: type[torch.optim.Optimizer], *groups: Settings) -> str:
     ours = kernels_for(kind, groups)
     if ours is None:
         return "other"
-    if issubclass(ours, SGD):
-        return "momentum" if any(group.get("momentum") for group in groups) else "sgd"
-    return next(name for each, name in _ALGORITHMS.items() if issubclass(ours, each))
+    first, *others = [ours.algorithms(group) for group in groups or [{}]]
+    return next(name for name in first if all(name in other for other in others))
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[Settings]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from torch import nn
 from infinity.errors import ConfigError, in_words
 from infinity.optim.kernels import Segment
 from infinity.optim.norm import NormGroup
-from infinity.optim.optimizer import Optimizer
+from infinity.optim.optimizer import Optimizer, Options
+from infinity.optim.rule import Rule
 from infinity.optim.scaler import LossScaler
 from infinity.optim.state_dict import add_blocks, check_in_groups, misfit
 from infinity.optim.state_tensors import StateCopy, StateTensor
@@ -33,6 +34,9 @@ from infinity.optim.workbench import BenchStates, Carried, Workbench, host_copy
 from infinity.placement.spec import MOMENTS, Kind
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("infinity")
 
@@ -87,16 +91,25 @@ def adapt(
             "updates them in step(); use infinity.AdamW, whose updates begin in the backward with "
             "Tuning(update='speculative')"
         )
-    common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group)
     adapted = AdaptedWithModes if has_modes(optimizer) else Adapted
-    return adapted(optimizer, params, settings, *common)
+    return adapted(
+        optimizer,
+        params,
+        settings,
+        max_grad_norm=max_grad_norm,
+        skip_nonfinite=skip_nonfinite,
+        loss_scaler=loss_scaler,
+        error_if_nonfinite=error_if_nonfinite,
+        clip=clip,
+        norm_group=norm_group,
+    )
 
 
 class Adapted(Optimizer):
     """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with
     `settings`."""
 
-    states: ClassVar[dict[str, Kind]] = {}
+    rule: ClassVar[Rule] = Rule("", {each: {} for each in MOMENTS}, states={}, settings={})
     by_kernels: ClassVar[bool] = False
 
     def __init__(
@@ -104,16 +117,15 @@ class Adapted(Optimizer):
         kind: type[torch.optim.Optimizer],
         params: Iterable[Any],
         settings: dict[str, Any],
-        *common: Any,
+        **options: Unpack[Options],
     ) -> None:
-        """`common` is what all optimizers take; see `Optimizer`."""
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
         # Of two dimensions, because Muon takes no other ones.
         some = kind([nn.Parameter(torch.zeros(2, 2))], **settings)
         refuse_strange_states(kind, settings)
         self._has_states_at_once = bool(some.state)
-        super().__init__(params, some.defaults, *common)
+        super().__init__(params, some.defaults, **options)
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
             "infinity has no kernels for %s: it updates one unit after the other on the host "
@@ -122,11 +134,6 @@ class Adapted(Optimizer):
             kind.__name__,
             tier,
         )
-
-    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept: any, for
-        they are kept here."""
-        return tuple(MOMENTS)
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` for DTensors; the torch optimizer has checked its settings."""
@@ -173,9 +180,7 @@ class Adapted(Optimizer):
         factors = {share.unit: factor for share, factor in step.factors.items()}
         carried = Carried(self.param_groups)
         self.updater.run(step, lambda unit: self._update(unit, factors[unit], carried))
-        for unit in {share.unit for share in self._shares.values()} - {
-            share.unit for share in step.shares
-        }:
+        for unit in set(self.units) - {share.unit for share in step.shares}:
             self._update_nothing(unit, carried)
         carried.apply(self.param_groups)
 
@@ -201,7 +206,7 @@ class Adapted(Optimizer):
     def _give_gradients(self, unit: Unit, bench: Workbench, factor: float) -> None:
         """Give the stand-ins the gradients of what is updated, clipped by `factor`."""
         gradients = unit.states.gather(Kind.GRAD).float()
-        for index, (_, group) in enumerate(self._updated(unit)):
+        for index, group in enumerate(self.members.updated(unit, self.param_groups)):
             if group is not None:
                 place = unit.layout.places[index]
                 gradient = gradients[place.offset : place.end].view(place.shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError, in_words
+from infinity.optim.rule import Range
 from infinity.optim.updater import Updater
 from infinity.sharding.parameter import TRAINED, ShardedParameter
 from infinity.sharding.tiles import TiledWeight, pieces_of
@@ -50,12 +51,7 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{who}: differentiable=True is not supported, because updates run outside of "
             "autograd; leave it out"
         )
-    for name, values in UNSUPPORTED.items():
-        if options.get(name) in values:
-            raise ConfigError(
-                f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
-                "optimizer of torch that has it"
-            )
+    refuse_unsupported(who, options)
     ignored = [f"{name}={on}" for name, on in options.items() if on and name in WITHOUT_EFFECT]
     if ignored:
         log.warning(
@@ -66,13 +62,22 @@ def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"maximize": True} if options.get("maximize") else {}
 
 
-def check_value(who: str, name: str, value: Any, is_good: Callable[[Any], bool], kind: str) -> None:
-    """Raise `ConfigError` where the value of the hyper-parameter `name` is not of its `kind`, which
-    `is_good` then cannot compare, or not good."""
+def refuse_unsupported(who: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options by which torch computes other numbers."""
+    for name, values in UNSUPPORTED.items():
+        if options.get(name) in values:
+            raise ConfigError(
+                f"{who}: {name}={options[name]} is not supported; infinity.adapt runs the "
+                "optimizer of torch that has it"
+            )
+
+
+def check_value(who: str, name: str, value: Any, allowed: Range) -> None:
+    """Raise `ConfigError` where the value of the hyper-parameter `name` is not `allowed`."""
     try:
-        problem = "" if is_good(value) else f"={value} is out of range"
+        problem = "" if allowed.contains(value) else f"={value} is out of range"
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        problem = f" is {in_words(value)}, not {kind}"
+        problem = f" is {in_words(value)}, not {allowed.kind}"
         if _is_written_number(value):
             problem += f"; write {name}=float({value!r})"
     if problem:

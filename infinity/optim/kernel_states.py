@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infinity.errors import ConfigError, in_words
+from infinity.optim.rule import Rule
 from infinity.optim.state_tensors import CountSlot, MomentSlot, Slot
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.optim.optimizer import Optimizer
-
 
 class KernelStates:
-    """The keeper of the states of an optimizer of class `kind`; see `state_view.Keeper`.
+    """The keeper of the states of an optimizer with `rule`; see `state_view.Keeper`. Errors call it
+    `owner`.
 
     It does not hold the optimizer, which ends when its user lets go of it.
     """
 
     changes_values = False
 
-    def __init__(self, kind: type[Optimizer]) -> None:
-        self._kind = kind
+    def __init__(self, owner: str, rule: Rule) -> None:
+        self._owner, self._rule = owner, rule
         self.updater: Updater | None = None
         """The engine's, once there are parameters."""
         self.counts: dict[int, int] = {}
@@ -44,7 +43,7 @@ class KernelStates:
             if name == "step":
                 made: Slot = CountSlot(unit, unit.names[index], self.counts, id(parameter))
             else:
-                kind = {"master": Kind.MASTER, **self._kind.states}[name]
+                kind = {"master": Kind.MASTER, **self._rule.states}[name]
                 counts, number = self.counts, id(parameter)
                 made = MomentSlot(unit, index, kind, name, lambda: counts.get(number, 0))
             self._slots[key] = made
@@ -56,19 +55,19 @@ class KernelStates:
 
     def _names(self, parameter: torch.Tensor) -> list[str]:
         unit, _ = self.places[id(parameter)]
-        moments = [name for name, kind in self._kind.states.items() if kind in unit.blocks]
-        return [*(["step"] if self._kind.counts_in_state else []), *moments]
+        moments = [name for name, kind in self._rule.states.items() if kind in unit.blocks]
+        return [*(["step"] if self._rule.counts_in_state else []), *moments]
 
     def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """`wanted` as an entry. Raises `ConfigError` where the optimizer of torch could not step
         with it, and `ShardedParameterError` while the parameter is in use."""
         unit, index = self.places[id(parameter)]
         unit.states.check_unused(index, "optimizer.state")
-        where = f"{self._kind.__name__}: optimizer.state of {unit.names[index]}"
+        where = f"{self._owner}: optimizer.state of {unit.names[index]}"
         names = self._names(parameter)
         given = {name for name, value in wanted.items() if name != "master" and value is not None}
         if not given:
-            if self._kind.states_from_start:
+            if self._rule.states_from_start:
                 raise ConfigError(
                     f"{where}, of a wrapped model, is emptied, and the optimizer of torch could "
                     "not step without; write zeros into its tensors: "
@@ -108,7 +107,7 @@ class KernelStates:
     ) -> None:
         """Replace these states; none are `gone` alone."""
         if not self.counts.get(id(parameter)):
-            self.counts[id(parameter)] = int(not self._kind.counts_in_state)
+            self.counts[id(parameter)] = int(not self._rule.counts_in_state)
         for name, value in changed.items():
             self.slot(parameter, name).replace(value)
 
@@ -123,7 +122,7 @@ class KernelStates:
             return
         updater.drain()
         for unit, positions in taken.items():
-            kinds = [kind for kind in self._kind.states.values() if kind in unit.blocks]
+            kinds = [kind for kind in self._rule.states.values() if kind in unit.blocks]
             updater.owners.forget_states(UnitShare(unit, tuple(sorted(positions))), kinds)
             for index in positions:
                 self.counts[id(unit.parameters[index])] = 0

@@ -20,12 +20,14 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
-_NAMES_OF_TARGETS = {
+KERNEL_NAMES = {
     Kind.PARAM: "param",
     Kind.MASTER: "master",
     Kind.EXP_AVG: "first",
+    Kind.EXP_AVG_SLOW: "slow",
     Kind.EXP_AVG_SQ: "second",
 }
+"""What `native/` calls the blocks that an update replaces."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -96,9 +98,7 @@ class Kernels:
         def at(kind: Kind, where: Mapping[Kind, torch.Tensor] = tensors) -> int:
             return where[kind].data_ptr() if kind in where else 0
 
-        moments = {
-            formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors
-        }
+        moments = {formats[kind].name for kind in tensors if kind.is_moment}
         on_gpu = tensors[Kind.PARAM].device.type != "cpu"
         module: Any = native.cuda() if on_gpu else self._module
         where = (
@@ -106,9 +106,11 @@ class Kernels:
             if on_gpu
             else {"isa": self.isa, "pool": self._pool}
         )
+        if Kind.EXP_AVG_SLOW in tensors:
+            where["slow"] = at(Kind.EXP_AVG_SLOW)
         where |= {
             f"to_{name}": at(kind, states.targets)
-            for kind, name in _NAMES_OF_TARGETS.items()
+            for kind, name in KERNEL_NAMES.items()
             if kind in states.targets
         }
         module.update(

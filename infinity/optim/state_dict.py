@@ -8,14 +8,16 @@ its `check_state` and `check_hyper`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
+from infinity.optim.clipping import Clipping
 from infinity.optim.kernel_states import KernelStates
+from infinity.optim.rule import Rule
 from infinity.optim.state_tensors import StateCopy
 from infinity.optim.state_view import OptimizerStates
 from infinity.placement.spec import Kind
@@ -23,30 +25,51 @@ from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import place_of
 
-if TYPE_CHECKING:
-    from infinity.optim.optimizer import Optimizer
+
+class SavedOptimizer(Protocol):
+    """An optimizer, as these functions know it."""
+
+    rule: ClassVar[Rule]
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+    clipping: Clipping
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units with parameters that it may update."""
+
+    def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+        """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""
+
+    def check_hyper(self, group: dict[str, Any]) -> None:
+        """Raise when the hyper-parameters of `group` are not those of a kernel."""
+
+    def check_state(
+        self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]
+    ) -> None:
+        """Raise `ConfigError` when `state` cannot be that of `parameter`, which is in `group`."""
 
 
-def misfit(optimizer: Optimizer, what: str) -> ConfigError:
+def misfit(optimizer: SavedOptimizer, what: str) -> ConfigError:
     """The error for a state dict that cannot be loaded, because of `what`."""
     return ConfigError(
         f"{type(optimizer).__name__}: the state dict does not fit, and nothing was loaded: {what}"
     )
 
 
-def numbers(optimizer: Optimizer) -> dict[int, int]:
+def numbers(optimizer: SavedOptimizer) -> dict[int, int]:
     """The number of each parameter in a state dict, by its id."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return {id(p): number for number, p in enumerate(parameters)}
 
 
-def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
+def kinds(optimizer: SavedOptimizer) -> list[tuple[str, Kind]]:
     """The states by torch's names, and the master."""
-    return [*optimizer.states.items(), ("master", Kind.MASTER)]
+    return [*optimizer.rule.states.items(), ("master", Kind.MASTER)]
 
 
 def copies_of(
-    optimizer: Optimizer, keeper: KernelStates, view: OptimizerStates
+    optimizer: SavedOptimizer, keeper: KernelStates, view: OptimizerStates
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The states of every parameter that has an entry in `view`: whole tensors on the host, mapped
     from unnamed files (`directories/mapped`); every rank must call it. See [Note: a tensor of a
@@ -71,7 +94,7 @@ def _count(keeper: KernelStates, parameter: torch.Tensor) -> torch.Tensor:
     return StateCopy.of(slot.fetch(), slot)
 
 
-def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer) -> None:
+def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: SavedOptimizer) -> None:
     """Leave out empty states of parameters that are in no group; raises `ConfigError` for others,
     as torch raises."""
     here = numbers(optimizer)
@@ -85,7 +108,7 @@ def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optim
 
 
 def add_blocks(
-    copied: dict[torch.Tensor, dict[str, Any]], optimizer: Optimizer, keeper: KernelStates
+    copied: dict[torch.Tensor, dict[str, Any]], optimizer: SavedOptimizer, keeper: KernelStates
 ) -> None:
     """Add what the blocks of units have of the parameters with states in `copied`."""
     for unit in optimizer.units:
@@ -105,7 +128,7 @@ def add_blocks(
                     state[name] = StateCopy.of(mapped(part, unit.files), slot)
 
 
-def add_masters(packed: dict[str, Any], optimizer: Optimizer) -> None:
+def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
     """Add to `packed`, a state dict, the `masters` of parameters without states."""
     number_of, masters = numbers(optimizer), packed.setdefault("masters", {})
     for unit in optimizer.units:
@@ -135,7 +158,7 @@ def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
     unit.states.write(kind, unit.shard_of(full))
 
 
-def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mapping[str, Any]]:
+def states_in(state_dict: Mapping[str, Any], optimizer: SavedOptimizer) -> list[Mapping[str, Any]]:
     """The states that `state_dict` has of each parameter, in the order of the groups; raises
     `ConfigError` for what does not fit."""
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
@@ -169,7 +192,7 @@ def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mappi
     return found
 
 
-def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_header(header: Mapping[str, Any], optimizer: SavedOptimizer) -> None:
     """Raise `ConfigError` when the groups of `header` are not those of `optimizer`, or a value in
     it is out of range."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -187,14 +210,15 @@ def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
             optimizer.check_hyper(optimizer.defaults | group)
         except (TypeError, AttributeError, ArithmeticError) as error:
             raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
-    if optimizer.scaler is not None and "loss_scaler" in header:
-        optimizer.scaler.check(header["loss_scaler"])
+    scaler = optimizer.clipping.scaler
+    if scaler is not None and "loss_scaler" in header:
+        scaler.check(header["loss_scaler"])
     last_norm = header.get("last_norm")
     if last_norm is not None and not (isinstance(last_norm, float) and 0 <= last_norm < math.inf):
         raise misfit(optimizer, f"its last norm is {last_norm!r}, and no finite number")
 
 
-def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Optimizer) -> None:
+def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: SavedOptimizer) -> None:
     """Raise `ConfigError` when `state` cannot be that of `parameter`."""
     name_of = unit.name_of(parameter)
     if not isinstance(state, Mapping):

@@ -19,11 +19,23 @@ class Kind(str, enum.Enum):
     GRAD = "grad"
     MASTER = "master"
     EXP_AVG = "exp_avg"
+    EXP_AVG_SLOW = "exp_avg_slow"
     EXP_AVG_SQ = "exp_avg_sq"
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a moment of an optimizer."""
+        return self not in (Kind.PARAM, Kind.GRAD, Kind.MASTER)
+
+    @property
+    def code(self) -> str:
+        """How the kernels code it in int8, if it is a moment: "second" is never negative."""
+        return "second" if self is Kind.EXP_AVG_SQ else "first"
 
 
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
+    "ademamix": (Kind.EXP_AVG, Kind.EXP_AVG_SLOW, Kind.EXP_AVG_SQ),
     "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
 }  # fmt: skip
 """The moments of each `Config.algorithm`."""

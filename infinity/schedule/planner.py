@@ -19,7 +19,7 @@ from infinity.quantities import round_up
 from infinity.schedule.trace import Trace
 from infinity.tiers.slots import Clock, SlotMap, SlotRun
 
-STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+STATES = tuple(kind for kind in Kind if kind not in (Kind.PARAM, Kind.GRAD))
 SLOT_BYTES = 4096
 MOST_STEPS = 16
 """The most steps that `predict` walks. If unit sizes differ, placements may need many steps to

@@ -11,8 +11,6 @@ from infinity import native
 from infinity.device import copy_alone
 from infinity.placement.spec import BF16, FP32, SPLIT, Format, Kind
 
-_ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
-
 
 def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
     """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with
@@ -66,7 +64,7 @@ def decode_moment(
         copy_alone(values, chunk.view(values.dtype)[first:][: values.numel()])
     else:
         native.cpu_adam().decode(
-            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), first, values.numel()
+            chunk.data_ptr(), form.name, kind.code, values.data_ptr(), first, values.numel()
         )
 
 
@@ -77,7 +75,7 @@ def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.T
     else:
         values = values.contiguous()
         native.cpu_adam().encode(
-            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel()
+            chunk.data_ptr(), form.name, kind.code, values.data_ptr(), 0, values.numel()
         )
 
 

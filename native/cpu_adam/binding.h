@@ -16,7 +16,8 @@ template <class T, std::size_t N>
 using Names = std::pair<std::string_view, T>[N];
 
 inline constexpr Names<Dtype, 3> kDtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
-inline constexpr Names<Rule, 4> kRules = {{"adam", Rule::adam}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}, {"sgd", Rule::sgd}};
+inline constexpr Names<Rule, 5> kRules = {
+    {"adam", Rule::adam}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}, {"ademamix", Rule::ademamix}, {"sgd", Rule::sgd}};
 inline constexpr Names<Master, 3> kMasters = {{"none", Master::none}, {"fp32", Master::fp32}, {"split", Master::split}};
 inline constexpr Names<Format, 3> kFormats = {{"fp32", Format::fp32}, {"bf16", Format::bf16}, {"int8", Format::int8}};
 
@@ -55,7 +56,8 @@ void define_update(pybind11::module_& m, const char* doc, Call call, const Place
                std::uintptr_t master, std::string_view master_format, std::uintptr_t first, std::uintptr_t second,
                std::string_view moment_format, std::size_t begin, std::size_t end, std::uint64_t position, std::uint64_t key, double lr,
                double beta1, double beta2, double eps, double weight_decay, double bias_correction1, double bias_correction2_sqrt,
-               bool decoupled, double momentum, double dampening, bool nesterov, bool first_step, double grad_scale, Place... place) {
+               bool decoupled, double momentum, double dampening, bool nesterov, bool first_step, double grad_scale,
+               double beta3, double alpha, std::uintptr_t slow, Place... place) {
           const Dtype grad_type = parse("dtype", kDtypes, grad_dtype), param_type = parse("dtype", kDtypes, param_dtype);
           const Master master_type = parse("master format", kMasters, master_format);
           const Format moments = parse("moment format", kFormats, moment_format);
@@ -63,9 +65,9 @@ void define_update(pybind11::module_& m, const char* doc, Call call, const Place
                             pointer<void>("param", param, alignment_of(param_type)), param_type,
                             pointer<void>("master", master, master_type == Master::fp32 ? 4 : 2), master_type,
                             pointer<void>("first", first, alignment_of(moments)), pointer<void>("second", second, alignment_of(moments)),
-                            moments, position, key};
+                            moments, position, key, pointer<void>("slow", slow, alignment_of(moments))};
           const Hyper hyper{lr, beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt, grad_scale, decoupled,
-                            momentum, dampening, nesterov, first_step};
+                            momentum, dampening, nesterov, first_step, beta3, alpha};
           call(parse("rule", kRules, rule), chunk, begin, end, hyper, place...);
         },
         pybind11::call_guard<pybind11::gil_scoped_release>(), arg("rule"), arg("grad"), arg("grad_dtype"), arg("param"),
@@ -73,7 +75,7 @@ void define_update(pybind11::module_& m, const char* doc, Call call, const Place
         arg("end"), pybind11::kw_only(), arg("position"), arg("key"), arg("lr"), arg("beta1") = 0.0, arg("beta2") = 0.0, arg("eps") = 0.0,
         arg("weight_decay") = 0.0, arg("bias_correction1") = 1.0, arg("bias_correction2_sqrt") = 1.0, arg("decoupled") = true,
         arg("momentum") = 0.0, arg("dampening") = 0.0, arg("nesterov") = false, arg("first_step") = false, arg("grad_scale") = 1.0,
-        places..., doc);
+        arg("beta3") = 0.0, arg("alpha") = 0.0, arg("slow") = 0, places..., doc);
 }
 
 }  // namespace infinity::cpu_adam

@@ -46,7 +46,7 @@ INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, Count at, std::size_t n, cons
           offset<there>(chunk.param, at * static_cast<Count>(bytes_of(chunk.param_dtype))), chunk.param_dtype,
           offset<there>(chunk.master, at * static_cast<Count>(bytes_of(chunk.master_format))), chunk.master_format,
           locate<there>(chunk.first, chunk.moments, at), locate<there>(chunk.second, chunk.moments, at),
-          n, static_cast<std::uint32_t>(chunk.position + at), noise, streamed};
+          locate<there>(chunk.slow, chunk.moments, at), n, static_cast<std::uint32_t>(chunk.position + at), noise, streamed};
 }
 
 // The most of n elements from `number` whose numbers have the same upper half, where noise is asked for.
@@ -59,9 +59,10 @@ inline std::size_t same_noise(Format format, std::uint64_t number, std::size_t n
 inline int row_of(Rule rule, const Hyper& hyper) { return static_cast<int>(rule) + (rule == Rule::sgd && hyper.momentum != 0); }
 
 inline bool has_first(Rule rule, const Hyper& hyper) {
-  return rule == Rule::adam || rule == Rule::lion || (rule == Rule::sgd && hyper.momentum != 0);
+  return rule == Rule::adam || rule == Rule::lion || rule == Rule::ademamix || (rule == Rule::sgd && hyper.momentum != 0);
 }
-inline bool has_second(Rule rule) { return rule == Rule::adam || rule == Rule::adagrad; }
+inline bool has_second(Rule rule) { return rule == Rule::adam || rule == Rule::adagrad || rule == Rule::ademamix; }
+inline bool has_slow(Rule rule) { return rule == Rule::ademamix; }
 
 // Throws std::invalid_argument when elements [begin, end) of the chunk cannot be updated.
 inline void check(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper) {
@@ -79,6 +80,7 @@ inline void check(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t 
   if (!chunk.master && chunk.master_format != Master::none) refuse("master must not be null");
   if (first && !chunk.first) refuse("first must not be null for this rule");
   if (second && !chunk.second) refuse("second must not be null for this rule");
+  if (has_slow(rule) && !chunk.slow) refuse("slow must not be null for this rule");
 }
 
 }  // namespace

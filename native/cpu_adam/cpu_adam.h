@@ -12,7 +12,7 @@ namespace infinity::cpu_adam {
 
 enum class Dtype { fp32, bf16, fp16 };
 enum class Isa { scalar, neon, avx2, avx512 };  // each better than the one before, where the CPU has it
-enum class Rule { adam, adagrad, lion, sgd };
+enum class Rule { adam, adagrad, lion, ademamix, sgd };
 
 // Where the fp32 value of a parameter is kept between steps.
 //   none   the parameter is fp32 and is it
@@ -34,12 +34,13 @@ std::size_t block_bytes(Format format, std::size_t elements);
 // The hyper-parameters of one step, in double, as the caller has them; a rule ignores what is not its own.
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay;  // adagrad: lr after its decay
-  double bias_correction1;                     // adam: 1 - beta1^t
-  double bias_correction2_sqrt;                // adam: sqrt(1 - beta2^t)
+  double bias_correction1;                     // adam, ademamix: 1 - beta1^t
+  double bias_correction2_sqrt;                // adam, ademamix: sqrt(1 - beta2^t)
   double grad_scale;                           // unscale * clip factor; multiplied into the gradient first
   bool decoupled;                              // adam: true: AdamW (decay of the parameter); false: Adam (added to the gradient)
   double momentum = 0, dampening = 0;          // sgd; without momentum there is no first moment
   bool nesterov = false, first_step = false;   // sgd; the first step's momentum is the gradient
+  double beta3 = 0, alpha = 0;                 // ademamix: of the slow average
 };
 
 // What the kernels work with: each constant is computed in double and rounded to fp32 once. Rounding the hyper-parameters
@@ -52,14 +53,16 @@ struct Constants {
         correction2(static_cast<float>(h.bias_correction2_sqrt)), inverse2(1 / correction2), eps(static_cast<float>(h.eps)),
         step(static_cast<float>(h.lr / h.bias_correction1)), lr(static_cast<float>(h.lr)), momentum(static_cast<float>(h.momentum)),
         undamped(static_cast<float>(1 - h.dampening)), decay(h.weight_decay != 0), decoupled(h.decoupled), nesterov(h.nesterov),
-        first_step(h.first_step) {}
+        first_step(h.first_step), beta3(static_cast<float>(h.beta3)), rest3(static_cast<float>(1 - h.beta3)),
+        alpha(static_cast<float>(h.alpha)), inverse1(static_cast<float>(1 / h.bias_correction1)) {}
   float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, inverse2, eps, step, lr, momentum, undamped;
   bool decay, decoupled, nesterov, first_step;
+  float beta3, rest3, alpha, inverse1;
   std::uint32_t ordinary = 0;  // native/cuda: what a Quick rule compares with (octet.h)
 };
 
 // Addresses of one chunk of each block of a unit. All but int8 moments may lie at any multiple of their element size; streaming stores are
-// used where `param` has the alignment for them. `grad` null: all zeros. `first`, `second` null where the rule has none.
+// used where `param` has the alignment for them. `grad` null: all zeros. `first`, `second`, `slow` null where the rule has none.
 struct Chunk {
   const void* grad; Dtype grad_dtype;
   void* param; Dtype param_dtype;
@@ -67,12 +70,13 @@ struct Chunk {
   void* first; void* second; Format moments;
   std::uint64_t position;  // the number of the chunk's first element in the unit: what its noise is drawn for (noise.h)
   std::uint64_t key;       // noise.h
+  void* slow = nullptr;    // ademamix: the slow average, kept as a first moment is
 };
 
 // Where an update puts what it makes, laid out like the chunk; null: in place. What is there is not read, and must not overlap with what
 // is. It is written past the caches, so this moves no more bytes than an update in place.
 struct Targets {
-  void *param = nullptr, *master = nullptr, *first = nullptr, *second = nullptr;
+  void *param = nullptr, *master = nullptr, *first = nullptr, *second = nullptr, *slow = nullptr;
 };
 
 class Pool;  // worker threads; size fixed at construction, independent of OMP_NUM_THREADS

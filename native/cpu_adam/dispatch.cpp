@@ -76,9 +76,10 @@ struct Work {
       alignas(64) unsigned char memory[kGroup * sizeof(float)];
     };
     const std::size_t moments = n * bytes_of(chunk.moments);
-    Copy copies[5] = {{run.grad, nullptr, n * bytes_of(run.grad_dtype), {}}, {run.param, to.param, n * bytes_of(run.param_dtype), {}},
+    Copy copies[6] = {{run.grad, nullptr, n * bytes_of(run.grad_dtype), {}}, {run.param, to.param, n * bytes_of(run.param_dtype), {}},
                       {run.master, to.master, n * bytes_of(run.master_format), {}}, {run.first.values, to.first.values, moments, {}},
-                      {run.second.values, to.second.values, moments, {}}};
+                      {run.second.values, to.second.values, moments, {}},
+                      {run.slow.values, to.slow.values, moments, {}}};
     for (Copy& copy : copies) {
       if (copy.from) std::memcpy(copy.memory, copy.from, copy.bytes);
     }
@@ -87,6 +88,7 @@ struct Work {
     to.master = run.master = copies[2].memory;
     to.first.values = run.first.values = copies[3].memory;
     to.second.values = run.second.values = copies[4].memory;
+    to.slow.values = run.slow.values = copies[5].memory;
     to.streamed = Streamed::nothing;
     run.n = kGroup;
     kernel(run, to, constants);
@@ -133,13 +135,15 @@ void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, c
   if (targets.master) apart.master = targets.master;
   if (targets.first) apart.first = targets.first;
   if (targets.second) apart.second = targets.second;
+  if (targets.slow) apart.slow = targets.slow;
   const bool in_place = apart.param == chunk.param && apart.master == chunk.master && apart.first == chunk.first &&
-                        apart.second == chunk.second;
+                        apart.second == chunk.second && apart.slow == chunk.slow;
   // A streaming store is of whole cache lines here. They pay where a line is not read: with an fp32 master, and in another place.
   const auto lines = [&](const void* to, std::size_t width) { return (reinterpret_cast<std::uintptr_t>(to) + begin * width) % 64 == 0; };
   const auto moved = [&](const void* to, const void* from, std::size_t width) { return !from || (to != from && lines(to, width)); };
   const bool moments = chunk.moments == Format::int8 || (moved(apart.first, chunk.first, bytes_of(chunk.moments)) &&
-                                                          moved(apart.second, chunk.second, bytes_of(chunk.moments)));
+                                                          moved(apart.second, chunk.second, bytes_of(chunk.moments)) &&
+                                                          moved(apart.slow, chunk.slow, bytes_of(chunk.moments)));
   Streamed streamed = Streamed::nothing;
   if (lines(apart.param, bytes_of(chunk.param_dtype)) && (apart.param != chunk.param || chunk.master_format == Master::fp32)) {
     const bool all = apart.param != chunk.param && moved(apart.master, chunk.master, bytes_of(chunk.master_format)) && moments;

@@ -140,6 +140,7 @@ constexpr Kernels make_kernels(NormKernel* norm_blocks) {
   return {{{update_run<V, Adam, fp32>, update_run<V, Adam, bf16>, update_run<V, Adam, int8>},
            {update_run<V, Adagrad, fp32>, update_run<V, Adagrad, bf16>, update_run<V, Adagrad, int8>},
            {update_run<V, Lion, fp32>, update_run<V, Lion, bf16>, update_run<V, Lion, int8>},
+           {update_run<V, AdEMAMix, fp32>, update_run<V, AdEMAMix, bf16>, update_run<V, AdEMAMix, int8>},
            {update_run<V, Sgd, fp32>, update_run<V, Sgd, fp32>, update_run<V, Sgd, fp32>},
            {update_run<V, Momentum, fp32>, update_run<V, Momentum, bf16>, update_run<V, Momentum, int8>}},
           {{decode_run<V, fp32, first>, decode_run<V, fp32, second>},

@@ -14,7 +14,7 @@ struct Run {
   const void* grad; Dtype grad_dtype;
   void* param; Dtype param_dtype;
   void* master; Master master_format;
-  Moments first, second;
+  Moments first, second, slow;
   std::size_t n;
   std::uint32_t number;  // the lower half of the first element's number; it does not pass 2^32 within the run
   Noise noise;
@@ -22,7 +22,7 @@ struct Run {
 };
 
 // The internal rules: sgd without momentum is one of its own.
-constexpr int kRules = 5, kFormats = 3;
+constexpr int kRules = 6, kFormats = 3;
 
 // Reads `run` and writes what becomes of it to where `to` lies, of which nothing else counts; `run` itself is in place.
 using UpdateKernel = void(const Run& run, const Run& to, const Constants& c);

@@ -58,21 +58,23 @@ PYBIND11_MODULE(_cpu_adam, m) {
   }, "The best instruction set that this CPU has.");
   m.def("has_isa", [](std::string_view name) { return has_isa(parse_isa(name)); }, arg("name"));
   using Address = std::uintptr_t;
-  define_update<std::string_view, Pool&, Address, Address, Address, Address>(
+  define_update<std::string_view, Pool&, Address, Address, Address, Address, Address>(
         m,
         "One update of elements [begin, end) of the chunk at these addresses: in place, but for what has an address `to_...`, which gets "
-        "what is made of it. `rule`: adam, adagrad, lion or sgd; dtypes: fp32, "
+        "what is made of it. `rule`: adam, adagrad, lion, ademamix or sgd; dtypes: fp32, "
         "bf16, fp16; `master_format`: none, fp32, split; `moment_format`: fp32, bf16, int8. `position` is the number of the chunk's first "
         "element in its unit, `key` any 64 bits that differ from step to step and unit to unit. See native/cpu_adam/cpu_adam.h.",
         [](Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::string_view isa, Pool& pool,
-           Address param, Address master, Address first, Address second) {
+           Address param, Address master, Address first, Address second, Address slow) {
           const std::size_t moments = alignment_of(chunk.moments);
           const Targets targets{pointer<void>("to_param", param, alignment_of(chunk.param_dtype)),
                                 pointer<void>("to_master", master, chunk.master_format == Master::fp32 ? 4 : 2),
-                                pointer<void>("to_first", first, moments), pointer<void>("to_second", second, moments)};
+                                pointer<void>("to_first", first, moments), pointer<void>("to_second", second, moments),
+                                pointer<void>("to_slow", slow, moments)};
           update(rule, chunk, begin, end, hyper, parse_isa(isa), pool, targets);
         },
-        arg("isa"), arg("pool"), arg("to_param") = 0, arg("to_master") = 0, arg("to_first") = 0, arg("to_second") = 0);
+        arg("isa"), arg("pool"), arg("to_param") = 0, arg("to_master") = 0, arg("to_first") = 0, arg("to_second") = 0,
+        arg("to_slow") = 0);
   m.def("block_bytes", [](std::string_view format, std::size_t n) { return block_bytes(parse("moment format", kFormats, format), n); },
         arg("format"), arg("elements"), "Bytes of a block of moments.");
   m.def("decode", &py_decode, without_gil(), arg("address"), arg("format"), arg("kind"), arg("values"), arg("begin"), arg("n"),

@@ -2,7 +2,8 @@
 // `g` is the gradient in fp32 times c.grad_scale. sgd is two rules, for without momentum there is no moment.
 //
 // Rules with a second moment have two parts: `begin` makes the moments, and `finish` takes the step with its root. They divide and take
-// roots by `A`, so that native/cuda can ask in between how large the numbers of a group are.
+// roots by `A`, so that native/cuda can ask in between how large the numbers of a group are. What is divided by the root is the first moment of
+// Adam, and `g` of the others.
 #pragma once
 
 #include "convert.h"
@@ -21,7 +22,7 @@ struct Exact {
 
 template <class V>
 struct Adam {
-  static constexpr bool first = true, second = true;
+  static constexpr bool first = true, second = true, slow = false;
   using Reg = typename V::Reg;
   INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg& v) {
     if (c.decay && c.decoupled) w = w * c.keep_weight;
@@ -38,7 +39,7 @@ struct Adam {
 
 template <class V>
 struct Adagrad {  // v is the sum of squares
-  static constexpr bool first = false, second = true;
+  static constexpr bool first = false, second = true, slow = false;
   using Reg = typename V::Reg;
   INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg&, Reg& v) {
     if (c.decay) g = g + c.weight_decay * w;
@@ -52,7 +53,7 @@ struct Adagrad {  // v is the sum of squares
 
 template <class V>
 struct Lion {  // arXiv 2302.06675
-  static constexpr bool first = true, second = false;
+  static constexpr bool first = true, second = false, slow = false;
   using Reg = typename V::Reg;
   INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg&) {
     if (c.decay) w = w * c.keep_weight;
@@ -64,8 +65,26 @@ struct Lion {  // arXiv 2302.06675
 };
 
 template <class V>
+struct AdEMAMix {  // arXiv 2409.03137; s is a slower average of the gradients, which is not corrected
+  static constexpr bool first = true, second = true, slow = true;
+  using Reg = typename V::Reg;
+  INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg& v, Reg& s) {
+    if (c.decay) w = w * c.keep_weight;
+    m = c.beta1 * m + c.rest1 * g;
+    s = c.beta3 * s + c.rest3 * g;
+    v = c.beta2 * v + (c.rest2 * g) * g;
+    g = c.inverse1 * m + c.alpha * s;  // what is divided by the root
+  }
+  template <class A>
+  INFINITY_INLINE static void finish(const Constants& c, Reg& w, Reg g, Reg, Reg root) {
+    const Reg d = A::quotient(root, c.correction2, c.inverse2) + c.eps;
+    w = w - c.lr * A::quotient(g, d);
+  }
+};
+
+template <class V>
 struct Sgd {
-  static constexpr bool first = false, second = false;
+  static constexpr bool first = false, second = false, slow = false;
   using Reg = typename V::Reg;
   INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg&, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;
@@ -75,7 +94,7 @@ struct Sgd {
 
 template <class V>
 struct Momentum {
-  static constexpr bool first = true, second = false;
+  static constexpr bool first = true, second = false, slow = false;
   using Reg = typename V::Reg;
   INFINITY_INLINE static void begin(const Constants& c, Reg& w, Reg& g, Reg& m, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;

@@ -74,11 +74,16 @@ INFINITY_INLINE void finish(const Constants& c, typename V::Reg& w, typename V::
 
 template <class V, class Rule>
 INFINITY_INLINE void apply(const Constants& c, typename V::Reg (&w)[kRegs<V>], typename V::Reg (&g)[kRegs<V>],
-                           typename V::Reg (&m)[kRegs<V>], typename V::Reg (&v)[kRegs<V>], typename V::Reg (&root)[kRegs<V>]) {
+                           typename V::Reg (&m)[kRegs<V>], typename V::Reg (&v)[kRegs<V>], typename V::Reg (&s)[kRegs<V>],
+                           typename V::Reg (&root)[kRegs<V>]) {
   constexpr bool asks = Rule::second && Quick<V>::known;
   INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
     g[k] = g[k] * c.grad_scale;
-    Rule::begin(c, w[k], g[k], m[k], v[k]);
+    if constexpr (Rule::slow) {
+      Rule::begin(c, w[k], g[k], m[k], v[k], s[k]);
+    } else {
+      Rule::begin(c, w[k], g[k], m[k], v[k]);
+    }
     if constexpr (Rule::second && !asks) finish<V, Rule, Exact<V>>(c, w[k], g[k], m[k], v[k], root[k]);
   }
   if constexpr (asks) {
@@ -95,12 +100,13 @@ INFINITY_INLINE void apply(const Constants& c, typename V::Reg (&w)[kRegs<V>], t
 template <class V, template <class> class RuleOf, Format format>
 INFINITY_INLINE void update_group(const Run& run, const Run& to, const Constants& c, std::size_t i) {
   using Rule = RuleOf<V>;
-  typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>], root[kRegs<V>];
+  typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>], s[kRegs<V>], root[kRegs<V>];
   if constexpr (Rule::first) load<V, format, Moment::first>(run.first, i, m);
   if constexpr (Rule::second) load<V, format, Moment::second>(run.second, i, v);
+  if constexpr (Rule::slow) load<V, format, Moment::first>(run.slow, i, s);
   load_masters<V>(run, i, w);
   load_gradients<V>(run, i, g);
-  apply<V, Rule>(c, w, g, m, v, root);
+  apply<V, Rule>(c, w, g, m, v, s, root);
   store_masters<V>(to, i, w);
   typename V::Bits noise[kRegs<V>] = {};
   if constexpr (format != Format::fp32) {
@@ -111,6 +117,10 @@ INFINITY_INLINE void update_group(const Run& run, const Run& to, const Constants
   }
   if constexpr (Rule::first) store<V, format, Moment::first>(to.first, i, m, m, noise, to.streamed == Streamed::all);
   if constexpr (Rule::second) store<V, format, Moment::second>(to.second, i, v, root, noise, to.streamed == Streamed::all);
+  if constexpr (Rule::slow) {  // its bits are the lower ones of the second moment's share: nearly independent of how the others are rounded
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) noise[k] = noise[k] >> 8;
+    store<V, format, Moment::first>(to.slow, i, s, s, noise, to.streamed == Streamed::all);
+  }
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   if (master == Master::none) chunk.master = chunk.param;
   if (!RuleOf<Octet>::first) chunk.first = chunk.param;
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;
+  if (!RuleOf<Octet>::slow) chunk.slow = chunk.param;
   constexpr auto group = static_cast<unsigned>(kGroup);
   const auto first = static_cast<unsigned>(launch.first) * group, end = first + static_cast<unsigned>(launch.count) * group;
   const unsigned step = format == Format::fp32 ? octets() * group : kept(octets() * group);  // not at every turn, where registers suffice
@@ -53,9 +54,9 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   }
 }
 
-// Room for the five parts of a group, and for the scale of no group: one for each lane, so that none waits for another.
+// Room for the six parts of a group, and for the scale of no group: one for each lane, so that none waits for another.
 struct alignas(16) Stage {
-  unsigned char parts[5][kGroup * sizeof(float)];
+  unsigned char parts[6][kGroup * sizeof(float)];
   float scales[8];
 };
 
@@ -73,12 +74,12 @@ INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
     if (idle) {
       float* const scale = stage.scales + threadIdx.x % 8;
       *scale = 0;
-      run.first.scales = run.second.scales = scale;
+      run.first.scales = run.second.scales = run.slow.scales = scale;
     }
-    void* const parts[5] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values};
-    const std::size_t widths[5] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
-                                   bytes_of(format)};
-    INFINITY_UNROLL for (int part = 0; part < 5; ++part) {
+    void* const parts[6] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values, run.slow.values};
+    const std::size_t widths[6] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
+                                   bytes_of(format), bytes_of(format)};
+    INFINITY_UNROLL for (int part = 0; part < 6; ++part) {
       const std::size_t width = widths[part];
       unsigned char* const copy = stage.parts[part] + first_of_lane() * width;
       for (std::size_t byte = 0; byte < 4 * width; ++byte) copy[byte] = 0;
@@ -94,8 +95,9 @@ INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
     run.master = staged(2);
     run.first.values = staged(3);
     run.second.values = staged(4);
+    run.slow.values = staged(5);
     update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
-    INFINITY_UNROLL for (int part = 1; part < 5; ++part) {
+    INFINITY_UNROLL for (int part = 1; part < 6; ++part) {
       const std::size_t width = widths[part];
       const unsigned char* const copy = stage.parts[part] + first_of_lane() * width;
       if (!parts[part]) continue;
@@ -120,6 +122,7 @@ struct Family {
         {make<Adam, Format::fp32>(), make<Adam, Format::bf16>(), make<Adam, Format::int8>()},
         {make<Adagrad, Format::fp32>(), make<Adagrad, Format::bf16>(), make<Adagrad, Format::int8>()},
         {make<Lion, Format::fp32>(), make<Lion, Format::bf16>(), make<Lion, Format::int8>()},
+        {make<AdEMAMix, Format::fp32>(), make<AdEMAMix, Format::bf16>(), make<AdEMAMix, Format::int8>()},
         {make<Sgd, Format::fp32>(), make<Sgd, Format::fp32>(), make<Sgd, Format::fp32>()},
         {make<Momentum, Format::fp32>(), make<Momentum, Format::bf16>(), make<Momentum, Format::int8>()}};
     return rows[row_of(rule, hyper)][static_cast<int>(format)];
@@ -157,6 +160,7 @@ inline Chunk from_superblock(const Chunk& chunk, std::size_t group) {
   rest.master = run.master;
   rest.first = run.first.values;
   rest.second = run.second.values;
+  rest.slow = run.slow.values;
   rest.position += at;
   return rest;
 }
@@ -173,11 +177,13 @@ void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper
   constants.ordinary = Quick<Octet>::ordinary(rule, constants);
   if (!has_first(rule, hyper)) chunk.first = nullptr;  // whatever a rule does not use is left alone
   if (!has_second(rule)) chunk.second = nullptr;
+  if (!has_slow(rule)) chunk.slow = nullptr;
   if (!chunk.first && !chunk.second) chunk.moments = Format::fp32;
   const auto& kernels = Kernels::row(rule, chunk.moments, hyper);
   const bool fast = chunk.grad && aligned(chunk.grad, bytes_of(chunk.grad_dtype)) && aligned(chunk.param, bytes_of(chunk.param_dtype)) &&
                     aligned(chunk.master, bytes_of(chunk.master_format)) &&
-                    aligned(chunk.first, bytes_of(chunk.moments)) && aligned(chunk.second, bytes_of(chunk.moments));
+                    aligned(chunk.first, bytes_of(chunk.moments)) && aligned(chunk.second, bytes_of(chunk.moments)) &&
+                    aligned(chunk.slow, bytes_of(chunk.moments));
   while (begin < end) {
     const std::uint64_t number = chunk.position + begin;
     std::size_t stop = begin + same_noise(chunk.moments, number, end - begin);

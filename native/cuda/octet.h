@@ -59,14 +59,14 @@ struct Quick<Octet> {
   static std::uint32_t ordinary(Rule rule, const Constants& c) {
     const bool eps = c.eps >= 0 && c.eps <= 0x1p16f, correction = c.correction2 >= 0x1p-16f && c.correction2 <= 1;
     constexpr std::uint32_t range = 0x4f800000 - 0x0f800000;  // the bits of 2^32 less those of 2^-96
-    return eps && (correction || rule != Rule::adam) ? range : 0;
+    return eps && (correction || rule == Rule::adagrad) ? range : 0;
   }
   template <class RuleOf>
   INFINITY_INLINE static bool ordinary(const Constants& c, const float (&g)[4], const float (&m)[4], const float (&v)[4]) {
     std::uint32_t most = 0;
     INFINITY_UNROLL for (int k = 0; k < 4; ++k) {
       const std::uint32_t second = to_bits(v[k]) - to_bits(0x1p-96f);
-      const std::uint32_t numerator = to_bits(__builtin_fabsf(RuleOf::first ? m[k] : g[k])) - to_bits(0x1p-64f);
+      const std::uint32_t numerator = to_bits(__builtin_fabsf(RuleOf::first && !RuleOf::slow ? m[k] : g[k])) - to_bits(0x1p-64f);
       most = most > second ? most : second;
       most = most > numerator ? most : numerator;
     }

@@ -33,7 +33,10 @@ CONFIG = {
     "stage": ("0 | 1 | 2 | 3", 3),
     "precision": ("'auto' | 'bf16' | 'fp16' | 'fp32'", "auto"),
     "moment_precision": ("'fp32' | 'bf16' | 'int8'", "fp32"),
-    "algorithm": ("'adam' | 'adagrad' | 'lion' | 'momentum' | 'sgd' | 'other'", "adam"),
+    "algorithm": (
+        "'adam' | 'adagrad' | 'lion' | 'ademamix' | 'momentum' | 'sgd' | 'other'",
+        "adam",
+    ),
     "durability": ("'off' | 'step' | int", "off"),
     "deterministic": ("bool", False),
     "inference": ("bool", False),

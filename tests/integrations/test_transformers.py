@@ -206,6 +206,19 @@ def test_optimizers_with_narrow_moments(outputs: Path) -> None:
     infinity.engine(found.model).close()
 
 
+def test_arguments_of_an_optimizer_with_three_moments(outputs: Path) -> None:
+    """Those that transformers gives to the AdEMAMix of bitsandbytes."""
+    given = {"optim": "ademamix_8bit", "optim_args": "beta1=0.8, beta3=0.99,alpha=2,t_alpha=5"}
+    found = trained(outputs / "ours", wrapped=True, **given)
+    assert isinstance(found.optimizer.optimizer, infinity.AdEMAMix)
+    group = found.optimizer.param_groups[0]
+    assert (group["betas"], group["alpha"]) == ((0.8, 0.999, 0.99), 2.0)
+    assert (group["t_alpha"], group["t_beta3"], group["eps"]) == (5, None, 1e-8)
+    config = infinity.engine(found.model).config
+    assert (config.algorithm, config.moment_precision) == ("ademamix", "int8")
+    infinity.engine(found.model).close()
+
+
 def test_an_optimizer_and_a_scheduler_of_torch(outputs: Path) -> None:
     """They are made for the plain model, before it is wrapped."""
     from transformers import Trainer

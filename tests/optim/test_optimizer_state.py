@@ -26,7 +26,10 @@ MOMENTS = {
     "momentum": ("momentum_buffer",),
     "adagrad": ("sum",),
     "lion": ("exp_avg",),
+    "ademamix": ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
 }
+COUNTED = ("adamw", "adagrad", "ademamix")
+"""Those that have "step" in their states."""
 PLACES = [("nvme", False), ("nvme", True), ("cpu", False), ("cpu", True), ("gpu", False)]
 
 
@@ -96,7 +99,7 @@ def test_what_is_written_in_place_is_the_state(
             head = side.optimizer.state[weight(side, "head.weight")][moment]
             head.data.add_(0.125)
             torch._foreach_mul_([head], 2.0)
-        if name in ("adamw", "adagrad"):
+        if name in COUNTED:
             side.optimizer.state[weight(side, "up.weight")]["step"].add_(3)
             side.optimizer.state[weight(side, "head.weight")]["step"].zero_()
 
@@ -137,7 +140,7 @@ def test_an_entry_that_is_replaced_is_the_state(name: str, tiles: bool, tmp_path
     def act(side: Side) -> None:
         up, head = weight(side, "up.weight"), weight(side, "head.weight")
         entry = {moment: torch.full(up.shape, 0.25) for moment in MOMENTS[name]}
-        if name in ("adamw", "adagrad"):
+        if name in COUNTED:
             entry["step"] = torch.tensor(7.0)
         side.optimizer.state[up] = entry
         side.optimizer.state[head][MOMENTS[name][0]] = torch.full(head.shape, 0.5)
@@ -360,7 +363,7 @@ def play(side: Side, kind: str, operations: list[tuple[str, str]]) -> list[Any]:
     """What the operations give, or that one cannot be done."""
     seen: list[Any] = []
     moment = MOMENTS[kind][0]
-    counted = kind in ("adamw", "adagrad")
+    counted = kind in COUNTED
     for number, (operation, name) in enumerate(operations):
         state, p = side.optimizer.state, weight(side, name)
         there = p in state and bool(state[p])

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity
-from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, StateTensors
+from infinity.optim.rules.adam import AdamW
 from infinity.placement.spec import BF16, FP32, INT8, SPLIT, Format, Kind
 from infinity.sharding import codec
 from support.budgets import ROOMY
@@ -237,7 +237,7 @@ def test_noise_is_another_in_every_step_unit_and_place(form: Format) -> None:
             kind: torch.zeros(form.bytes_of(2048), dtype=torch.uint8) for kind in MOMENTS.values()
         }
         formats = dict.fromkeys(MOMENTS.values(), form)
-        hyper = adam(1e-3, (0.9, 0.999), 1e-8, 0.0, step, decoupled=True)
+        hyper = AdamW.hyper(AdamW.usual_settings() | {"weight_decay": 0.0}, step)
         kernels.update(StateTensors(states, formats, unit, position), 0, 2048, hyper, 1.0)
         return torch.cat([states[kind] for kind in MOMENTS.values()])
 

@@ -48,6 +48,8 @@ class Hyper:
     nesterov: bool = False
     first_step: bool = False
     grad_scale: float = 0.37
+    beta3: float = 0.9999
+    alpha: float = 5.0
 
 
 HYPERS = [
@@ -71,16 +73,21 @@ class Case:
     hyper: Hyper = field(default_factory=Hyper)
 
     @property
-    def moments_used(self) -> tuple[bool, bool]:
-        return self.rule in ("adam", "lion") or (
-            self.rule == "sgd" and self.hyper.momentum != 0
-        ), self.rule in (
-            "adam",
-            "adagrad",
-        )
+    def moments_used(self) -> tuple[str, ...]:
+        """By the names of the kernels."""
+        if self.rule == "sgd":
+            return ("first",) if self.hyper.momentum else ()
+        return USED[self.rule]
 
 
-RULES = ("adam", "adagrad", "lion", "sgd")
+USED = {
+    "adam": ("first", "second"),
+    "adagrad": ("second",),
+    "lion": ("first",),
+    "ademamix": ("first", "second", "slow"),
+}
+RULES = (*USED, "sgd")
+MOMENTS = ("first", "second", "slow")
 
 
 @dataclass
@@ -99,7 +106,7 @@ class Chunk:
         return replace(self, blocks={name: block.clone() for name, block in self.blocks.items()})
 
     def offset(self, name: str) -> int:
-        return GUARD + self.shift * (4 if name in ("first", "second") else self.width(name))
+        return GUARD + self.shift * (4 if name in MOMENTS else self.width(name))
 
     def width(self, name: str) -> int:
         return WIDTHS[
@@ -152,7 +159,8 @@ class Chunk:
 
     def _numbers(self) -> dict[str, Any]:
         """What both take by name."""
-        return {"position": self.position, "key": self.key, **asdict(self.case.hyper)}
+        numbers = {"position": self.position, "key": self.key, **asdict(self.case.hyper)}
+        return numbers | {"slow": self.address("slow")}
 
     def update_by(self, cuda: Any, stream: int, begin: int = 0, end: int | None = None) -> Chunk:
         """The same by the CUDA kernels."""
@@ -183,7 +191,12 @@ class Chunk:
 
     def moment(self, kind: str) -> torch.Tensor:
         """A moment in fp32."""
-        return decoded(self.view(kind), self.case.moments, kind, self.n)
+        return decoded(self.view(kind), self.case.moments, coded_as(kind), self.n)
+
+
+def coded_as(kind: str) -> str:
+    """The moment that is coded like `kind`."""
+    return "first" if kind == "slow" else kind
 
 
 def random_bits(n: int, generator: torch.Generator) -> torch.Tensor:
@@ -246,8 +259,10 @@ def make_chunk(
     grad: torch.Tensor | None,
     first: torch.Tensor,
     second: torch.Tensor,
+    slow: torch.Tensor | None = None,
 ) -> Chunk:
-    """A chunk with these values (fp32; `first` and `second` may be the bytes of a block)."""
+    """A chunk with these values (fp32; moments may be the bytes of a block). Without `slow` zeros
+    are it."""
     contents: dict[str, torch.Tensor] = {}
     if grad is not None:
         contents["grad"] = as_bytes(grad.to(DTYPES[case.grad]))
@@ -260,13 +275,11 @@ def make_chunk(
         )
     else:
         contents["param"], contents["master"] = map(as_bytes, split(masters))
-    for kind, used, values in zip(
-        ("first", "second"), case.moments_used, (first, second), strict=True
-    ):
-        if used:
-            contents[kind] = (
-                values if values.dtype == torch.uint8 else encoded(values, case.moments, kind)
-            )
+    slow = torch.zeros(len(masters)) if slow is None else slow
+    for kind, values in zip(MOMENTS, (first, second, slow), strict=True):
+        if kind in case.moments_used:
+            is_block = values.dtype == torch.uint8
+            contents[kind] = values if is_block else encoded(values, case.moments, coded_as(kind))
     guard = torch.full((GUARD,), 0xA5, dtype=torch.uint8)
     return Chunk(
         case,
@@ -279,9 +292,9 @@ def random_chunk(case: Case, n: int, seed: int = 0) -> Chunk:
     """Values of every class; the codes of int8 moments are any bytes, their scales any class of
     number."""
     generator = torch.Generator().manual_seed(seed)
-    values = [random_values(n, generator) for _ in range(4)]
+    values = [random_values(n, generator) for _ in range(5)]
     if case.moments == "int8":
-        for which in (2, 3):
+        for which in (2, 3, 4):
             block = torch.randint(
                 0, 256, (kernels.block_bytes("int8", n),), dtype=torch.uint8, generator=generator
             )
@@ -293,7 +306,7 @@ def random_chunk(case: Case, n: int, seed: int = 0) -> Chunk:
                     torch.where(chosen, ordinary, any_class)
                 )
             values[which] = block
-    return make_chunk(case, values[1], values[0], values[2], values[3])
+    return make_chunk(case, values[1], values[0], *values[2:])
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -303,7 +316,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"master": 0}, "master must not be null"),
     ({"first": 0}, "first must not be null"),
     ({"second": 0}, "second must not be null"),
-    ({"rule": "adamw"}, "unknown rule 'adamw'; expected adam, adagrad, lion or sgd"),
+    ({"rule": "adamw"}, "unknown rule 'adamw'; expected adam, adagrad, lion, ademamix or sgd"),
     ({"grad_dtype": "fp64"}, "unknown dtype 'fp64'"),
     ({"master_format": "fp16"}, "unknown master format"),
     ({"moment_format": "int4"}, "expected fp32, bf16 or int8"),

@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 
 from infinity.device import ComputeDevice, HostMemory
-from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, StateTensors
+from infinity.optim.rules.adam import AdamW
 from infinity.placement.budget import FULL_CHUNK_ELEMENTS
 from infinity.placement.spec import FP32, SPLIT, Kind
 
@@ -22,7 +22,7 @@ _COPY_BYTES = 64 << 20
 _DTYPES = dict.fromkeys((Kind.PARAM, Kind.GRAD), torch.bfloat16)
 _FORMATS = {Kind.MASTER: SPLIT, Kind.EXP_AVG: FP32, Kind.EXP_AVG_SQ: FP32}
 _WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2} | {kind: form.nbytes for kind, form in _FORMATS.items()}
-_HYPER = adam(1e-4, (0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
+_HYPER = AdamW.hyper({"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, step=10)
 
 
 class Load:

@@ -26,10 +26,11 @@ struct Formats {
 };
 
 struct Problem {
-  Bytes grad, param, master, first, second;
+  Bytes grad, param, master, first, second, slow;
 
   bool operator==(const Problem& other) const {
-    return param == other.param && master == other.master && first == other.first && second == other.second;
+    return param == other.param && master == other.master && first == other.first && second == other.second &&
+           slow == other.slow;
   }
 };
 
@@ -61,12 +62,12 @@ Problem make_problem(unsigned seed, const Formats& f, std::size_t n) {
   std::mt19937 random(seed);
   return {random_values(random, size_of(f.grad), n * size_of(f.grad)), random_values(random, size_of(f.param), n * size_of(f.param)),
           size_of(f.master) ? random_values(random, size_of(f.master), n * size_of(f.master)) : Bytes{},
-          random_moments(random, f.moments, n), random_moments(random, f.moments, n)};
+          random_moments(random, f.moments, n), random_moments(random, f.moments, n), random_moments(random, f.moments, n)};
 }
 
 Problem updated(Problem p, Rule rule, const Formats& f, std::size_t n, const Hyper& hyper, Isa isa, Pool& pool) {
   const Chunk chunk{p.grad.data(), f.grad, p.param.data(), f.param, p.master.data(), f.master, p.first.data(), p.second.data(),
-                    f.moments, (1ull << 32) - 64, 99};  // the element numbers pass 2^32
+                    f.moments, (1ull << 32) - 64, 99, p.slow.data()};  // the element numbers pass 2^32
   update(rule, chunk, 0, n, hyper, isa, pool);
   return p;
 }
@@ -79,7 +80,7 @@ int main() {
   const std::size_t sizes[] = {1, 31, 32, 100, 1000, kSuperblock + 77};
   Pool one(1), two(2), five(5);
   unsigned seed = 0;
-  for (const Rule rule : {Rule::adam, Rule::adagrad, Rule::lion, Rule::sgd}) {
+  for (const Rule rule : {Rule::adam, Rule::adagrad, Rule::lion, Rule::ademamix, Rule::sgd}) {
     for (const Format moments : {Format::fp32, Format::bf16, Format::int8}) {
       for (const Dtype grad : {Dtype::fp32, Dtype::bf16, Dtype::fp16}) {
         for (const auto& [param, master] : {std::pair{Dtype::fp32, Master::none}, {Dtype::bf16, Master::fp32}, {Dtype::fp16, Master::fp32},
@@ -88,7 +89,7 @@ int main() {
           const std::size_t n = sizes[++seed % 6];
           const double weight_decay = seed % 3 == 0 ? 0 : 0.1;
           const Hyper hyper{1e-3, 0.9, 0.999, 1e-8, weight_decay, 0.1, 0.0316, 0.7, seed % 2 == 0, seed % 4 == 0 ? 0 : 0.9, 0.1,
-                            seed % 5 < 2, seed % 7 == 0};
+                            seed % 5 < 2, seed % 7 == 0, 0.9999, seed % 6 + 0.5};
           const Problem problem = make_problem(seed, formats, n);
           const Problem expected = updated(problem, rule, formats, n, hyper, Isa::scalar, one);
           const double norm = squared_norm(problem.grad.data(), grad, n, 0.5, Isa::scalar, one);
