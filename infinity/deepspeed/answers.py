@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine answers about its configuration."""
+"""The parts of a DeepSpeed engine, and what it answers about its configuration."""
 
 from __future__ import annotations
 
@@ -6,20 +6,44 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.deepspeed.communication import get_local_rank, get_rank, get_world_size
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
+from infinity.engine import Engine
+from infinity.errors import EngineClosedError
 from infinity.optim.optimizer import Optimizer
 
 
 class Answers:
-    """The questions that frameworks ask an engine of DeepSpeed, under its names. They change
-    nothing, but for `set_train_batch_size` and its kin."""
+    """The parts and counters that a DeepSpeed engine has, and the questions that frameworks ask
+    about them, under the names of DeepSpeed. They change nothing, but for `set_train_batch_size`
+    and its kin."""
 
+    module: nn.Module
     settings: Settings
     optimizer: Optimizer | None
     client_optimizer: torch.optim.Optimizer | None
+    """The optimizer of the script; its groups are those of `optimizer`."""
+    lr_scheduler: Any
+    global_steps: int
+    """Optimizer steps, those included that were left out."""
+    global_samples: int
+    micro_steps: int
+    """Calls of `step`."""
+    skipped_steps: int
+    _kept: Engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
+        if not self._kept.is_open:
+            raise EngineClosedError(
+                "the engine was destroyed; give infinity.initialize the model once more (with a "
+                "Trainer: make a new one)"
+            )
+        return self._kept
 
     @property
     def config(self) -> dict[str, Any]:
