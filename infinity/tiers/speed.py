@@ -10,15 +10,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from infinity.device import HostMemory
-from infinity.nvme.ticket import Ticket
+from infinity.errors import NvmeError
 
 PROBE_BYTES = 64 << 20
 """What is written to each drive once, and read back."""
@@ -26,6 +26,8 @@ PROBE_SECONDS = 0.2
 """A slow drive moves less: after so long, in each direction, nothing more is begun."""
 
 _REQUEST_BYTES, _IN_FLIGHT = 2 << 20, 4  # with the engine's own requests of 1 MiB, eight of them
+
+Transferred = TypeVar("Transferred")
 
 
 class Probe(NamedTuple):
@@ -44,10 +46,8 @@ def measure(probes: Sequence[Probe]) -> list[float]:
     files is overwritten.
     """
     with ExitStack() as stack:
-        memory = HostMemory(_REQUEST_BYTES * _IN_FLIGHT)
+        memory = noise(_REQUEST_BYTES * _IN_FLIGHT)
         stack.callback(memory.close)
-        noise = torch.Generator().manual_seed(0)  # drives may compress, and write zeros at no cost
-        memory.tensor.view(torch.int64).random_(generator=noise)
         address = memory.tensor.data_ptr()
         threads = stack.enter_context(ThreadPoolExecutor(len(probes), "infinity-probe"))
         written = list(
@@ -64,6 +64,26 @@ def measure(probes: Sequence[Probe]) -> list[float]:
     ]
 
 
+def noise(nbytes: int) -> HostMemory:
+    """Memory of random bytes: drives may compress, and write zeros at no cost."""
+    memory = HostMemory(nbytes)
+    memory.tensor.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
+    return memory
+
+
+def finish_all(transfers: deque[Transferred], wait: Callable[[Transferred], object]) -> None:
+    """Wait for every transfer, for the memory is used again after that; then raise the first
+    failure."""
+    failure: NvmeError | None = None
+    while transfers:
+        try:
+            wait(transfers.popleft())
+        except NvmeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int, float]:
     """Move the first `nbytes`, or what there is time for; returns bytes and seconds."""
     submit, in_flight = getattr(probe.engine, operation), deque[Any]()
@@ -76,8 +96,6 @@ def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int,
             slot = address + end // _REQUEST_BYTES % _IN_FLIGHT * _REQUEST_BYTES
             in_flight.append(submit(probe.file, end, slot, length))
             end += length
-        while in_flight:
-            in_flight.popleft().wait()
-        return end, max(time.perf_counter() - start, 1e-9)
     finally:
-        Ticket(in_flight).finish()  # after a failure: the memory goes when they are done
+        finish_all(in_flight, lambda ticket: ticket.wait())
+    return end, max(time.perf_counter() - start, 1e-9)

@@ -22,21 +22,25 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from infinity import nvme
+from infinity import native
 from infinity.device import ComputeDevice
+from infinity.directories.directory import Directory
 from infinity.free_memory import read_host, reserve
 from infinity.models.source import ModelSource
 from infinity.rates import seconds_of
+from infinity.tiers.speed import finish_all, noise
 
 PIECE_BYTES = 4 << 20  # a stripe of the engine
+_NAME = "probe.bin"
 _MATRIX = 8192
 _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
 Times = TypeVar("Times")
@@ -211,21 +215,26 @@ class DriveProbe:
         self.both_bytes = self._count // 2 * 2 * PIECE_BYTES * len(directories)
 
     def __enter__(self) -> DriveProbe:
-        memory = nvme.empty(self._count * PIECE_BYTES, dtype=torch.uint8)
-        # Drives may compress.
-        memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-        self._pieces = list(memory.split(PIECE_BYTES))
         with ExitStack() as stack:
-            self._places = []
-            for directory in self._directories:
-                folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-")
-                )
-                io = stack.enter_context(nvme.Io(self._engine))
-                self._places.append((io, Path(folder) / "probe.bin"))
-            self.write()  # the files have their length from here on
+            memory = noise(self._count * PIECE_BYTES)
+            stack.callback(memory.close)
+            self._address = memory.tensor.data_ptr()
+            self._places = [stack.enter_context(self._place(each)) for each in self._directories]
+            self.write()  # what was never written costs nothing to read
             self._parts = stack.pop_all()
         return self
+
+    @contextmanager
+    def _place(self, directory: Path) -> Iterator[tuple[Any, Any]]:
+        """An engine, and its file in `directory`."""
+        with (
+            tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-") as folder,
+            Directory(Path(folder)) as place,
+            closing(native.make_engine(self._engine)) as engine,
+            closing(native.file_at(place.create_in_place(_NAME), f"{folder}/{_NAME}")) as file,
+        ):
+            file.allocate(self._count * PIECE_BYTES)
+            yield engine, file
 
     def __exit__(self, *_: object) -> None:
         self._parts.close()
@@ -248,15 +257,18 @@ class DriveProbe:
         )
         self._run(request for pair in pairs for request in pair)
 
-    def _requests(self, operation: str, numbers: range) -> Iterator[nvme.Ticket]:
+    def _requests(self, operation: str, numbers: range) -> Iterator[Any]:
         for number in numbers:
-            for io, file in self._places:
-                submit = getattr(io, f"{operation}_async")
-                yield submit(self._pieces[number], file, number * PIECE_BYTES)
+            at = number * PIECE_BYTES
+            for engine, file in self._places:
+                yield getattr(engine, operation)(file, at, self._address + at, PIECE_BYTES)
 
-    def _run(self, requests: Iterator[nvme.Ticket]) -> None:
-        for ticket in list(requests):
-            ticket.wait()
+    def _run(self, requests: Iterator[Any]) -> None:
+        in_flight = deque[Any]()
+        try:
+            in_flight.extend(requests)
+        finally:
+            finish_all(in_flight, lambda ticket: ticket.wait())
 
 
 def drives(probe: DriveProbe, rounds: int) -> dict[str, list[float]]:
