@@ -24,6 +24,7 @@ import argparse
 import functools
 import math
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -38,7 +39,6 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.line_counter import LineCounter
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.modules.hooks import Hooks
 from infinity.modules.packing import Packer
@@ -50,6 +50,9 @@ from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.parameter_data import ParameterData
 from infinity.tiers.resident import Residency
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.line_counter import LineCounter
 
 QUESTION = "What does the engine's own Python cost with many units and many tensors?"
 LIMIT = "a step of plain PyTorch, in the same round"

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine answers about its configuration."""
+"""The parts of a DeepSpeed engine, and what it answers about its configuration."""
 
 from __future__ import annotations
 
@@ -6,20 +6,44 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
-from infinity.deepspeed.communication import get_local_rank, get_rank, get_world_size
+from infinity.deepspeed.communication import get_rank, get_world_size
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
+from infinity.engine import Engine
+from infinity.errors import EngineClosedError
 from infinity.optim.optimizer import Optimizer
 
 
 class Answers:
-    """The questions that frameworks ask an engine of DeepSpeed, under its names. They change
-    nothing, but for `set_train_batch_size` and its kin."""
+    """The parts and counters that a DeepSpeed engine has, and the questions that frameworks ask
+    about them, under the names of DeepSpeed. They change nothing, but for `set_train_batch_size`
+    and its kin."""
 
+    module: nn.Module
     settings: Settings
     optimizer: Optimizer | None
     client_optimizer: torch.optim.Optimizer | None
+    """The optimizer of the script; its groups are those of `optimizer`."""
+    lr_scheduler: Any
+    global_steps: int
+    """Optimizer steps, those included that were left out."""
+    global_samples: int
+    micro_steps: int
+    """Calls of `step`."""
+    skipped_steps: int
+    _kept: Engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
+        if not self._kept.is_open:
+            raise EngineClosedError(
+                "the engine was destroyed; give infinity.initialize the model once more (with a "
+                "Trainer: make a new one)"
+            )
+        return self._kept
 
     @property
     def config(self) -> dict[str, Any]:
@@ -39,15 +63,6 @@ class Answers:
     def gradient_accumulation_steps(self) -> int:
         """Forwards of a rank for each optimizer step."""
         return self.settings.batches.accumulation
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; else every `step` is one of the optimizer."""
-        return self.settings.managed_accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """The three numbers above."""
-        batches = self.settings.batches
-        return batches.train, batches.micro, batches.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of samples of one step, by that of the forwards. Raises `ConfigError`
@@ -75,18 +90,6 @@ class Answers:
         self.settings = dataclasses.replace(self.settings, batches=batches)
 
     # Precision and gradients
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are in fp16."""
-        return self.settings.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
-        return self.settings.precision == "bf16"
-
-    def amp_enabled(self) -> bool:
-        """Never: apex is refused."""
-        return False
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of parameters, and that in which gradients are accumulated."""
@@ -134,24 +137,6 @@ class Answers:
         """Whether ranks share gradients."""
         return self.zero_optimization_stage() >= 2
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether ranks share parameters."""
-        return self.zero_optimization_stage() >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights may be asked for at stage 3."""
-        return self.settings.gather_16bit_weights_on_save
-
-    def steps_per_print(self) -> float:
-        """What the configuration says; nothing is printed."""
-        steps: float = self.settings.raw.get("steps_per_print") or 10
-        return steps
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients are exchanged as sparse tensors: none."""
-        return set()
-
     # Ranks
 
     @property
@@ -165,8 +150,3 @@ class Answers:
     def global_rank(self) -> int:
         """The number of this rank."""
         return get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank on its node."""
-        return get_local_rank()

@@ -10,20 +10,19 @@ import logging
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from infinity.deepspeed import zero_to_fp32
 from infinity.deepspeed.agree import directory_of_first
+from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.latest import LATEST, is_name, read_latest, write_latest
+from infinity.deepspeed.optimizers import share_groups
 from infinity.directories.drafts import replacing
 from infinity.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from infinity.deepspeed.engine import DeepSpeedEngine
 
 log = logging.getLogger("infinity")
 
@@ -34,7 +33,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 class TaggedCheckpoints:
     """Saves and loads one engine. All ranks call its methods."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Answers) -> None:
         self._engine = engine
 
     def save(
@@ -142,7 +141,8 @@ class TaggedCheckpoints:
         found = engine.engine.load_checkpoint(
             path, [] if optimizer is None else [optimizer], strict
         )
-        engine.share_groups()  # which are new ones
+        if engine.client_optimizer is not None and engine.optimizer is not None:
+            share_groups(engine.client_optimizer, engine.optimizer)  # which are new ones
         if not only_weights:
             for counter, value in found.get("counters", {}).items():
                 setattr(engine, counter, value)

@@ -8,6 +8,7 @@ and the step was left out.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -31,11 +32,10 @@ from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.monitor import Monitor
 from infinity.deepspeed.offload_devices import StateMoves
-from infinity.deepspeed.optimizer_names import answering
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from infinity.engine import Engine, engine
-from infinity.errors import EngineClosedError, InfinityError, in_words
+from infinity.errors import InfinityError, in_words
 from infinity.optim.optimizer import Optimizer
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
@@ -76,20 +76,14 @@ class DeepSpeedEngine(Answers, nn.Module):
     ) -> None:
         """`directories` were made for this engine, and go with it where they are empty."""
         nn.Module.__init__(self)
-        self.module: nn.Module = model
+        self.module = model
         self.training = model.training
         self.settings = settings
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
-        self.client_optimizer: torch.optim.Optimizer | None = None
-        """What the script gave; its groups are those of `optimizer`."""
-        self.global_steps = 0
-        """Optimizer steps, those included that were left out."""
-        self.global_samples = 0
-        self.micro_steps = 0
-        """Calls of `step`."""
-        self.skipped_steps = 0
+        self.client_optimizer = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.mpu = None
         self.monitor = Monitor()
         self.timers: SynchronizedWallClockTimer = SynchronizedWallClockTimer()
@@ -102,8 +96,6 @@ class DeepSpeedEngine(Answers, nn.Module):
         _DIRECTORIES[self._kept] = directories
         self._checkpoints = TaggedCheckpoints(self)
         self._moves = StateMoves(settings.config)
-        if optimizer is not None:
-            answering(optimizer, self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -113,6 +105,8 @@ class DeepSpeedEngine(Answers, nn.Module):
                 raise
         if name in engine_names.VALUES:
             return engine_names.VALUES[name](self)
+        if name in engine_names.METHODS:
+            return functools.partial(engine_names.METHODS[name], self)
         try:
             return getattr(self.module, name)
         except AttributeError:
@@ -121,36 +115,9 @@ class DeepSpeedEngine(Answers, nn.Module):
             raise engine_names.missing(self.module, name) from None
 
     @property
-    def engine(self) -> Engine:
-        """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
-        if not self._kept.is_open:
-            raise EngineClosedError(
-                "the engine was destroyed; give infinity.initialize the model once more (with a "
-                "Trainer: make a new one)"
-            )
-        return self._kept
-
-    @property
     def device(self) -> torch.device:
         """Where the model runs: inputs go there."""
         return self.engine.device
-
-    def share_groups(self) -> None:
-        """The groups of the script's own optimizer are those of `optimizer`, the same dicts.
-
-        So what holds one of them works as before: for example a scheduler of yet another optimizer,
-        from which accelerate has made the one that it gives.
-        """
-        client, optimizer = self.client_optimizer, self.optimizer
-        if client is None or optimizer is None:
-            return
-        pairs = zip(client.param_groups, optimizer.param_groups, strict=True)
-        for index, (old, new) in enumerate(pairs):
-            if old is not new:
-                old.clear()
-                old.update(new)
-                optimizer.param_groups[index] = old
-        client.param_groups = optimizer.param_groups
 
     # Forward and backward
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from infinity.deepspeed.zero import GatheredParameters
 
-if TYPE_CHECKING:
-    from infinity.deepspeed.engine import DeepSpeedEngine
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 @contextmanager
-def unwrap_model_for_generation(model: DeepSpeedEngine) -> Iterator[DeepSpeedEngine]:
+def unwrap_model_for_generation(model: _Model) -> Iterator[_Model]:
     """Inside, all parameters of an engine are in memory, so that many forwards read them once."""
     with GatheredParameters(model.parameters()):
         yield model

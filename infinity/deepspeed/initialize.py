@@ -20,7 +20,8 @@ from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.names import VERSION
-from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
+from infinity.deepspeed.optimizer_names import answering
+from infinity.deepspeed.optimizers import Client, Recipe, options, recipe, share_groups
 from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.source import Source
@@ -103,9 +104,11 @@ def initialize(
     if settings.buffer_dtype is not None:
         _cast_buffers(plain, settings.buffer_dtype)
     engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories)
+    if built is not None:
+        answering(built, engine)
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
-        engine.share_groups()
+        share_groups(found.client, built)
         redirect(follower, found.client, built)
     return engine, built, batches, follower
 

@@ -16,19 +16,17 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
 
 from infinity.backward import handed_on
+from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.errors import in_words
 from infinity.losses.lazy_logits import LazyLogits
 from infinity.optim.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from infinity.deepspeed.engine import DeepSpeedEngine
 
 
 class Losses:
@@ -37,7 +35,7 @@ class Losses:
     running: ClassVar[weakref.WeakSet[Losses]] = weakref.WeakSet()
     """Those of all engines whose `backward` runs: its loss is divided."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Answers) -> None:
         self._engine = engine
 
     def _divisor(self, by_forwards: bool = True) -> float:

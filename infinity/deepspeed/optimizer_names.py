@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infinity.deepspeed import fragments
+from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.engine_names import (
     COMMUNICATION,
     CONFIGURATION,
@@ -28,9 +29,6 @@ from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules.sgd import SGD
 from infinity.optim.scaler import FACTOR
-
-if TYPE_CHECKING:
-    from infinity.deepspeed.engine import DeepSpeedEngine
 
 
 def answering(optimizer: Optimizer, engine: DeepSpeedEngine) -> None:

@@ -49,6 +49,22 @@ _ONLY_DEEPSPEED = (
 """Parameters of a configuration that `Settings` has read, and that no optimizer here takes."""
 
 
+def share_groups(client: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Give `client`, the optimizer of the script, the groups of `optimizer`, as the dicts that it
+    had.
+
+    So what holds one of them works as before: for example a scheduler of yet another optimizer,
+    from which accelerate has made the one that it gives.
+    """
+    pairs = zip(client.param_groups, optimizer.param_groups, strict=True)
+    for index, (old, new) in enumerate(pairs):
+        if old is not new:
+            old.clear()
+            old.update(new)
+            optimizer.param_groups[index] = old
+    client.param_groups = optimizer.param_groups
+
+
 class NamedParameters:
     """The parameters of a model by their names, which hold before and after it is wrapped."""
 

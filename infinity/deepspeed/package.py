@@ -15,14 +15,14 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from infinity.deepspeed.names import ALIASES, BACKED, CONSTANTS, REFUSED, sentence
+from infinity.deepspeed.names import ALIASES, BACKED, CONSTANTS, PROGRAMS, REFUSED, sentence
 from infinity.deepspeed.pretrained import load_streamed
 from infinity.deepspeed.refused import refused
 
-_PACKAGE = "deepspeed"
+_PACKAGE, _MAIN = "deepspeed", ".__main__"
 
 
 def _modules() -> frozenset[str]:
@@ -37,24 +37,51 @@ MODULES = _modules()
 
 def fill(module: ModuleType) -> None:
     """Make `module` the package, and find its modules from now on."""
-    if not any(isinstance(finder, _PackageFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PackageFinder())
+    if not any(isinstance(finder, _Package) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Package())
     _fill(module, "")
     load_streamed()
 
 
-class _PackageFinder(MetaPathFinder):
-    """Finds everything below `deepspeed`; see [Note: what is not there]."""
+class _Package(MetaPathFinder, Loader):
+    """Finds and makes everything below `deepspeed`; see [Note: what is not there]."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(f"{_PACKAGE}."):
             return None
-        given = fullname.removeprefix(f"{_PACKAGE}.")
+        program = fullname.removesuffix(_MAIN)
+        if program == fullname:
+            return ModuleSpec(fullname, self, origin=__file__, is_package=True)
+        return ModuleSpec(fullname, self, origin=program) if _program(fullname) else None
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The program of a module, for `python -m`."""
+        return compile(f"from {_program(fullname)} import main\nmain()", __file__, "exec")
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        given = spec.name.removeprefix(f"{_PACKAGE}.")
         name = _own_name(given)
-        kind = _Absent if name not in MODULES else _Present if name == given else _Alias
-        return ModuleSpec(fullname, kind(name), origin=__file__, is_package=True)
+        if name not in MODULES:
+            raise ImportError(sentence(name), name=spec.name)
+        if name == given:
+            return None
+        module = importlib.import_module(f"{_PACKAGE}.{name}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__
+        if spec.loader_state is None:
+            _fill(module, spec.name.removeprefix(f"{_PACKAGE}."))
+        else:  # under another name, which it does not keep
+            module.__spec__ = spec.loader_state
+
+
+def _program(fullname: str) -> str | None:
+    """The module with the `main` of `python -m`; None for a module that is no program."""
+    return PROGRAMS.get(fullname.removeprefix(f"{_PACKAGE}.").removesuffix(_MAIN))
 
 
 def _own_name(name: str) -> str:
@@ -63,35 +90,6 @@ def _own_name(name: str) -> str:
         if name == other or name.startswith(f"{other}."):
             return own + name.removeprefix(other)
     return name
-
-
-class _Present(Loader):
-    """Makes a module of the table."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def exec_module(self, module: ModuleType) -> None:
-        _fill(module, self._name)
-
-
-class _Alias(_Present):
-    """Gives a module under another name."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(f"{_PACKAGE}.{self._name}")
-        self._own = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
-
-
-class _Absent(_Present):
-    """Says why there is no such module."""
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        raise ImportError(sentence(self._name), name=spec.name)
 
 
 def _fill(module: ModuleType, name: str) -> None:
@@ -122,7 +120,8 @@ def _fill(module: ModuleType, name: str) -> None:
         return sorted({*vars(module), *sources})
 
     classes = {
-        each: refused(each, sentence(f"{start}{each}")) for each in REFUSED.get(name, "").split()
+        each: refused(each, module.__name__, sentence(f"{start}{each}"))
+        for each in REFUSED.get(name, "").split()
     }
     vars(module).update(CONSTANTS.get(name, {}), **classes)
     vars(module).update(__getattr__=find, __dir__=listed, __all__=[*sources, *classes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from infinity.measure.rates import TimedUpdate
 from infinity.optim.kernels import KERNEL_NAMES
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules.adagrad import Adagrad
@@ -12,7 +13,6 @@ from infinity.optim.rules.ademamix import AdEMAMix
 from infinity.optim.rules.lion import Lion
 from infinity.optim.rules.sgd import SGD
 from infinity.placement.spec import Kind
-from infinity.rates import TimedUpdate
 
 FAMILY: tuple[type[Optimizer], ...] = (Adam, AdamW, Adagrad, Lion, AdEMAMix, SGD)
 BY_ALGORITHM: Mapping[str, type[Optimizer]] = {

@@ -1,5 +1,4 @@
-"""The measured speeds of a machine, as input for decisions. `infinity.rates` and `tiers/speed`
-measure them."""
+"""The measured speeds of a machine, as input for decisions. `infinity.measure` measures them."""
 
 from __future__ import annotations
 

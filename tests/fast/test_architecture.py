@@ -19,8 +19,8 @@ LAYERS = """\
 1 directories
 2 infinity: backward compilation device native observe pinning
 2 placement
+3 measure
 3 nvme
-4 infinity: rates
 4 tiers
 5 sharding
 6 schedule
@@ -178,7 +178,6 @@ def test_imports_point_to_lower_layers() -> None:
 
 
 CIRCLES = [
-    "deepspeed: checkpoints engine generation losses optimizer_names",
     "sharding: gradient_block gradient_buffer gradients parameter parameter_data states tiles unit "
     "use value",
 ]

@@ -9,11 +9,14 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -110,6 +113,14 @@ def test_all_modules_import_and_have_what_they_promise(package: Any) -> None:
         assert set(module.__all__) <= set(dir(module))
 
 
+def test_classes_and_functions_are_pickled_by_name(package: Any) -> None:
+    for name in ["", *sorted(MODULES)]:
+        module = importlib.import_module(dotted(name))
+        for each in (getattr(module, word) for word in module.__all__):
+            if isinstance(each, (type, FunctionType)):
+                assert pickle.loads(pickle.dumps(each)) is each
+
+
 def test_modules_are_attributes_of_their_packages(package: Any) -> None:
     """As after a plain `import deepspeed` of 0.19.8."""
     for name in sorted(MODULES):
@@ -170,6 +181,37 @@ def test_other_names_are_missing_in_words(package: Any) -> None:
     with pytest.raises(ImportError, match=f"^{expected}$"):
         exec("from deepspeed import autotuning")
     assert not hasattr(package, "autotuning")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "text"),
+    [
+        ("utils.zero_to_fp32", ["--help"], "usage: "),
+        ("launcher.runner", ["--help"], "usage: deepspeed "),
+    ],
+)
+def test_its_programs_run_with_python_m(
+    package: Any,
+    program: str,
+    arguments: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(dotted(program), run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [("comm", "is a package and cannot be"), ("env_report", "`infinity doctor` says what this")],
+)
+def test_other_modules_do_not_run(package: Any, module: str, text: str) -> None:
+    with pytest.raises(ImportError, match=text):
+        runpy.run_module(dotted(module), run_name="__main__")
 
 
 def test_a_missing_name_of_a_module_is_said_by_every_import(package: Any) -> None:

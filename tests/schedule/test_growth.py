@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.line_counter import LineCounter
 from infinity.quantities import round_up
 from infinity.tiers.block import Block
 from infinity.tiers.resident import Residency
+from support.line_counter import LineCounter
 
 WIDTH = 8
 FEW, MANY = 24, 96

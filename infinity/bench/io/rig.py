@@ -26,7 +26,7 @@ from infinity import native
 from infinity.bench.io.patterns import ReplayStage, Transfer
 from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
-from infinity.errors import NvmeError
+from infinity.measure.speed import finish_all
 from infinity.placement.budget import STAGED_SETS
 from infinity.quantities import round_up
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
@@ -244,7 +244,7 @@ class Rig:
                 )
                 turn += batch
         finally:
-            _finish_all(in_flight, self._finished)
+            finish_all(in_flight, self._finished)
 
     def _polled(
         self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float
@@ -273,7 +273,7 @@ class Rig:
                 if not done:
                     time.sleep(0)  # let another thread run
         finally:
-            _finish_all(deque(submitted for submitted, _ in live.values()), self._finished)
+            finish_all(deque(submitted for submitted, _ in live.values()), self._finished)
 
     def _replay(self, stages: Iterable[ReplayStage]) -> None:
         memory = self.drives[0]
@@ -291,19 +291,19 @@ class Rig:
                             "bytes of staging"
                         )
                     while len(writing) > STAGED_SETS - READING_STAGES - 1:
-                        _finish_all(writing.popleft(), self._finished)
+                        finish_all(writing.popleft(), self._finished)
                     address = memory.address + number % STAGED_SETS * room
                     reading.append(
                         (stage, address, self._submit_ranges("read", stage.reads, address))
                     )
                 if reading and (stage is None or len(reading) > READING_STAGES - 1):
                     done, address, tickets = reading.popleft()
-                    _finish_all(tickets, self._finished)
+                    finish_all(tickets, self._finished)
                     writing.append(self._submit_ranges("write", done.writes, address))
                 elif stage is None:
                     break
         finally:
-            _finish_all(
+            finish_all(
                 deque(itertools.chain(*(tickets for _, _, tickets in reading), *writing)),
                 self._finished,
             )
@@ -343,19 +343,6 @@ class _Slots:
     def address(self, number: int) -> int:
         """Where slot `number` (any number: they are used in turns) begins."""
         return self._address + number % self.count * self._slot
-
-
-def _finish_all(tickets: deque[_Submitted], finished: Callable[[_Submitted], None]) -> None:
-    """Wait for every ticket, for the memory is used again after that; then raise the first
-    failure."""
-    failure: BaseException | None = None
-    while tickets:
-        try:
-            finished(tickets.popleft())
-        except NvmeError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 def _register(engine: Any, drive: Drive) -> bool:

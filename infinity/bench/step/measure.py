@@ -33,12 +33,20 @@ from typing import Any
 import torch
 
 from infinity.bench.machine import load_problem
-from infinity.bench.step import flops, limits
+from infinity.bench.step import bare_compute, flops
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
+from infinity.measure import speed
+from infinity.measure.rates import (
+    Formats,
+    copies,
+    formats_of,
+    multiplications,
+    threads_of,
+    updates,
+)
 from infinity.observe import Span
-from infinity.rates import Formats, copies, formats_of, threads_of, updates
 from infinity.report import Report
 from infinity.tiers.drives import check_directories
 
@@ -130,14 +138,14 @@ def measure(
         rates = copies(ComputeDevice(config.tuning.device), probe_bytes, ROUNDS)
         if not on_nvme:
             return rates
-        with limits.DriveProbe(config.nvme, config.tuning.io_engine, probe_bytes) as probe:
-            return rates | limits.drives(probe, ROUNDS)
+        with speed.DriveProbe(config.nvme, config.tuning.io_engine, probe_bytes) as probe:
+            return rates | speed.drives(probe, ROUNDS)
 
     try:
         before = links()
         peaks = Peaks(device)
         batch = work.batch(0, device.torch)
-        alone = limits.BareCompute(work.source, batch, device, work.recomputes)
+        alone = bare_compute.BareCompute(work.source, batch, device, work.recomputes)
 
         def measure_compute(dtype: torch.dtype) -> None:
             say("measuring compute without the engine")
@@ -156,7 +164,7 @@ def measure(
             for (name, values), then in zip(before.items(), links().values(), strict=True)
         }
         say("measuring matrix multiplication and the update")
-        rates["matmul"] = limits.multiplications(device.torch, trained.dtype, ROUNDS)
+        rates["matmul"] = multiplications(device.torch, trained.dtype, ROUNDS)
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):
@@ -233,7 +241,7 @@ def summary(
     work: Workload,
     trained: Trained,
     rates: Mapping[str, Sequence[float]],
-    alone: limits.BareCompute,
+    alone: bare_compute.BareCompute,
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""How fast this machine copies to and from the compute device, and updates states, in the engine's
-own memory and formats.
+"""How fast this machine copies to and from the compute device, updates states, in the engine's own
+memory and formats, and multiplies.
 
 Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function
 gives one figure per round, in units per second.
@@ -7,6 +7,7 @@ gives one figure per round, in units per second.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,8 @@ from infinity.quantities import round_up
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 _ALIGNMENT = 1 << 21
+_MATRIX = 8192
+_LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
 ADAM_STEP = {
     "lr": 1e-3,
     "beta1": 0.9,
@@ -49,6 +52,8 @@ class TimedUpdate(NamedTuple):
 
 
 ADAM = TimedUpdate()
+_NAMED = ("grad", "param", "master", "first", "second")
+"""Blocks that an update takes by position."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,37 @@ def pieces_of(memory: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch
     return pieces
 
 
+def update_of(
+    formats: Formats,
+    pieces: Mapping[str, torch.Tensor],
+    parameters: int,
+    kernels: Any,
+    update: TimedUpdate = ADAM,
+) -> Callable[..., None]:
+    """A function that updates all parameters in `pieces`. Its arguments say how `kernels` run:
+    `isa` and `pool`, or `stream`."""
+    at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
+    return functools.partial(
+        kernels.update,
+        update.rule,
+        at["grad"],
+        formats.grad,
+        at["param"],
+        formats.param,
+        at["master"],
+        formats.master,
+        at["first"],
+        at["second"],
+        formats.moments,
+        0,
+        parameters,
+        position=0,
+        key=1,
+        **{name: place for name, place in at.items() if name not in _NAMED},
+        **{"grad_scale": 1.0, **update.values},
+    )
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """How long `work` takes, and never 0."""
     start = time.perf_counter()
@@ -191,40 +227,39 @@ def updates(
         pieces = pieces_of(memory, sizes)
         for name in ("grad", "param"):
             pieces[name].view(DTYPES[getattr(formats, name)]).fill_(0.01)
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
         module: Any = native.cuda() if memory.is_cuda else kernels
 
-        def run() -> None:
-            where = (
-                {"stream": stream_of(memory)}
-                if memory.is_cuda
-                else {"isa": isa or kernels.best_isa(), "pool": pool}
-            )
-            module.update(
-                update.rule,
-                at["grad"],
-                formats.grad,
-                at["param"],
-                formats.param,
-                at["master"],
-                formats.master,
-                at["first"],
-                at["second"],
-                formats.moments,
-                0,
-                parameters,
-                position=0,
-                key=1,
-                **where,
-                **{name: at[name] for name in beside},
-                **{"grad_scale": 1.0, **update.values},
-            )
+        run = update_of(formats, pieces, parameters, module, update)
 
         def step() -> None:
             with nullcontext() if device is None else device.updating(device.mark()) as running:
-                run()
+                if memory.is_cuda:
+                    run(stream=stream_of(memory))
+                else:
+                    run(isa=isa or kernels.best_isa(), pool=pool)
             if running is not None:
                 running.wait()
 
         step()
         return [parameters / seconds_of(step) for _ in range(rounds)]
+
+
+def multiplications(device: torch.device, dtype: torch.dtype, rounds: int) -> list[float]:
+    """Operations per second of a square matrix multiplication, as large as takes 50 ms, of at most
+    8192 rows."""
+    rows = 512
+    while True:
+        left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+
+        def multiply(times: int, left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            for _ in range(times):
+                product = left @ right
+            product[0, 0].item()  # waits for the device
+
+        multiply(1)
+        once = seconds_of(lambda: multiply(1))
+        if rows == _MATRIX or once > _LONG_ENOUGH:
+            break
+        rows *= 2
+    times = max(1, int(2 * _LONG_ENOUGH / once))
+    return [2.0 * rows**3 * times / seconds_of(lambda: multiply(times)) for _ in range(rounds)]
