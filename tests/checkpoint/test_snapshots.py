@@ -147,7 +147,7 @@ class Held:
     def until_somebody_waits(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same, or when who closes waits for the snapshot, or for what it has yet to read."""
         probe = Probe(run.engine)
-        finish, wait = SnapshotTask.finish, type(probe.store).await_unpinned
+        finish, wait = SnapshotTask.finish, type(probe.store).begin_rewrite
 
         def waits() -> None:
             self.go_on.set()
@@ -158,7 +158,7 @@ class Held:
             return finish(task, timeout)
 
         def awaited(store: Any, blocks: Any) -> None:
-            if any(block.home.is_pinned() for block in blocks):
+            if any(block.home.is_rewrite_pinned for block in blocks):
                 waits()
             wait(store, blocks)
 
@@ -167,7 +167,7 @@ class Held:
             self.go_on.set()
 
         monkeypatch.setattr(SnapshotTask, "finish", finishing)
-        monkeypatch.setattr(type(probe.store), "await_unpinned", awaited)
+        monkeypatch.setattr(type(probe.store), "begin_rewrite", awaited)
         self.until = until
 
     @staticmethod
@@ -670,14 +670,14 @@ def test_writes_outside_of_steps_wait_for_it(
         run.step(number)
     run.model(**text_batch(next_commit))
     run.commit()
-    wait = type(Probe(run.engine).store).await_unpinned
+    wait = type(Probe(run.engine).store).begin_rewrite
 
     def awaited(store: Any, blocks: Any) -> None:
-        waited.append(any(block.home.is_pinned() for block in blocks))
+        waited.append(any(block.home.is_rewrite_pinned for block in blocks))
         held.go_on.set()
         wait(store, blocks)
 
-    monkeypatch.setattr(type(Probe(run.engine).store), "await_unpinned", awaited)
+    monkeypatch.setattr(type(Probe(run.engine).store), "begin_rewrite", awaited)
     if how == "load":
         run.engine.load_checkpoint(tmp_path / "saved", run.optimizer)
     else:
