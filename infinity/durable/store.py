@@ -97,11 +97,6 @@ class DurableStore(Store):
     # What was taken over
 
     @property
-    def taken_record(self) -> RecordKey:
-        """The record that was taken over; `NO_RECORD` where the states are new."""
-        return self.states.taken
-
-    @property
     def taken_over(self) -> bytes | None:
         """The record of the earlier run whose states were taken over; None where the states
         are new. Raises `CheckpointError` where it cannot be read."""
@@ -280,10 +275,6 @@ class DurableStore(Store):
                 self._changed.wait()
             for home in homes:
                 home.begin_rewrite()
-
-    def discard_committed(self) -> None:
-        """`close` leaves nothing of what was committed."""
-        self.states.discard()
 
     def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
         """`content`, behind the checksums of what blocks have at these versions."""
