@@ -43,26 +43,25 @@ class ExtentState(enum.Enum):
     """Which commit speaks of an extent, and what becomes of it. `tests/fast/test_home.py` runs this
     table.
 
-    state      commit  update  in place  flip    seal       ahead     other      commits    later
-    FREE       none    yes     yes       FREE    SEALED     PROMISED  FREE       -          FREE
-    REWRITTEN  none    yes     yes       FREE    -          -         -          -          -
-    PROMISED   next    yes     -         SEALED  -          PROMISED  -          -          PROMISED
-    SEALED     next    no      no        -       SEALED     -         COMMITTED  COMMITTED  SEALED
-    COMMITTED  last    no      no        -       COMMITTED  -         COMMITTED  COMMITTED  FREE
+    state      of    step  in place  flip       seal       ahead     other      commits    later
+    FREE       none  yes   yes       FREE       SEALED     PROMISED  FREE       -          FREE
+    PROMISED   next  yes   -         SEALED     -          PROMISED  -          -          PROMISED
+    SEALED     next  no    no        -          SEALED     -         COMMITTED  COMMITTED  SEALED
+    COMMITTED  last  no    no        COMMITTED  COMMITTED  -         COMMITTED  COMMITTED  FREE
 
-    - commit: which one speaks of the extent.
-    - update, in place: whether an update may write it, and a write outside of steps, if it is the
-      content.
-    - flip: the state after that write has ended.
+    - of: which commit speaks of the extent.
+    - step, in place: whether the update of a step may write it, and a write outside of steps, if it
+      is the content.
+    - flip: the state after all of it was written. COMMITTED: of a block with one extent, into which
+      a checkpoint is loaded.
     - seal: after the next commit is to speak of it, as the content. ahead: as what an update, which
       is on its way, will make. other: of another extent, while there is no commit yet.
     - commits: after it is committed. later: after another extent is.
 
-    "-" does not occur. REWRITTEN is the content, which a write outside of steps is replacing.
+    "-" does not occur.
     """
 
     FREE = enum.auto()
-    REWRITTEN = enum.auto()
     PROMISED = enum.auto()
     SEALED = enum.auto()
     COMMITTED = enum.auto()
@@ -84,6 +83,7 @@ class DurableHome(Home):
         self.pinned: int | None = None
         """Which extent a snapshot has yet to read. An update waits before it writes there, whatever
         the state says. None: none."""
+        self._is_rewritten = False  # a write outside of steps is replacing the content in place
         self._has_cached = True  # whether the current extent also has what is cached
 
     def _find(self, *wanted: ExtentState) -> int | None:
@@ -98,11 +98,13 @@ class DurableHome(Home):
 
     def target(self, left: int = 0) -> int:
         """Which of the extents or buffers an update writes."""
-        coming = self._find(ExtentState.REWRITTEN, ExtentState.PROMISED)
-        if coming is not None:
-            return coming
+        if self._is_rewritten:
+            return self.version
         if len(self.extents) <= SPARE:
             return super().target()
+        promised = self._find(ExtentState.PROMISED)
+        if promised is not None:
+            return promised
         last = self._find(ExtentState.SEALED, ExtentState.COMMITTED)
         whole = 1 - (self.version if last is None else last)
         if not self.placed.moved_bytes:
@@ -135,15 +137,15 @@ class DurableHome(Home):
 
     def begin_rewrite(self) -> None:
         """A write outside of steps begins, and ends with `flip`: in place where it may."""
-        if self.may_rewrite:
-            self._set({self.version: ExtentState.REWRITTEN})
+        self._is_rewritten = self.may_rewrite
 
     def flip(self, left: int = 0) -> None:
         """An update has written all of the target: that is the content from now on."""
         self._has_cached = not self.placed.cached_elements or self.writes_through(left)
         target = self.target(left)
-        was_promised = self.states[target] is ExtentState.PROMISED
-        self._set({target: ExtentState.SEALED if was_promised else ExtentState.FREE})
+        if self.states[target] is ExtentState.PROMISED:
+            self._set({target: ExtentState.SEALED})
+        self._is_rewritten = False
         self._become(target)
 
     def forget(self) -> None:
