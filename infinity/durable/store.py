@@ -17,12 +17,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.durable.home import SPARE, DurableHome, Version, home_of
 from infinity.durable.pins import PinnedStates
-from infinity.durable.states import (
-    DurableStates,
-    LeftStates,
-    RecordKey,
-    common_step,
-)
+from infinity.durable.states import DurableStates, LeftStates, RecordKey, common_step
 from infinity.observe import Recorder
 from infinity.quantities import format_bytes
 from infinity.tiers.block import Block
