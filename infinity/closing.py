@@ -10,18 +10,20 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from infinity.durability import Durability
 from infinity.errors import FileError
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
+
+if TYPE_CHECKING:
+    from infinity.durable.session import Session
 
 log = logging.getLogger("infinity")
 
@@ -32,7 +34,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 
 def end_with(
     model: nn.Module,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -77,7 +79,7 @@ def await_closings() -> None:
 
 def _shut_down_apart(
     process: int,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -99,7 +101,7 @@ def _shut_down_told(*parts: Any) -> None:
 
 def shut_down(
     process: int,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,

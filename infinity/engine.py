@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.directories.mapped import mapped
-from infinity.durability import Durability
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -55,6 +54,9 @@ from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap
 from infinity.weights.load import buffer_names, persistent_buffers
 
+if TYPE_CHECKING:
+    from infinity.durable.session import Session
+
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""
 _OUTER = "_infinity_outer"
@@ -76,7 +78,7 @@ class Parts:
     given: GivenTensors
     grads: LazyGradients
     reporter: Reporter
-    durability: Durability | None
+    durability: Session | None
     finalizer: weakref.finalize[Any, Any]
     tiled: list[str]
     """The weights that `wrap` has put into tiles."""
@@ -339,7 +341,7 @@ class Engine:
         with self._refused_together():
             path = _path_of(directory)
             given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
-            durability.check_snapshot()
+            durability.snapshots.check()
         return durability.snapshot(
             lambda committed: self._checkpoints.snapshot(
                 committed, self._tied(), path, given, progress
@@ -364,7 +366,7 @@ class Engine:
                 return count > 0
 
             reason = "" if problem is None else sentence(problem)
-            said = self._durability.refusals(reason, meet)
+            said = self._durability.snapshots.refusals(reason, meet)
             if problem is None and said:
                 problem = CheckpointError(f"no rank begins this snapshot: {said}")
         if problem is not None:

@@ -28,10 +28,12 @@ from infinity.cli.gc import collect
 from infinity.directories import commits
 from infinity.directories.commits import Commit
 from infinity.directories.lock import LOCK_NAME
-from infinity.record import CommittedStep
-from infinity.tiers import drives, store
+from infinity.durable import store
+from infinity.durable.record import CommittedStep
+from infinity.durable.states import HEAD_BYTES
+from infinity.tiers import drives
 from infinity.tiers.block_io import pack_sums, unpack_sums
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME, StatesManifest
+from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest
 from support.configs import config_of
 from support.durable import record_in
 

@@ -182,9 +182,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline.close": CLOSING,
     "optim/pipeline.py Pipeline._await_states": DRIVE,
     "optim/pipeline.py Pipeline._update": DRIVE,
-    "optim/committer.py Committer.rest": COMMIT,
-    "optim/committer.py Committer.close": COMMIT,
-    "optim/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
+    "durable/committer.py Committer.rest": COMMIT,
+    "durable/committer.py Committer.close": COMMIT,
+    "durable/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
     "measure/speed.py DriveProbe._run": DRIVE,
     "measure/speed.py _move": DRIVE,
@@ -217,7 +217,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/value.py read": STORE,
-    "sharding/agreement.py Agreement._await_all": (
+    "durable/agreement.py Agreement._await_all": (
         "its timeout, `close`, a failure here or on another rank",
         "test_durable_ranks.py::test_a_wait_for_other_ranks_ends",
     ),
@@ -243,9 +243,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
-    "tiers/store.py Store._check": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
-    "tiers/store.py Store.await_unpinned": (
+    "durable/store.py DurableStore._check": DRIVE,
+    "durable/store.py DurableStore.begin_rewrite": (
         "`PinnedStates.release`, which each end of a snapshot calls, and `Latch`",
         "test_snapshots.py::test_writes_outside_of_steps_wait_for_it",
     ),
@@ -274,10 +274,10 @@ LOCKS: dict[str, str] = {
     "pinning.py Pinning._changed": "for a few lines; who waits on it lets go of it",
     "observe.py Recorder._lock": "for a few lines",
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
-    "optim/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
+    "durable/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
-    "sharding/agreement.py Agreement._lock": (
+    "durable/agreement.py Agreement._lock": (
         "held while torch.distributed's store takes a note, or raises after its timeout"
     ),
     "sharding/watch.py Watch._lock": (
@@ -288,7 +288,7 @@ LOCKS: dict[str, str] = {
     "tiers/store.py Store._changed": (
         "for a few lines and the submission of reads; who waits on it lets go of it"
     ),
-    "tiers/store.py Store._last_record": "held while a record is read, or given up: DRIVE",
+    "durable/store.py DurableStore._last_record": "held while a record is read, or given up: DRIVE",
     "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }

@@ -27,11 +27,12 @@ from infinity.bench.io import workspace
 from infinity.cli import gc
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
-from infinity.tiers.durable import DurableStates, Member
+from infinity.tiers.manifest import Member
 from infinity.tiers.states_files import Extent
 from support.planted import PLANTED, Planted
 
@@ -499,7 +500,7 @@ def test_the_name_of_a_ranks_directory_survives_a_power_cut(tmp_path, monkeypatc
     flushed = []
     monkeypatch.setattr(Directory, "sync", lambda directory: flushed.append(directory.path))
     for durable in (None, DurableStates(resume=False, member=Member(1, 2))):
-        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", durable=durable)
+        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", kept=durable)
         made.find()
         made.close()
     assert flushed == [tmp_path]

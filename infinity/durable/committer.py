@@ -4,8 +4,8 @@
 Where every step is committed, a block has two extents, and every update writes the one that does
 not hold the content. After step N is committed, step N+1 writes the extents of step N-1, and step
 N+2 those of step N. So an update waits until the extent that it writes is in no commit that is
-still needed (`Home.is_free`): until step N+1 is committed. Between them lie a forward and a
-backward, so as a rule nobody waits. With fewer commits there is a spare extent (`tiers/home`).
+still needed (`DurableHome.is_free`): until step N+1 is committed. Between them lie a forward and a
+backward, so as a rule nobody waits. With fewer commits there is a spare extent (`durable/home`).
 
 [Note: what is sealed]
 Record and versions are fixed at one moment between two steps (`seal`): from then on an update may
@@ -14,7 +14,7 @@ updates that are posted have ended. The thread waits for these, flushes the driv
 record.
 
 [Note: several ranks]
-A step is committed when all ranks have its record (`infinity.sharding.agreement`). Until then this
+A step is committed when all ranks have its record (`infinity.durable.agreement`). Until then this
 rank has two, and what either speaks of stays. Who closes does not wait for the others to make the
 last one: they may be gone, and a resume finds what all have.
 """
@@ -28,13 +28,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from infinity.durable.agreement import CLOSING_SECONDS, Agreement
+from infinity.durable.home import Version, home_of
+from infinity.durable.states import RecordKey
+from infinity.durable.store import DurableStore
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
-from infinity.sharding.agreement import CLOSING_SECONDS, Agreement
-from infinity.tiers.durable import RecordKey
-from infinity.tiers.home import Version
-from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
@@ -53,7 +53,11 @@ class Committer:
     the model, and for the one that closes."""
 
     def __init__(
-        self, store: Store, jobs: JobQueue, recorder: Recorder, agreement: Agreement | None = None
+        self,
+        store: DurableStore,
+        jobs: JobQueue,
+        recorder: Recorder,
+        agreement: Agreement | None = None,
     ) -> None:
         """`agreement`: of all ranks; None for one."""
         self._store = store
@@ -70,7 +74,7 @@ class Committer:
     def seal(self, key: RecordKey, content: Callable[[Sequence[Version]], bytes]) -> None:
         """Have what the blocks are after all posted updates committed, as the record `key` that
         `content` makes of it; returns at once."""
-        jobs, versions = self._jobs.versions(self._store.durable_blocks())
+        jobs, versions = self._versions()
         sealed = _Sealed(key, jobs, versions, content(versions))
         self._store.seal(versions)
         with self._changed:
@@ -79,7 +83,25 @@ class Committer:
 
     def will_be_whole(self) -> bool:
         """Whether a commit may speak of what the blocks are after all posted updates."""
-        return self._jobs.will_be_whole(self._store.durable_blocks())
+        with self._jobs.changed:
+            _, left = self._jobs.going()
+            return all(
+                home_of(block).will_be_whole(left[block])
+                if block in left
+                else home_of(block).is_whole
+                for block in self._store.state_blocks()
+            )
+
+    def _versions(self) -> tuple[list[Job], list[Version]]:
+        """The jobs that are CONFIRMED, and what each block has when they have ended."""
+        with self._jobs.changed:
+            jobs, left = self._jobs.going()
+            return jobs, [
+                Version(block.home.target(left[block]), True)
+                if block in left
+                else Version(block.home.version, block.home.written)
+                for block in self._store.state_blocks()
+            ]
 
     def rest(self) -> bool:
         """Block until all that was sealed is committed; False where it never will be."""
