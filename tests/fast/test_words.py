@@ -51,6 +51,8 @@ UNREAD = {
     "bench",
     "deepspeed",
     "directories",
+    "durable",
+    "measure",
     "modules",
     "optim",
     "plan",
