@@ -45,7 +45,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
-from infinity.sharding.tiles import TilePlace
+from infinity.sharding.layout import TilePlace
 from infinity.sharding.unit import Unit
 
 LIVE = LiveStates()

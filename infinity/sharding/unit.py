@@ -18,12 +18,11 @@ from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.gradients import Gradients
-from infinity.sharding.layout import FlatLayout
+from infinity.sharding.layout import FlatLayout, TilePlace
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
-from infinity.sharding.tiles import TilePlace
 from infinity.tiers.block import Block
 from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 from infinity.tiers.store import Store
