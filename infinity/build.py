@@ -72,7 +72,7 @@ from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.tiles import tile_places
 from infinity.sharding.unit import Unit, UnitListeners
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.views import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tiers.durable import LeftStates, Member, common_step
 from infinity.tiers.originals import StoredBytes
