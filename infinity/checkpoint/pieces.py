@@ -70,7 +70,7 @@ def pieces_of(series: Series, number: int, size: torch.Size) -> Iterator[ShardPi
     """What this rank has of parameter `number`, under a key of the shape `size`: that which
     `Series.size` gives, or if this is one row any other."""
     key = ".".join((*series.prefix, series.unit.keys[number]))
-    overlap, part = series.unit.layout.overlap(number, series.unit.rank), series.unit.parts[number]
+    overlap, part = series.unit.facts.overlap(number), series.unit.facts.parts[number]
     first, width, left = (
         (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
     )

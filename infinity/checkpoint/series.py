@@ -33,5 +33,5 @@ class Series(NamedTuple):
 
     def size(self, number: int) -> torch.Size:
         """The shape of what this rank saves under the key of parameter `number`."""
-        part = self.unit.parts[number]
+        part = self.unit.facts.parts[number]
         return torch.Size((part.rows, part.columns)[part.rows == 1 :])

@@ -124,7 +124,7 @@ class EngineState(NamedTuple):
         (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
         shapes = {
-            name: list(unit.whole_shape(number))
+            name: list(unit.facts.whole_shape(number))
             for unit in self.units
             for number, name in enumerate(unit.keys)
         }
@@ -171,7 +171,7 @@ class EngineState(NamedTuple):
         known = {
             id(p): tile
             for unit in self.units
-            for p, tile in zip(unit.parameters, unit.tiles, strict=True)
+            for p, tile in zip(unit.parameters, unit.facts.tiles, strict=True)
         }
         return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 

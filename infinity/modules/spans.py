@@ -317,9 +317,9 @@ def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]
 def _moves(unit: Unit) -> bool:
     """Whether a use of the unit may need a collective. Where it stays whole, what follows a step is
     gathered in the order of the trace, which its uses are part of."""
-    return unit.shared
+    return unit.facts.shared
 
 
 def _reduces(unit: Unit) -> bool:
     """Whether the end of its turn is a reduction."""
-    return unit.trainable and unit.reduces_each_turn
+    return unit.trainable and unit.facts.reduces_each_turn

@@ -149,7 +149,7 @@ class Runtime:
         """Start bringing what will be used next, as far as there is room, and have it gathered in
         this order."""
         look_ahead(self.trace, self._has_copy, self._bring, self._reach)
-        if self._units[0].shared:
+        if self._units[0].facts.shared:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:

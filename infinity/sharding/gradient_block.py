@@ -57,7 +57,7 @@ class GradientBlock:
         """
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
-        overlaps = {i: unit.layout.overlap(i, unit.rank) for i in factors}
+        overlaps = {i: unit.facts.overlap(i) for i in factors}
         starts = unit.states.chunks()
         for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
             spans = {
@@ -119,7 +119,7 @@ class GradientBlock:
     def begin_home(self, full: torch.Tensor) -> Copy | None:
         """Start copying `full` (numel,), the first gradients of a unit that no other rank has a
         part in yet, to its home, if nothing on the host has a part in it; `came` ends it."""
-        if self._unit.reduces_each_turn:
+        if self._unit.facts.reduces_each_turn:
             return None
         staging = self._unit.store.staging
         return staging.begin_home(self._unit.blocks[Kind.GRAD], full.view(torch.uint8))
@@ -141,7 +141,7 @@ class GradientBlock:
         of the ranks has any."""
         unit = self._unit
         nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
-        replicas = collectives.size(unit.ranks.replicas)
+        replicas = unit.facts.replicas
         sent = nbytes * (
             scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas
         )

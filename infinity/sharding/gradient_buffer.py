@@ -63,13 +63,13 @@ class GradientBuffer:
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
-        waits = self._in_line and unit is not self._next and unit.reduces_each_turn
+        waits = self._in_line and unit is not self._next and unit.facts.reduces_each_turn
         if waits or unit in self._parks or unit in self._parked:
             self._park(unit, index, gradient)
             return
         again = self._holder is unit and index in self._collected
         if self._holder is not unit or (
-            again and (unit.reduces_each_turn or unit.gradients.at_home(index))
+            again and (unit.facts.reduces_each_turn or unit.gradients.at_home(index))
         ):
             self._hold(unit)
             again = False
@@ -147,7 +147,7 @@ class GradientBuffer:
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
-        if holder is None or not (self._collected or holder.reduces_each_turn):
+        if holder is None or not (self._collected or holder.facts.reduces_each_turn):
             return
         self._zero_rest(holder)
         posted = holder.gradients.reduce(self._flat(holder), self._collected)
@@ -195,7 +195,7 @@ class GradientBuffer:
         unit.gradients.end_reduction(collected)
 
     def _flat(self, unit: Unit) -> torch.Tensor:
-        return self._free[0][: unit.gradient_nbytes].view(unit.gradient_dtype)
+        return self._free[0][: unit.facts.gradient_nbytes].view(unit.gradient_dtype)
 
     def discard(self, unit: Unit) -> None:
         """Forget what `unit` has collected and not reduced."""

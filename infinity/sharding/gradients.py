@@ -98,9 +98,9 @@ class Gradients:
     They are called by the thread that runs the model; parameters go by their index in the unit.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit, self._block = unit, GradientBlock(unit)
-        self._buffer: GradientBuffer | None = None
+    def __init__(self, unit: Unit, buffer: GradientBuffer | None) -> None:
+        """They travel through `buffer`, or straight into their home when it is None."""
+        self._unit, self._block, self._buffer = unit, GradientBlock(unit), buffer
         self._state = GradientState.EMPTY
         self._entries = [GradientEntry()] * len(unit.parameters)
         self._number = 0  # of those that are present
@@ -112,10 +112,6 @@ class Gradients:
         self._measured: tuple[int, float | None] = (0, None)
         # Whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`).
         self._is_apart = False
-
-    def bind(self, buffer: GradientBuffer | None) -> None:
-        """How gradients travel: through `buffer`, or straight into their home when it is None."""
-        self._buffer = buffer
 
     # What is there
 
@@ -233,14 +229,14 @@ class Gradients:
         for index in indices:
             self._generations[index] += 1
         left = set(self.present()) - indices
-        if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
+        if len(indices) == len(self._entries) or (unit.facts.ranks == 1 and not left):
             self.clear()
             return
         unit.rollback()
         if self._buffer is not None and self._state is GradientState.COLLECTING:
             self._buffer.forget(unit, indices)
         # Another rank may have some.
-        elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)
+        elsewhere = unit.facts.ranks > 1 and any(entry.where.filled for entry in self._entries)
         loose = self._buffer is None and self._state is GradientState.COLLECTING
         for index in indices:
             keeps = not loose and (elsewhere or self.at_home(index))
@@ -331,7 +327,7 @@ class Gradients:
                 lambda: self._block.add_up(None, first=False, average=True), scatters=False
             ).wait()
             self._is_apart = False
-        if self._unit.reduces_late:
+        if self._unit.facts.reduces_late:
             self._block.zero(index for index, present in enumerate(mine) if not present)
             self._block.post(self._reduce_late()).wait()
         self._state = GradientState.SETTLED
@@ -367,7 +363,7 @@ class Gradients:
         unit, block = self._unit, self._block
         self._drop_forgotten()
         collected = list(collected)
-        self._scale_assigned(collected if unit.ranks.number == 1 else self.present())
+        self._scale_assigned(collected if unit.facts.ranks == 1 else self.present())
         first = not any(entry.where.filled for entry in self._entries)
         self._set(collected, Where.HOME)
         if not any(entry.where.filled for entry in self._entries):
@@ -381,10 +377,10 @@ class Gradients:
         if leaving is not None:
             came = functools.partial(self._came, self._collected)
             return Reduction(block.bring(came, leaving.wait), leaving)
-        if unit.reduces_late:
+        if unit.facts.reduces_late:
             return Reduction(block.bring(functools.partial(block.add_up, full, first)))
         idle = None if collected else functools.partial(self._bring_nothing, full, first)
-        if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
+        if unit.facts.replicas == 1 or (unit.exchange.averages and not self._is_apart):
             bring = functools.partial(self._bring_home, full, first, self._collected)
             return Reduction(block.post(bring, idle=idle))
         averages = unit.exchange.averages
@@ -423,7 +419,7 @@ class Gradients:
 
     def _bring_nothing(self, zeros: torch.Tensor, first: bool) -> None:
         if first:
-            self._block.add_up(self._unit.shard_of(zeros), first)
+            self._block.add_up(self._unit.facts.shard_of(zeros), first)
 
     def _scatter(self, full: torch.Tensor, first: bool, averages: bool) -> None:
         self._block.add_up(self._block.scattered(full), first, averages)
@@ -435,7 +431,7 @@ class Gradients:
     def _measure(self, collected: int) -> None:
         """If these were the last gradients of the step, say what their norm needs, while the model
         goes on."""
-        if self._unit.reduces_late:
+        if self._unit.facts.reduces_late:
             return  # there are those of other ranks
         all_came = 0 < collected == self._expected
         squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
@@ -444,7 +440,7 @@ class Gradients:
 
     def _announce(self) -> None:
         """Tell the updater where these may be all that the step brings."""
-        final = not (self._is_apart or self._unit.reduces_late)
+        final = not (self._is_apart or self._unit.facts.reduces_late)
         if final and self._collected == self._expected:
             self._unit.listeners.updates.gradients_came(self._unit)
 
@@ -478,7 +474,7 @@ class Gradients:
                 [i for i, entry in enumerate(self._entries) if not entry.where.present],
                 Where.NOWHERE,
             )
-        if self._unit.reduces_late:
+        if self._unit.facts.reduces_late:
             self._scale_assigned(self.present())
             self._block.spread()
         self._collected, self._measured = 0, (0, None)
@@ -511,7 +507,7 @@ class Gradients:
         unit = self._unit
 
         def add(assigned: torch.Tensor) -> None:
-            if unit.ranks.number > 1:
+            if unit.facts.ranks > 1:
                 raise ShardedParameterError(
                     f"a backward adds to the tensor that was assigned to the gradient of "
                     f"{unit.names[index]} of a wrapped model, which other code still has; with "
@@ -529,7 +525,7 @@ class Gradients:
         ]
         if forgotten:
             self.wait()
-            if self._unit.reduces_late:
+            if self._unit.facts.reduces_late:
                 self._block.zero(forgotten)
             else:
                 self._block.rewrite(dict.fromkeys(forgotten))
@@ -538,7 +534,7 @@ class Gradients:
     def _join(self, agreed: Sequence[float]) -> None:
         """Take over what other ranks have: their gradients are in this rank's shard, too."""
         *flags, having, scales, apart, collecting = agreed
-        if collecting and self._unit.reduces_late:
+        if collecting and self._unit.facts.reduces_late:
             self._open()  # others add to what was settled: it is reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
         if having and not self._has_scaled():

@@ -198,7 +198,7 @@ class States:
             kind = Kind.MASTER  # which takes the value along
         unit.listeners.updates.drain()
         after = self.read(kind)
-        overlap = unit.layout.overlap(index, unit.rank)
+        overlap = unit.facts.overlap(index)
         after[overlap.in_shard : overlap.in_shard + overlap.length] = part
         rewrites = self._rewrites
         self.write(kind, after)
@@ -227,7 +227,7 @@ class States:
     def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """What this rank has, (n,), of `values`, which are all that tensor parallel ranks leave
         it of a parameter."""
-        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        overlap = self.unit.facts.overlap(index)
         return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
     def bounds(self) -> list[tuple[int, int]]:
@@ -280,7 +280,7 @@ class States:
         """Copy what these parameters have of a chunk: `source` and `target` are it, from element
         `begin` of the shard on."""
         for position in positions:
-            overlap = self.unit.layout.overlap(position, self.unit.rank)
+            overlap = self.unit.facts.overlap(position)
             low = max(overlap.in_shard, begin) - begin
             high = min(overlap.in_shard + overlap.length - begin, target.numel())
             if low < high:
@@ -316,7 +316,7 @@ class States:
     def part(self, kind: Kind, index: int) -> torch.Tensor:
         """Like `read`, of one parameter: what this rank has of it, (n,). Reads no more than the
         chunks that have some of it."""
-        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        overlap = self.unit.facts.overlap(index)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
         found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
         for begin, end in self.bounds():
@@ -330,14 +330,14 @@ class States:
     def parameter(self, kind: Kind, index: int) -> torch.Tensor:
         """Like `gather`, of one parameter, in its shape."""
         place = self.unit.layout.places[index]
-        if self.unit.exchange is None or not self.unit.shared:
+        if self.unit.exchange is None or not self.unit.facts.shared:
             return self.part(kind, index).view(place.shape)
         return self.gather(kind)[place.offset : place.end].view(place.shape)
 
     @property
     def are_in_files(self) -> bool:
         """Whether files of the user are still the home of the parameters."""
-        return bool(self.unit.stored) and not self.unit.blocks[Kind.PARAM].home.updates
+        return bool(self.unit.facts.stored) and not self.unit.blocks[Kind.PARAM].home.updates
 
     def in_files(self) -> list[torch.Tensor] | None:
         """The parameters, mapped from files of the user that are their home; else None. Takes no
@@ -347,14 +347,14 @@ class States:
             return None
         return [
             unit.store.mapped(stored, unit.dtype).view(place.shape)
-            for stored, place in zip(unit.stored, unit.layout.places, strict=True)
+            for stored, place in zip(unit.facts.stored, unit.layout.places, strict=True)
         ]
 
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
         shard = self.read(kind)
         exchange = self.unit.exchange
-        if exchange is None or not self.unit.shared:
+        if exchange is None or not self.unit.facts.shared:
             return shard
         full = torch.empty(self.unit.layout.numel, dtype=shard.dtype)
         join = functools.partial(
@@ -364,7 +364,7 @@ class States:
             f"gather {kind.value} of",
             self.unit.name,
             join,
-            self.unit.sent_bytes(shard),
+            self.unit.facts.sent_bytes(shard),
             everywhere=False,
         ).wait()
         return full
