@@ -141,6 +141,34 @@ class UnitListeners:
         self.updates, self.border, self.grads = updates, border, grads
 
 
+class _Ties:
+    """Ties the parts of a unit to its other parts, and to the listeners of the engine."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def await_gradients(self) -> None:
+        self.unit.gradients.wait()
+
+    def rollback(self) -> None:
+        self.unit.rollback()
+
+    def drain(self) -> None:
+        self.unit.listeners.updates.drain()
+
+    def before_write(self, blocks: Sequence[Block]) -> None:
+        self.unit.listeners.updates.before_write(blocks)
+
+    def outdate(self) -> None:
+        self.unit.outdate()
+
+    def renew(self) -> None:
+        self.unit.renew()
+
+    def end_interrupted(self, caller: str) -> None:
+        self.unit.listeners.border.end_interrupted(caller)
+
+
 class UnitServices(NamedTuple):
     """What the units of an engine share."""
 
@@ -199,7 +227,8 @@ class Unit:
         at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
         self.gradients = Gradients(self, None if at_home else services.buffer)
         """Those of the step under way."""
-        self.states = States(self)
+        shards = services.exchange if facts.shared else None
+        self.states = States(facts, blocks, services.store, shards, _Ties(self))
         """What its blocks hold, on the host."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""

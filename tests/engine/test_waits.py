@@ -211,7 +211,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/lazy_tensor.py _on_copies_sent": ("torch's timeout of the user's group", RANKS[1]),
     "sharding/unit.py Unit.gather_ahead": STORE,
     "sharding/unit.py Unit.wait": STORE,
-    "sharding/states.py States.read_chunk": COLLECTIVE,
+    "sharding/unit.py _Ties.await_gradients": COLLECTIVE,
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/value.py read": STORE,
