@@ -16,7 +16,9 @@ from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.gradient_reduction import GradientReduction
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
@@ -159,6 +161,26 @@ class _Ties:
     def before_write(self, blocks: Sequence[Block]) -> None:
         self.unit.listeners.updates.before_write(blocks)
 
+    def await_readers(self) -> None:
+        self.unit.listeners.updates.await_readers(self.unit)
+
+    def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.unit.listeners.updates.add_gradients(target, source)
+
+    def square_ahead(self, all_came: bool) -> float | None:
+        return self.unit.listeners.updates.square_ahead(self.unit, all_came)
+
+    def gradients_came(self) -> None:
+        self.unit.listeners.updates.gradients_came(self.unit)
+
+    def changing(
+        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        self.unit.listeners.grads.changing(self.unit, indices, change)
+
+    def forgetting(self, indices: Iterable[int]) -> None:
+        self.unit.listeners.grads.forgetting(self.unit, indices)
+
     def outdate(self) -> None:
         self.unit.outdate()
 
@@ -221,26 +243,23 @@ class Unit:
         self.listeners, self.exchange = services.listeners, services.exchange
         self.tier: str = blocks[Kind.PARAM].tier
         """Where its parameters are at home; "" once the engine is closed."""
+        ties = _Ties(self)
         self.data = ParameterData(self, services.checked)
         """What the parameters point at."""
         self.data.place_on(services.device)
         at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
-        self.gradients = Gradients(self, None if at_home else services.buffer)
+        store, exchange = services.store, services.exchange
+        block = GradientBlock(facts, blocks, store, ties.add_gradients)
+        reduction = None if exchange is None else GradientReduction(facts, block, exchange)
+        buffer = None if at_home else services.buffer
+        self.gradients = Gradients(facts, block, buffer, reduction, ties)
         """Those of the step under way."""
-        shards = services.exchange if facts.shared else None
-        self.states = States(facts, blocks, services.store, shards, _Ties(self))
+        self.states = States(facts, blocks, store, exchange if facts.shared else None, ties)
         """What its blocks hold, on the host."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""
         # The lease that it went to; None when the content has changed since.
         self._gathered_lease: object = None
-
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter takes gradients now: a trainable unit may be frozen for some
-        steps."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether this is one of this unit's parameters."""
