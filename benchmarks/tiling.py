@@ -84,8 +84,8 @@ def write_zeros(path: Path, hidden: int, outputs: int) -> None:
 
 def limit_of(engine: infinity.Engine) -> int:
     """Two tiles, and the units around one: those of the module that has most of them."""
-    tiles = [unit.nbytes for unit in engine.units if "_tiles." in unit.name]
-    around = [unit.nbytes for unit in engine.units if "_tiles." not in unit.name]
+    tiles = [unit.facts.nbytes for unit in engine.units if "_tiles." in unit.name]
+    around = [unit.facts.nbytes for unit in engine.units if "_tiles." not in unit.name]
     return 2 * max(tiles) + max(around)
 
 

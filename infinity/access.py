@@ -61,7 +61,7 @@ def set_state(
         return
     unit, index, kind = _find(parameter, name)
     _check_value(unit.names[index], parameter, value)
-    given = parameter.shape if not local else (unit.layout.overlap(index, unit.rank).length,)
+    given = parameter.shape if not local else (unit.facts.overlap(index).length,)
     if tuple(value.shape) != tuple(given):
         raise ConfigError(
             f"infinity.set: the {name} of {unit.names[index]} has shape {tuple(given)}, not "
@@ -83,7 +83,7 @@ def _set_tiles(weight: TiledWeight, name: str, value: torch.Tensor, local: bool)
     found = [_find(piece, name)[:2] for piece in weight.pieces]
     called = " and on to ".join(unit.names[index] for unit, index in (found[0], found[-1]))
     _check_value(called, weight, value)
-    lengths = [unit.layout.overlap(index, unit.rank).length for unit, index in found]
+    lengths = [unit.facts.overlap(index).length for unit, index in found]
     given = (sum(lengths),) if local else tuple(weight.shape)
     if tuple(value.shape) != given:
         raise ConfigError(
@@ -131,7 +131,7 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
 
 def _spread(unit: Unit, index: int, part: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape of a parameter of which this rank's part is `part`."""
-    place, overlap = unit.layout.places[index], unit.layout.overlap(index, unit.rank)
+    place, overlap = unit.layout.places[index], unit.facts.overlap(index)
     full = torch.zeros(place.end - place.offset, dtype=part.dtype)
     full[overlap.in_parameter : overlap.in_parameter + overlap.length] = part
     return full.view(place.shape)

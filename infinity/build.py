@@ -57,7 +57,7 @@ from infinity.optim.updater import StepListeners, Updater
 from infinity.own_engines import beside_own_engines
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, describe_choice
-from infinity.placement.demand import Demand, demand_of, in_one_pool
+from infinity.placement.demand import Demand, UnitShape, demand_of, in_one_pool
 from infinity.placement.treatment import ActivationRoom
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
@@ -65,13 +65,14 @@ from infinity.schedule.trace import Trace
 from infinity.sharding import collectives
 from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
 from infinity.sharding.exchange import Exchange
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.tiles import tile_places
-from infinity.sharding.unit import Unit, UnitListeners
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.unit import Unit, UnitListeners, UnitServices, declare
+from infinity.sharding.views import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
@@ -79,7 +80,7 @@ from infinity.tiers.store import Store
 from infinity.tiles.tiling import InTiles, refuse_retained, relink
 from infinity.unwrapping import KeptValues, forget_kept, unwrap
 from infinity.version import __version__
-from infinity.weights.frozen import StoredParameters, all_frozen, find_stored
+from infinity.weights.frozen import StoredParameters, find_stored
 from infinity.weights.init import replace_meta
 from infinity.weights.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
 from infinity.weights.matching import all_adapters
@@ -369,7 +370,7 @@ class Build:
         """Like `compare`, of units and where their blocks are at home; among tensor parallel ranks,
         too."""
         facts = list(self._given)
-        for unit in self.units:
+        for unit in self._facts:
             kind = str(unit.dtype).removeprefix("torch.")
             facts.append(Fact(f"unit {unit.name}", f"{unit.layout.numel} elements of {kind}"))
             facts += [Fact(f"the unit of {name}", unit.name) for name in unit.names]
@@ -428,32 +429,27 @@ class Build:
         for line in division.describe(room):
             log.info("%s", line)
         self._demand = self._asked(division)
-        self._make_units(division)
+        tiles = {number: places[0] for number, places in tile_places(model).items()}
+        shapes = self._shapes(division)
+        self._facts = [
+            UnitFacts.of(shape, group.parameters, group.stored, tiles, self.ranks, config)
+            for shape, group in zip(shapes, division.groups, strict=True)
+        ]
+        self._users = dict(division.users)
         self._repeated = division.blocks
         if config.recompute != "off":
             self._blocks = division.blocks
             for block in self._blocks:  # hooked, also where its modules have the units
-                self.users.setdefault(block, [])
+                self._users.setdefault(block, [])
 
     def _asked(self, division: Division) -> Demand:
         """What units of `division` ask of the memory of this rank, with no budgets yet."""
-        shapes = division.shapes(collectives.size(self.ranks.shards), self.ranks.rank)
         machine = Machine(self.device.unified_memory, self.device.has_kernels)
-        exchanges = self.exchanges_gradients
+        exchanges, shapes = self.exchanges_gradients, self._shapes(division)
         return demand_of(shapes, division.nestings, self._config, machine, exchanges)
 
-    def _make_units(self, division: Division) -> None:
-        model = self._model
-        tiles = {number: places[0] for number, places in tile_places(model).items()}
-        with all_frozen(model) if self._config.inference else nullcontext():
-            self.units = [
-                Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored, tiles)
-                for index, g in enumerate(division.groups)
-            ]
-        self.users = {
-            module: [self.units[number] for number in numbers]
-            for module, numbers in division.users.items()
-        }
+    def _shapes(self, division: Division) -> list[UnitShape]:
+        return division.shapes(collectives.size(self.ranks.shards), self.ranks.rank)
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -462,8 +458,7 @@ class Build:
         self.undo.callback(self.kernels.close)
         self.store = self._new_store()
         self.undo.callback(self.store.close)
-        for unit in self.units:
-            unit.declare(self.store, config)
+        self._declared = [declare(facts, self.store, config) for facts in self._facts]
 
     def _new_store(self) -> Store:
         parts = self._config, self.device, self._recorder, self.ranks.own
@@ -521,7 +516,7 @@ class Build:
         config, elements = self._config, Counter[torch.dtype]()
         if not self.demand.needs_rates():
             return self._links() if self._moves_what_blocks_save else ()
-        for unit in self.units:
+        for unit in self._facts:
             if unit.trainable:
                 elements[unit.dtype] += unit.layout.shard_numel
         if not elements:
@@ -591,14 +586,30 @@ class Build:
             )
 
     def meet(self) -> None:
-        """Make groups of our own with the other ranks, and let the units know all that moves their
-        gradients."""
+        """Make groups of our own with the other ranks, and the units, which have all that they need
+        now but listeners."""
         if self.exchanges_gradients or self.ranks.groups():
             timeout = self._config.tuning.collective_timeout
             self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
             self.undo.callback(self.exchange.close)
-        for unit in self.units:
-            unit.bind(self.device.torch, self.buffer, self.exchange)
+        self._listeners = UnitListeners()
+        services = UnitServices(
+            self.store,
+            self.device.torch,
+            self.ranks,
+            self._listeners,
+            self.buffer,
+            self.exchange,
+            self._config.tuning.poison,
+        )
+        self.units = [
+            Unit(facts, blocks, services)
+            for facts, blocks in zip(self._facts, self._declared, strict=True)
+        ]
+        self.users = {
+            module: [self.units[number] for number in numbers]
+            for module, numbers in self._users.items()
+        }
 
     def take_over(self) -> None:
         """Have what commits, and check that what was committed fits."""
@@ -708,8 +719,7 @@ class Build:
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)
-        for unit in units:
-            unit.connect(UnitListeners(updater, hooks, grads))
+        self._listeners.connect(updater, hooks, grads)
         relink(tiled)
         finalizer = end_with(self._model, durability, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)

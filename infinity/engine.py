@@ -221,7 +221,7 @@ class Engine:
         self._updater.look()
         joining = JoinedTiles()
         for unit in self._units:
-            for name, tile, value in zip(unit.names, unit.tiles, _values(unit), strict=True):
+            for name, tile, value in zip(unit.names, unit.facts.tiles, _values(unit), strict=True):
                 if tile is None:
                     yield name, value
                 elif (joined := joining.add(tile, value)) is not None:
@@ -244,7 +244,7 @@ class Engine:
             name
             for unit in self._units
             if unit.states.are_in_files
-            for name, tile in zip(unit.names, unit.tiles, strict=True)
+            for name, tile in zip(unit.names, unit.facts.tiles, strict=True)
             if tile is None
         }
         values = {

@@ -213,7 +213,9 @@ class Reporter:
         cycles = max(self._runtime.accumulation, 1)
         norms = self._updater.norm.asked
         costs = [
-            cost_of({k: b.placed for k, b in unit.blocks.items()}, cycles, norms, unit.trains)
+            cost_of(
+                {k: b.placed for k, b in unit.blocks.items()}, cycles, norms, unit.gradients.trains
+            )
             for unit in self._units
         ]
         cycle = self._runtime.trace.last_cycle("eval" if self._config.inference else "train")
@@ -313,6 +315,6 @@ def _renewed(unit: Unit) -> int:
     """Bytes of masters and moments that a step renews."""
     return (
         sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks)
-        if unit.trains
+        if unit.gradients.trains
         else 0
     )

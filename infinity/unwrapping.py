@@ -165,7 +165,7 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     """The parameters of `unit`, mapped; notes in `kept` what else there is of them."""
     found = unit.states.in_files()
     if found is not None:
-        for parameter, value, place in zip(unit.parameters, found, unit.stored, strict=True):
+        for parameter, value, place in zip(unit.parameters, found, unit.facts.stored, strict=True):
             if (descriptor := _opened(place)) is not None:
                 os.close(descriptor)
                 kept[id(parameter)] = KeptValue(value, place)
@@ -193,6 +193,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _split(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
     return [
-        mapped(flat[place.offset : place.end].view(place.shape), unit.files)
+        mapped(flat[place.offset : place.end].view(place.shape), unit.facts.files)
         for place in unit.layout.places
     ]

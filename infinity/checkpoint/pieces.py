@@ -70,7 +70,7 @@ def pieces_of(series: Series, number: int, size: torch.Size) -> Iterator[ShardPi
     """The pieces of parameter `number` in this rank's shard, under a key of shape `size`. `size` is
     `Series.size`. If that has one dimension, `size` may also be a matrix of the same elements."""
     key = ".".join((*series.prefix, series.unit.keys[number]))
-    overlap, part = series.unit.layout.overlap(number, series.unit.rank), series.unit.parts[number]
+    overlap, part = series.unit.facts.overlap(number), series.unit.facts.parts[number]
     first, width, left = (
         (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
     )

@@ -281,7 +281,9 @@ class Saving(SavePlanner):
                 continue  # `EngineState.absent` lists it
             for number, name in enumerate(series.unit.keys):
                 size = series.size(number)
-                for piece in pieces_of(series, number, size) if series.unit.counted[number] else ():
+                if not series.unit.facts.counted[number]:
+                    continue
+                for piece in pieces_of(series, number, size):
                     source = TensorSource(series.dtype, piece.sizes, series, piece.in_shard)
                     self._add((*series.prefix, name), piece.chunk, size, source)
         for optimizer, unit, path in state.foreign():

@@ -34,5 +34,5 @@ class Series(NamedTuple):
     def size(self, number: int) -> torch.Size:
         """The shape under the key of parameter `number`: (numel,), or a matrix if tensor parallel
         ranks cut another dimension than the first."""
-        part = self.unit.parts[number]
+        part = self.unit.facts.parts[number]
         return torch.Size((part.rows, part.columns)[part.rows == 1 :])

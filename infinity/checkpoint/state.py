@@ -54,7 +54,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
-from infinity.sharding.tiles import TilePlace
+from infinity.sharding.layout import TilePlace
 from infinity.sharding.unit import Unit
 
 LIVE = LiveStates()
@@ -132,7 +132,7 @@ class EngineState(NamedTuple):
         and the numbers of posted and skipped steps. For each optimizer: groups and counts
         (`Optimizer.header`), the `names` in its groups, and its `states`."""
         shapes = {
-            name: list(unit.whole_shape(number))
+            name: list(unit.facts.whole_shape(number))
             for unit in self.units
             for number, name in enumerate(unit.keys)
         }
@@ -179,7 +179,7 @@ class EngineState(NamedTuple):
         known = {
             id(p): tile
             for unit in self.units
-            for p, tile in zip(unit.parameters, unit.tiles, strict=True)
+            for p, tile in zip(unit.parameters, unit.facts.tiles, strict=True)
         }
         return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 

@@ -23,7 +23,7 @@ from infinity.sharding.codec import stored_as
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import local
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.views import GatheredParameter
 
 _ANYWHERE = 1 << 20
 """The address that a tensor without memory is taken to start at: numpy takes no null pointer."""

@@ -152,7 +152,7 @@ def first_fitting(candidates: Iterable[Each], least: Callable[[Each], int], room
 
 
 def _shape(index: int, group: Group, shards: int, rank: int) -> UnitShape:
-    """As `Unit.shape` of the unit that `group` becomes."""
+    """Of the unit that `group` becomes."""
     parameters = [p for _, p in group.parameters]
     shapes, rooms = [local(p).shape for p in parameters], [part_of(p).room for p in parameters]
     form = Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize)

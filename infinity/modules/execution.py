@@ -400,7 +400,7 @@ class Executions:
         if self._spans is not None:
             self._spans.turn(unit)
         elif self._buffer is not None:
-            self._buffer.begin_turn(unit)
+            self._buffer.begin_turn(unit.gradients)
 
     def collect(self, unit: Unit) -> None:
         """The backward has a gradient of `unit`."""

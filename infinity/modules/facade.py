@@ -41,7 +41,7 @@ from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
 from infinity.sharding.tensor_parallel import local, part_in, whole
 from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.views import GatheredParameter
 from infinity.tiles.tiling import InTiles
 from infinity.weights.load_target import load_into_targets
 

@@ -191,7 +191,7 @@ class _Reading:
                 views.settle()
                 self._take(unit.wait())
                 views.follow()
-                after = unit.shard_of(unit.wait()).detach().cpu().clone()
+                after = unit.facts.shard_of(unit.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()
             if sys.exc_info()[0] is None:  # else its frames refer to what they had
@@ -224,7 +224,7 @@ def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
     size = after.element_size()
     same = (before.view(torch.uint8) == after.view(torch.uint8)).view(-1, size).all(dim=1)
     # Ranks do alike: one that writes gathers the unit again, which takes all of them.
-    if bool(same.all()) and not unit.shared:
+    if bool(same.all()) and not unit.facts.shared:
         return
     master = unit.blocks.get(Kind.MASTER)
     # A master that was never written is the parameter, widened.

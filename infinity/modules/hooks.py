@@ -177,7 +177,7 @@ class Hooks(Border):
         borders = [
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
             for unit in self._units
-            if unit.trains
+            if unit.gradients.trains
             for parameter in unit.parameters
             if parameter.requires_grad
         ]

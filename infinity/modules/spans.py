@@ -88,8 +88,8 @@ class Line:
 
     def open(self) -> None:
         """Have the buffer collect gradients of the next unit alone."""
-        order = self._order
-        self._buffer.admit(order[self._position] if self._position < len(order) else None)
+        order, at = self._order, self._position
+        self._buffer.admit(order[at].gradients if at < len(order) else None)
 
     def _advance(self) -> None:
         if not self._begun:
@@ -97,7 +97,7 @@ class Line:
         for unit in self._order[self._position :]:
             if unit not in self._ended:
                 break
-            self._buffer.reduce_turn(unit)
+            self._buffer.reduce_turn(unit.gradients)
             self._position += 1
         self.open()
 
@@ -165,7 +165,7 @@ class Spans:
         if self._buffer is None:
             return
         units = () if self._rests else (*self._inside, *self._reused)
-        self._buffer.park(filter(_reduces, units))
+        self._buffer.park(unit.gradients for unit in units if _reduces(unit))
         if self._line is not None:
             if self._rests:
                 self._buffer.admit_all()
@@ -195,7 +195,7 @@ class Spans:
         """The backward is about to use `unit`."""
         if self._rests:
             if self._buffer is not None:
-                self._buffer.begin_turn(unit)
+                self._buffer.begin_turn(unit.gradients)
             return
         around = self._around.get(unit, [])
         # A use of a unit around an open one may come on some ranks alone, and says nothing.
@@ -215,7 +215,7 @@ class Spans:
             if self._line is not None:
                 self._begin_in_line(unit)
             elif self._buffer is not None:
-                self._buffer.begin_turn(unit)
+                self._buffer.begin_turn(unit.gradients)
         for span in opening:
             if _moves(span):
                 self._runtime.enter(span)
@@ -252,7 +252,7 @@ class Spans:
         if self._line is not None:
             self._line.turn_ended(unit)
         elif self._buffer is not None:
-            self._buffer.reduce_turn(unit)
+            self._buffer.reduce_turn(unit.gradients)
 
     def _reduce_due(self) -> None:
         """The last turn of a unit that was used several times has ended."""
@@ -317,9 +317,9 @@ def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]
 def _moves(unit: Unit) -> bool:
     """Whether a use of the unit may need a collective. Where it stays whole, what follows a step is
     gathered in the order of the trace, which its uses are part of."""
-    return unit.shared
+    return unit.facts.shared
 
 
 def _reduces(unit: Unit) -> bool:
     """Whether the end of its turn is a reduction."""
-    return unit.trainable and unit.reduces_each_turn
+    return unit.trainable and unit.facts.reduces_each_turn

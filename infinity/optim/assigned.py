@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.sharding.use import Window
+from infinity.sharding.views import Window
 
 _WORD = 8  # bytes that a digest reads at a time
 

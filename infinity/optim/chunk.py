@@ -114,7 +114,7 @@ class Chunk:
         length = self.outs[Kind.GRAD].tensor.nbytes // unit.gradient_dtype.itemsize
         # Padding is zeros in both homes. What else no segment has goes from one to the other as it
         # is.
-        if not _covers(update.segments, at, min(at + length, unit.end_in_shard)):
+        if not _covers(update.segments, at, min(at + length, unit.facts.end_in_shard)):
             for out in self.outs.values():
                 out.fill(kernels.copy)
         states = self._states()

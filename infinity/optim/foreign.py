@@ -126,7 +126,7 @@ class Adapted(Optimizer):
         refuse_strange_states(kind, settings)
         self._has_states_at_once = bool(some.state)
         super().__init__(params, some.defaults, **options)
-        tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
+        tier = "on nvme" if any(unit.facts.spill for unit in self.units) else "in host memory"
         log.warning(
             "infinity has no kernels for %s: it updates one unit after the other on the host "
             "while step() waits; one unit needs memory beside the budgets; its states are %s, "
@@ -187,7 +187,8 @@ class Adapted(Optimizer):
     def bench(self, unit: Unit) -> Workbench:
         """The torch optimizer of `unit`."""
         if unit not in self._benches:
-            directory = unit.spill[unit.index % len(unit.spill)] if unit.spill else None
+            spill = unit.facts.spill
+            directory = spill[unit.index % len(spill)] if spill else None
             self._benches[unit] = Workbench(unit, directory)
         return self._benches[unit]
 
@@ -201,7 +202,7 @@ class Adapted(Optimizer):
             carried.note(self.kind, optimizer.param_groups)
         finally:
             bench.clear()
-        unit.states.write(kept, unit.shard_of(values))
+        unit.states.write(kept, unit.facts.shard_of(values))
 
     def _give_gradients(self, unit: Unit, bench: Workbench, factor: float) -> None:
         """Give the stand-ins the gradients of what is updated, clipped by `factor`."""
@@ -362,7 +363,7 @@ class AdaptedWithModes(Adapted):
             finally:
                 bench.clear()
             if not torch.equal(before, values):
-                unit.states.write(kept, unit.shard_of(values))
+                unit.states.write(kept, unit.facts.shard_of(values))
                 unit.renew()
         carried.apply(self.param_groups)
         self._mode = mode

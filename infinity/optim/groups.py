@@ -115,7 +115,7 @@ def belonging(
                 f"the parameters of one {who} must belong to one wrapped model whose engine is open"
             )
         updater = found
-        if unit.only_runs:
+        if unit.facts.only_runs:
             raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
         # As in torch: one that is not gets no gradient, and cannot be made to.
         if unit.trainable:

@@ -193,7 +193,7 @@ def segments_of(
     segments: list[Segment] = []
     before: Segment | None = None  # of the parameter before, if that is updated
     for index, hyper in enumerate(hypers):
-        part = unit.layout.overlap(index, unit.rank)
+        part = unit.facts.overlap(index)
         if hyper is None:
             before = None
         elif part.length > 0:
@@ -213,7 +213,7 @@ def squared_gradient_norm(
     precision.
 
     Depends on which parameters these are and on nothing else, neither on placement nor on what the
-    others' bytes are. Parameters that another tensor parallel rank counts (`Unit.counted`) add
+    others' bytes are. Parameters that another tensor parallel rank counts (`UnitFacts.counted`) add
     nothing while they are finite, else NaN.
     """
     counted = others = 0.0
@@ -252,11 +252,11 @@ def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
     """The shard, or its parts for these parameters, cut where what counts changes, and so that sums
     do not depend on where chunks end: those that cross a border of the blocks in which the kernel
     adds up are cut there."""
-    if all(unit.counted) and len(positions) == len(unit.parameters):
+    if all(unit.facts.counted) and len(positions) == len(unit.parameters):
         return [_ElementRun(0, unit.layout.shard_numel, True)]
     runs = []
     for index in positions:
-        part, counts = unit.layout.overlap(index, unit.rank), unit.counted[index]
+        part, counts = unit.facts.overlap(index), unit.facts.counted[index]
         begin, end = part.in_shard, part.in_shard + part.length
         border = min(round_up(begin, CHUNK_ELEMENTS), end)
         runs += [
@@ -274,7 +274,7 @@ def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
     if not any(there):
         return there
     shard = unit.states.read(Kind.GRAD)
-    parts = [unit.layout.overlap(index, unit.rank) for index in positions]
+    parts = [unit.facts.overlap(index) for index in positions]
     finite = [
         bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts
     ]

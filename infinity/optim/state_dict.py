@@ -125,7 +125,7 @@ def add_blocks(
                 if state:
                     part = whole(full[place.offset : place.end].view(place.shape), parameter)
                     slot = keeper.slot(parameter, name)
-                    state[name] = StateCopy.of(mapped(part, unit.files), slot)
+                    state[name] = StateCopy.of(mapped(part, unit.facts.files), slot)
 
 
 def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
@@ -139,7 +139,7 @@ def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
             number = number_of.get(id(parameter))
             if number is not None and not packed["state"].get(number):
                 part = whole(full[place.offset : place.end].view(place.shape), parameter)
-                masters[number] = mapped(part, unit.files)
+                masters[number] = mapped(part, unit.facts.files)
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -155,7 +155,7 @@ def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
     for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
         if value is not None:
             full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
-    unit.states.write(kind, unit.shard_of(full))
+    unit.states.write(kind, unit.facts.shard_of(full))
 
 
 def states_in(state_dict: Mapping[str, Any], optimizer: SavedOptimizer) -> list[Mapping[str, Any]]:

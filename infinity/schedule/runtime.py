@@ -149,7 +149,7 @@ class Runtime:
         """Start to fetch the units that will be used next, until there is no room, and gather them
         in this order."""
         look_ahead(self.trace, self._has_copy, self._bring, self._reach)
-        if self._units[0].shared:
+        if self._units[0].facts.shared:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:

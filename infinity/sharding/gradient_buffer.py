@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from infinity.device import Copy
 from infinity.sharding.exchange import Collective
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
+from infinity.sharding.facts import UnitFacts
 
 
 class Reduction(NamedTuple):
@@ -22,6 +20,37 @@ class Reduction(NamedTuple):
 
     collective: Collective
     leaving: Copy | None = None
+
+
+class Collecting(Protocol):
+    """Gradients of one unit that a buffer collects, as `Gradients`."""
+
+    @property
+    def facts(self) -> UnitFacts:
+        """Those of the unit."""
+
+    @property
+    def collected(self) -> int:
+        """How many gradients of single parameters the step under way has brought."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter takes gradients now."""
+
+    def at_home(self, index: int) -> bool:
+        """Whether the gradient of the parameter, or some of it, is in the gradient block."""
+
+    def join_reduction(self) -> None:
+        """A reduction comes, to which this rank has no gradients to add."""
+
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None:
+        """Reduce `full` (numel,), gradients of the parameters `collected`."""
+
+    def end_reduction(self, collected: int) -> None:
+        """The reduction has ended that was posted when there were so many `collected`."""
+
+    def follow(self, copy: Copy) -> None:
+        """Have what the device does next wait until `copy` has ended."""
 
 
 class GradientBuffer:
@@ -46,132 +75,134 @@ class GradientBuffer:
         # Those that reductions took, in their order.
         self._taken: deque[tuple[Reduction, torch.Tensor]] = deque()
         # Reductions under way, with what each had collected.
-        self._posted: deque[tuple[Collective, Unit, int]] = deque()
-        self._holder: Unit | None = None
+        self._posted: deque[tuple[Collective, Collecting, int]] = deque()
+        self._holder: Collecting | None = None
         self._collected: set[int] = set()
         # Of units that span others, what they have collected in their turn, which lies elsewhere.
-        self._parks: frozenset[Unit] = frozenset()
-        self._parked: dict[Unit, dict[int, torch.Tensor]] = {}
+        self._parks: frozenset[Collecting] = frozenset()
+        self._parked: dict[Collecting, dict[int, torch.Tensor]] = {}
         # Where units are reduced in a line, the one that is collected in the buffer.
         self._in_line = False
-        self._next: Unit | None = None
+        self._next: Collecting | None = None
 
     @property
-    def holder(self) -> Unit | None:
+    def holder(self) -> Collecting | None:
         """Whose gradients are collected in it."""
         return self._holder
 
-    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Collect `gradient`, of the parameter `index` of `unit`."""
-        waits = self._in_line and unit is not self._next and unit.reduces_each_turn
-        if waits or unit in self._parks or unit in self._parked:
-            self._park(unit, index, gradient)
+    def add(self, owner: Collecting, index: int, gradient: torch.Tensor) -> None:
+        """Collect `gradient`, of the parameter `index` of `owner`."""
+        waits = self._in_line and owner is not self._next and owner.facts.reduces_each_turn
+        if waits or owner in self._parks or owner in self._parked:
+            self._park(owner, index, gradient)
             return
-        again = self._holder is unit and index in self._collected
-        if self._holder is not unit or (
-            again and (unit.reduces_each_turn or unit.gradients.at_home(index))
+        again = self._holder is owner and index in self._collected
+        if self._holder is not owner or (
+            again and (owner.facts.reduces_each_turn or owner.at_home(index))
         ):
-            self._hold(unit)
+            self._hold(owner)
             again = False
-        self._put(unit, index, gradient, again)
+        self._put(owner, index, gradient, again)
 
-    def _hold(self, unit: Unit) -> None:
-        """`unit` becomes the holder, of nothing."""
+    def _hold(self, owner: Collecting) -> None:
+        """`owner` becomes the holder, of nothing."""
         self.flush()
         while self._posted and self._posted[0][0].ended():
             self._end_first()
         if not self._free:
-            self._take_back(unit)
-        self._holder, self._collected = unit, set()
+            self._take_back(owner)
+        self._holder, self._collected = owner, set()
 
-    def _put(self, unit: Unit, index: int, gradient: torch.Tensor, again: bool = False) -> None:
+    def _put(
+        self, owner: Collecting, index: int, gradient: torch.Tensor, again: bool = False
+    ) -> None:
         self._collected.add(index)
-        place = unit.layout.places[index]
-        part = self._flat(unit)[place.offset : place.end].view(place.shape)
+        place = owner.facts.layout.places[index]
+        part = self._flat(owner)[place.offset : place.end].view(place.shape)
         if again:
             part.add_(gradient)
         else:
             part.copy_(gradient)
 
-    def park(self, units: Iterable[Unit]) -> None:
-        """From now on gradients of `units` lie beside the buffer until `reduce_turn`."""
-        self._parks = frozenset(units)
+    def park(self, owners: Iterable[Collecting]) -> None:
+        """From now on gradients of `owners` lie beside the buffer until `reduce_turn`."""
+        self._parks = frozenset(owners)
 
-    def admit(self, unit: Unit | None) -> None:
-        """From now on of units that are reduced each turn `unit` alone is collected in the buffer;
+    def admit(self, owner: Collecting | None) -> None:
+        """From now on of units that are reduced each turn `owner` alone is collected in the buffer;
         gradients of others lie beside it until `reduce_turn`."""
-        self._in_line, self._next = True, unit
+        self._in_line, self._next = True, owner
 
     def admit_all(self) -> None:
         """End `admit`."""
         self._in_line, self._next = False, None
 
-    def _park(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+    def _park(self, owner: Collecting, index: int, gradient: torch.Tensor) -> None:
         """Keep the tensor that autograd made, which nothing changes in place: a hook of the user
         may have it, too."""
-        parked = self._parked.setdefault(unit, {})
-        gradient = gradient.to(unit.gradient_dtype)
+        parked = self._parked.setdefault(owner, {})
+        gradient = gradient.to(owner.facts.gradient_dtype)
         parked[index] = parked[index] + gradient if index in parked else gradient
 
-    def reduce_turn(self, unit: Unit) -> None:
-        """The turn of `unit`, one that spans others or is in the line, has ended on all ranks:
+    def reduce_turn(self, owner: Collecting) -> None:
+        """The turn of `owner`, one that spans others or is in the line, has ended on all ranks:
         reduce what it has collected, zeros if that is nothing."""
-        parked = self._parked.pop(unit, {})
-        if self._holder is unit and not parked:
+        parked = self._parked.pop(owner, {})
+        if self._holder is owner and not parked:
             self.flush()
             return
-        if not (parked or unit.trains):
+        if not (parked or owner.trains):
             return
         if not parked:
-            unit.gradients.join_reduction()
-        self._hold(unit)
+            owner.join_reduction()
+        self._hold(owner)
         for index, gradient in parked.items():
-            self._put(unit, index, gradient)
+            self._put(owner, index, gradient)
         self.flush()
 
     def reduce_parked(self) -> None:
         """Reduce what is left: of units that had a gradient, and no turn."""
-        for unit in sorted(self._parked, key=lambda each: each.index):
-            self.reduce_turn(unit)
+        for owner in sorted(self._parked, key=lambda each: each.facts.index):
+            self.reduce_turn(owner)
 
-    def begin_turn(self, unit: Unit) -> None:
-        """The backward is about to use `unit`: another one that holds the buffer has all its
+    def begin_turn(self, owner: Collecting) -> None:
+        """The backward is about to use `owner`: another one that holds the buffer has all its
         gradients, as a rule.
 
         It is reduced first, before the gathers that are posted with this use. So the buffer is free
         again when the unit after this one needs it. Frozen units come and go between gradients.
         """
-        if unit.trainable and self._holder is not None and self._holder is not unit:
+        if owner.facts.trainable and self._holder is not None and self._holder is not owner:
             self.flush()
 
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
-        if holder is None or not (self._collected or holder.reduces_each_turn):
+        if holder is None or not (self._collected or holder.facts.reduces_each_turn):
             return
         self._zero_rest(holder)
-        posted = holder.gradients.reduce(self._flat(holder), self._collected)
+        posted = holder.reduce(self._flat(holder), self._collected)
         if posted is not None:
             self._taken.append((posted, self._free.popleft()))
-            self._posted.append((posted.collective, holder, holder.gradients.collected))
+            self._posted.append((posted.collective, holder, holder.collected))
 
-    def _take_back(self, unit: Unit) -> None:
-        """Free the part that was taken first, for `unit`: what only a copy reads is written when
+    def _take_back(self, owner: Collecting) -> None:
+        """Free the part that was taken first, for `owner`: what only a copy reads is written when
         that has ended, which the device waits for, and not the host."""
         reduction, part = self._taken[0]
-        if reduction.leaving is not None and unit.exchange is not None:
-            unit.exchange.device.follow_copy(reduction.leaving)
+        if reduction.leaving is not None:
+            owner.follow(reduction.leaving)
         else:
             while not reduction.collective.ended():
                 self._end_first()
         self._taken.popleft()  # not where the wait raised: what ends the engine asks again
         self._free.append(part)
 
-    def _zero_rest(self, holder: Unit) -> None:
+    def _zero_rest(self, holder: Collecting) -> None:
         """What the holder has not collected: mostly padding at the end alone, so that the buffer is
         filled in one pass."""
         flat, end = self._flat(holder), 0
-        for place in (holder.layout.places[index] for index in sorted(self._collected)):
+        for place in (holder.facts.layout.places[index] for index in sorted(self._collected)):
             if end < place.offset:
                 flat[end : place.offset].zero_()
             end = place.end
@@ -190,27 +221,27 @@ class GradientBuffer:
         return self._memory
 
     def _end_first(self) -> None:
-        posted, unit, collected = self._posted.popleft()
+        posted, owner, collected = self._posted.popleft()
         posted.wait()
-        unit.gradients.end_reduction(collected)
+        owner.end_reduction(collected)
 
-    def _flat(self, unit: Unit) -> torch.Tensor:
-        return self._free[0][: unit.gradient_nbytes].view(unit.gradient_dtype)
+    def _flat(self, owner: Collecting) -> torch.Tensor:
+        return self._free[0][: owner.facts.gradient_nbytes].view(owner.facts.gradient_dtype)
 
-    def discard(self, unit: Unit) -> None:
-        """Forget what `unit` has collected and not reduced."""
-        self._parked.pop(unit, None)
-        if self._holder is unit:
+    def discard(self, owner: Collecting) -> None:
+        """Forget what `owner` has collected and not reduced."""
+        self._parked.pop(owner, None)
+        if self._holder is owner:
             self._holder = None
         self.await_added()
 
-    def forget(self, unit: Unit, indices: set[int]) -> None:
-        """Forget what `unit` has collected of these parameters and not reduced; return when nothing
-        of it is on its way."""
-        if self._holder is unit:
+    def forget(self, owner: Collecting, indices: set[int]) -> None:
+        """Forget what `owner` has collected of these parameters and not reduced; return when
+        nothing of it is on its way."""
+        if self._holder is owner:
             self._collected -= indices
         for index in indices:
-            self._parked.get(unit, {}).pop(index, None)
+            self._parked.get(owner, {}).pop(index, None)
         self.await_added()
 
     def close(self) -> None:

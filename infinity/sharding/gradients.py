@@ -28,17 +28,17 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from infinity.device import Copy
 from infinity.errors import ShardedParameterError
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer, Reduction
+from infinity.sharding.gradient_reduction import GradientReduction
 from infinity.sharding.tensor_parallel import local_gradient
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
 
 
 class GradientState(enum.Enum):
@@ -91,6 +91,36 @@ class GradientEntry(NamedTuple):
     unscaled: bool = False
 
 
+class GradientListener(Protocol):
+    """The object that gradients tell before they change and when they came."""
+
+    def changing(
+        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        """The gradients of these parameters are about to change. `change` does the same to a tensor
+        in place; without it they are replaced."""
+
+    def forgetting(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are about to be forgotten."""
+
+    def rollback(self) -> None:
+        """Return when no speculative update of the unit is in flight, because its gradients
+        change."""
+
+    def await_readers(self) -> None:
+        """Return when no update reads the gradient block."""
+
+    def square_ahead(self, all_came: bool) -> float | None:
+        """The sum of squares of the gradients, if that is worth having before the step; `all_came`
+        where there are as many as in the last step."""
+
+    def gradients_came(self) -> None:
+        """There are as many gradients as in the last step."""
+
+    def outdate(self) -> None:
+        """An update was given the gradients, so the parameters change."""
+
+
 class Gradients:
     """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend`
     and `clear` change them.
@@ -98,24 +128,29 @@ class Gradients:
     They are called by the thread that runs the model; parameters go by their index in the unit.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit, self._block = unit, GradientBlock(unit)
-        self._buffer: GradientBuffer | None = None
+    def __init__(
+        self,
+        facts: UnitFacts,
+        block: GradientBlock,
+        buffer: GradientBuffer | None,
+        reduction: GradientReduction | None,
+        listener: GradientListener,
+    ) -> None:
+        """They travel through `buffer`, or straight into their home, the `block`, when it is None.
+        With a `reduction` they go home beside the model."""
+        self.facts, self._block, self._buffer = facts, block, buffer
+        self._reduction, self._listener = reduction, listener
         self._state = GradientState.EMPTY
-        self._entries = [GradientEntry()] * len(unit.parameters)
+        self._entries = [GradientEntry()] * len(facts.parameters)
         self._number = 0  # of those that are present
         # How often each was forgotten.
-        self._generations = [0] * len(unit.parameters)
+        self._generations = [0] * len(facts.parameters)
         self._loss_scale = 1.0
         self._collected = self._expected = 0
         # The sum of squares after so many gradients.
         self._measured: tuple[int, float | None] = (0, None)
         # Whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`).
         self._is_apart = False
-
-    def bind(self, buffer: GradientBuffer | None) -> None:
-        """How gradients travel: through `buffer`, or straight into their home when it is None."""
-        self._buffer = buffer
 
     # What is there
 
@@ -137,6 +172,13 @@ class Gradients:
     def collected(self) -> int:
         """How many gradients of single parameters the step under way has brought."""
         return self._collected
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter takes gradients now: a trainable unit may be frozen for some
+        steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.facts.trainable and any(p.requires_grad for p in self.facts.parameters)
 
     def present(self) -> list[int]:
         """The parameters that have a gradient: after `settle` those that have one on any rank."""
@@ -183,19 +225,19 @@ class Gradients:
     def add(self, index: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Add a gradient of the parameter to what the step has so far; its loss was multiplied by
         `scale`. Raises `ShardedParameterError` for one that has a graph."""
-        unit = self._unit
+        name = self.facts.names[index]
         if gradient.requires_grad:
             raise ShardedParameterError(
-                f"the gradient of {unit.names[index]} has a graph (backward(create_graph=True)), "
+                f"the gradient of {name} has a graph (backward(create_graph=True)), "
                 "which .grad of a wrapped model cannot keep; take it by "
                 "torch.autograd.grad(loss, parameters, create_graph=True)"
             )
         self._tell_before_adding(index, gradient, scale)
         if self._collected == self._expected:
-            unit.rollback()
-        self._await_readers()
+            self._listener.rollback()
+        self._listener.await_readers()
         self._open()
-        gradient = local_gradient(gradient, unit.parameters[index])
+        gradient = local_gradient(gradient, self.facts.parameters[index])
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if scale != self._loss_scale:
@@ -208,10 +250,10 @@ class Gradients:
         if self._buffer is not None:
             if self._entries[index].where is Where.FORGOTTEN:
                 self._drop_forgotten()
-            self._buffer.add(unit, index, gradient)
+            self._buffer.add(self, index, gradient)
             # A reduction that `add` ended may have begun the update without this gradient.
             if self._collected == self._expected:
-                unit.rollback()
+                self._listener.rollback()
         elif self.has(index):
             self._scale_assigned([index])
             self._block.part(index).add_(gradient)
@@ -228,26 +270,26 @@ class Gradients:
     def forget(self, indices: Iterable[int]) -> None:
         """There are no gradients of these parameters any more, as if there had never been any;
         several ranks do alike."""
-        unit, indices = self._unit, set(indices)
-        unit.listeners.grads.forgetting(unit, indices)
+        indices, others = set(indices), self.facts.ranks > 1
+        self._listener.forgetting(indices)
         for index in indices:
             self._generations[index] += 1
         left = set(self.present()) - indices
-        if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
+        if len(indices) == len(self._entries) or (not others and not left):
             self.clear()
             return
-        unit.rollback()
+        self._listener.rollback()
         if self._buffer is not None and self._state is GradientState.COLLECTING:
-            self._buffer.forget(unit, indices)
+            self._buffer.forget(self, indices)
         # Another rank may have some.
-        elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)
+        elsewhere = others and any(entry.where.filled for entry in self._entries)
         loose = self._buffer is None and self._state is GradientState.COLLECTING
         for index in indices:
             keeps = not loose and (elsewhere or self.at_home(index))
             if keeps or self.has(index):
                 self._put(index, GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE))
         self._measured = 0, None
-        held = self._buffer is not None and self._buffer.holder is unit
+        held = self._buffer is not None and self._buffer.holder is self
         if not held and all(
             entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries
         ):
@@ -259,9 +301,9 @@ class Gradients:
         present = [index for index in indices if self.has(index)]
         if present:
             self._expect(GradientState.SETTLED, GradientState.SPENT)
-            self._unit.listeners.grads.changing(self._unit, present, torch.Tensor.zero_)
-            self._unit.rollback()
-            self._await_readers()
+            self._listener.changing(present, torch.Tensor.zero_)
+            self._listener.rollback()
+            self._listener.await_readers()
             self._block.rewrite(dict.fromkeys(present))
             self._measured = 0, None
             for index in present:
@@ -272,9 +314,9 @@ class Gradients:
         or become it. What there is must be settled."""
         if not self.present():
             self.clear()
-        self._unit.listeners.grads.changing(self._unit, [index])
-        self._unit.rollback()
-        self._await_readers()
+        self._listener.changing([index])
+        self._listener.rollback()
+        self._listener.await_readers()
         fresh = self._state is GradientState.EMPTY
         if fresh:
             self._set(range(len(self._entries)), Where.ZEROED)
@@ -293,9 +335,7 @@ class Gradients:
         indices = list(indices)
         if factor != 1.0:
             present = [index for index in indices if self.has(index)]
-            self._unit.listeners.grads.changing(
-                self._unit, present, lambda assigned: assigned.mul_(factor)
-            )
+            self._listener.changing(present, lambda assigned: assigned.mul_(factor))
         for index in indices:
             entry = self._entries[index]
             self._entries[index] = entry._replace(clip=entry.clip * factor)
@@ -310,8 +350,8 @@ class Gradients:
             if self.has(index) and self.clip_of(index) != 1.0
         }
         if clipped:
-            self._unit.rollback()
-            self._await_readers()
+            self._listener.rollback()
+            self._listener.await_readers()
             self._block.rewrite(clipped)
             self._measured = 0, None
             for index in clipped:
@@ -326,14 +366,13 @@ class Gradients:
             self._join(agreed)
         if self._state is not GradientState.COLLECTING or not self.present():
             return
-        if self._is_apart:
-            self._block.post(
-                lambda: self._block.add_up(None, first=False, average=True), scatters=False
-            ).wait()
+        reduction = self._reduction
+        if self._is_apart and reduction is not None:
+            reduction.post(reduction.average, scatters=False).wait()
             self._is_apart = False
-        if self._unit.reduces_late:
+        if self.facts.reduces_late and reduction is not None:
             self._block.zero(index for index, present in enumerate(mine) if not present)
-            self._block.post(self._reduce_late()).wait()
+            reduction.post(self._reduce_late(reduction)).wait()
         self._state = GradientState.SETTLED
 
     def spend(self, indices: Iterable[int], factor: float = 1.0) -> None:
@@ -341,18 +380,18 @@ class Gradients:
         they are from now on."""
         self.scale(indices, factor)
         self._state, self._expected = GradientState.SPENT, self._collected
-        self._unit.outdate()
+        self._listener.outdate()
 
     def clear(self) -> None:
         """There are no gradients any more."""
-        self._unit.listeners.grads.forgetting(self._unit, range(len(self._entries)))
-        self._unit.rollback()
+        self._listener.forgetting(range(len(self._entries)))
+        self._listener.rollback()
         self._state = GradientState.EMPTY
         self._entries, self._number = [GradientEntry()] * len(self._entries), 0
         self._generations = [number + 1 for number in self._generations]
         self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
         if self._buffer is not None:
-            self._buffer.discard(self._unit)
+            self._buffer.discard(self)
         self._measured = 0, None  # not before what was on its way has ended, and was measured
 
     # On their way
@@ -364,40 +403,46 @@ class Gradients:
         With an exchange returns at once. When the reduction has ended `end_reduction` is to be
         called; until then the block is not used.
         """
-        unit, block = self._unit, self._block
+        block, reduction = self._block, self._reduction
         self._drop_forgotten()
         collected = list(collected)
-        self._scale_assigned(collected if unit.ranks.number == 1 else self.present())
+        self._scale_assigned(collected if self.facts.ranks == 1 else self.present())
         first = not any(entry.where.filled for entry in self._entries)
         self._set(collected, Where.HOME)
         if not any(entry.where.filled for entry in self._entries):
             # This rank brings zeros, and gets its part of what others bring.
             self._set(range(len(self._entries)), Where.ZEROED)
-        if unit.exchange is None:
+        if reduction is None:
             block.add_up(full, first)
             self._announce()
             return None
         leaving = block.begin_home(full) if first else None
         if leaving is not None:
             came = functools.partial(self._came, self._collected)
-            return Reduction(block.bring(came, leaving.wait), leaving)
-        if unit.reduces_late:
-            return Reduction(block.bring(functools.partial(block.add_up, full, first)))
+            return Reduction(reduction.bring(came, leaving.wait), leaving)
+        if self.facts.reduces_late:
+            return Reduction(reduction.bring(functools.partial(block.add_up, full, first)))
         idle = None if collected else functools.partial(self._bring_nothing, full, first)
-        if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
-            bring = functools.partial(self._bring_home, full, first, self._collected)
-            return Reduction(block.post(bring, idle=idle))
-        averages = unit.exchange.averages
+        averages = reduction.averages
+        if self.facts.replicas == 1 or (averages and not self._is_apart):
+            bring = functools.partial(self._bring_home, reduction, full, first, self._collected)
+            return Reduction(reduction.post(bring, idle=idle))
         self._is_apart = not averages
-        add = functools.partial(self._scatter, full, first, averages)
-        return Reduction(block.post(add, averages=averages, idle=idle))
+        add = functools.partial(self._scatter, reduction, full, first, averages)
+        return Reduction(reduction.post(add, averages=averages, idle=idle))
+
+    def follow(self, copy: Copy) -> None:
+        """For the buffer: have what the device does next wait until `copy`, the `leaving` of a
+        reduction, has ended."""
+        if self._reduction is not None:
+            self._reduction.follow(copy)
 
     def join_reduction(self) -> None:
         """For the buffer: other ranks may have gradients for the reduction that comes, and this one
         has none."""
         if self._collected == self._expected:
-            self._unit.rollback()
-        self._await_readers()
+            self._listener.rollback()
+        self._listener.await_readers()
         self._open()
 
     def end_reduction(self, collected: int) -> None:
@@ -411,22 +456,28 @@ class Gradients:
         if self._buffer is not None:
             self._buffer.await_added()
 
-    def _reduce_late(self) -> Callable[[], object]:
+    def _reduce_late(self, reduction: GradientReduction) -> Callable[[], object]:
         """What reduces the home of the whole unit, on the thread of the exchange."""
         if self._buffer is None:
-            return functools.partial(self._block.reduced, self._block.flat())
-        return functools.partial(self._block.reduce_home, self._buffer.lend())
+            return functools.partial(reduction.reduced, self._block.flat())
+        return functools.partial(reduction.reduce_home, self._buffer.lend())
 
-    def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
-        self._block.add_up(self._block.reduced(full), first)
+    def _bring_home(
+        self, reduction: GradientReduction, full: torch.Tensor, first: bool, collected: int
+    ) -> None:
+        self._block.add_up(reduction.reduced(full), first)
         self._measure(collected)
 
     def _bring_nothing(self, zeros: torch.Tensor, first: bool) -> None:
         if first:
-            self._block.add_up(self._unit.shard_of(zeros), first)
+            self._block.add_up(self.facts.shard_of(zeros), first)
 
-    def _scatter(self, full: torch.Tensor, first: bool, averages: bool) -> None:
-        self._block.add_up(self._block.scattered(full), first, averages)
+    def _scatter(
+        self, reduction: GradientReduction, full: torch.Tensor, first: bool, averages: bool
+    ) -> None:
+        self._block.add_up(reduction.scattered(full), first)
+        if averages:
+            reduction.average()
 
     def _came(self, collected: int) -> None:
         self._block.came()
@@ -435,28 +486,24 @@ class Gradients:
     def _measure(self, collected: int) -> None:
         """If these were the last gradients of the step, say what their norm needs, while the model
         goes on."""
-        if self._unit.reduces_late:
+        if self.facts.reduces_late:
             return  # there are those of other ranks
         all_came = 0 < collected == self._expected
-        squares = self._unit.listeners.updates.square_ahead(self._unit, all_came)
+        squares = self._listener.square_ahead(all_came)
         if all_came:
             self._measured = collected, squares
 
     def _announce(self) -> None:
         """Tell the updater where these may be all that the step brings."""
-        final = not (self._is_apart or self._unit.reduces_late)
+        final = not (self._is_apart or self.facts.reduces_late)
         if final and self._collected == self._expected:
-            self._unit.listeners.updates.gradients_came(self._unit)
+            self._listener.gradients_came()
 
     # Inside of the step
 
     def _expect(self, *states: GradientState) -> None:
         if self._state not in states:
-            raise RuntimeError(f"the gradients of {self._unit.name} are {self._state.name}")
-
-    def _await_readers(self) -> None:
-        """Return when no update reads the gradient block any more."""
-        self._unit.listeners.updates.await_readers(self._unit)
+            raise RuntimeError(f"the gradients of {self.facts.name} are {self._state.name}")
 
     def _set(self, indices: Iterable[int], where: Where) -> None:
         for index in indices:
@@ -478,7 +525,7 @@ class Gradients:
                 [i for i, entry in enumerate(self._entries) if not entry.where.present],
                 Where.NOWHERE,
             )
-        if self._unit.reduces_late:
+        if self.facts.reduces_late:
             self._scale_assigned(self.present())
             self._block.spread()
         self._collected, self._measured = 0, (0, None)
@@ -493,7 +540,7 @@ class Gradients:
         if self._loss_scale == 1.0:
             return None
         scaled = values.float() * self._loss_scale
-        most = torch.finfo(self._unit.gradient_dtype).max
+        most = torch.finfo(self.facts.gradient_dtype).max
         return scaled if bool((scaled.abs() <= most).all()) else None
 
     def _scale_assigned(self, indices: Iterable[int]) -> None:
@@ -508,19 +555,19 @@ class Gradients:
 
     def _tell_before_adding(self, index: int, gradient: torch.Tensor, scale: float) -> None:
         """A gradient is about to be added: the same is done to a tensor that was assigned."""
-        unit = self._unit
+        name = self.facts.names[index]
 
         def add(assigned: torch.Tensor) -> None:
-            if unit.ranks.number > 1:
+            if self.facts.ranks > 1:
                 raise ShardedParameterError(
                     f"a backward adds to the tensor that was assigned to the gradient of "
-                    f"{unit.names[index]} of a wrapped model, which other code still has; with "
+                    f"{name} of a wrapped model, which other code still has; with "
                     "several ranks assign a copy: parameter.grad = tensor.clone()"
                 )
             value = gradient.to_dense() if gradient.is_sparse else gradient
             assigned.add_(value if scale == 1.0 else (value.float() / scale).to(assigned.dtype))
 
-        unit.listeners.grads.changing(unit, [index], add)
+        self._listener.changing([index], add)
 
     def _drop_forgotten(self) -> None:
         """Replace what was forgotten by zeros, where something may be added to it."""
@@ -529,7 +576,7 @@ class Gradients:
         ]
         if forgotten:
             self.wait()
-            if self._unit.reduces_late:
+            if self.facts.reduces_late:
                 self._block.zero(forgotten)
             else:
                 self._block.rewrite(dict.fromkeys(forgotten))
@@ -538,7 +585,7 @@ class Gradients:
     def _join(self, agreed: Sequence[float]) -> None:
         """Take over what other ranks have: their gradients are in this rank's shard, too."""
         *flags, having, scales, apart, collecting = agreed
-        if collecting and self._unit.reduces_late:
+        if collecting and self.facts.reduces_late:
             self._open()  # others add to what was settled: it is reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
         if having and not self._has_scaled():

@@ -1,5 +1,5 @@
-"""Where every parameter lies in its unit's flat buffer, and in whose shard: pure arithmetic, in
-elements."""
+"""Where every parameter lies in its unit's flat buffer, in whose shard, and where a part of a
+tensor lies in the whole: pure arithmetic, in elements."""
 
 from __future__ import annotations
 
@@ -77,3 +77,50 @@ class FlatLayout:
         place, start = self.places[index], rank * self.shard_numel
         begin, end = max(place.offset, start), min(place.end, start + self.shard_numel)
         return Overlap(max(begin - start, 0), max(begin - place.offset, 0), max(end - begin, 0))
+
+
+class LocalPart(NamedTuple):
+    """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width`
+    columns from `begin` on.
+
+    No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
+    dimension 1. As a matrix it has 4 x 30 elements. The second of two ranks has the 15 columns from
+    15 on, with room for 60 elements. A whole tensor is one row.
+    """
+
+    rows: int
+    columns: int
+    begin: int
+    width: int
+    room: int
+
+
+def part_within(
+    shape: Sequence[int], dimension: int, begin: int, end: int, longest: int
+) -> LocalPart:
+    """What lies from `begin` to `end` along `dimension` of a tensor of `shape`, of which no part is
+    longer than `longest`."""
+    rows, below = math.prod(shape[:dimension]), math.prod(shape[dimension + 1 :])
+    room = rows * longest * below
+    return LocalPart(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
+
+
+class TilePlace(NamedTuple):
+    """Where a tile lies in the parameter `name` of `shape`: from `begin` to `end` along
+    `dimension`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dimension: int
+    begin: int
+    end: int
+
+    @property
+    def bounds(self) -> tuple[slice, ...]:
+        """The indices that take the tile out of the whole."""
+        return (*[slice(None)] * self.dimension, slice(self.begin, self.end))
+
+    @property
+    def part(self) -> LocalPart:
+        """The same as a part of a matrix. It has no room for more."""
+        return part_within(self.shape, self.dimension, self.begin, self.end, self.end - self.begin)

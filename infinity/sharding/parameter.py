@@ -290,7 +290,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             return super().__torch_function__(func, types, args, kwargs)  # which saves the handle
         if call_uncompiled(border.touched, unit):
             return func(*args, **(kwargs or {}))
-        if name in _SAME and len(args) == 2 and args[0] is args[1] and not unit.ranks.groups():
+        if name in _SAME and len(args) == 2 and args[0] is args[1] and unit.facts.is_alone:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)  # of which callers want the place in the graph
         way = _way_out()
@@ -309,7 +309,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             isinstance(parameter, ShardedParameter)
             and requires_grad
             and not type(parameter).unit.trainable
-            and not type(parameter).unit.only_runs
+            and not type(parameter).unit.facts.only_runs
         ):
             raise ConfigError(
                 f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when "

@@ -17,7 +17,7 @@ from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
-from infinity.sharding.use import GatheredParameter, Views, Window
+from infinity.sharding.views import GatheredParameter, Views, Window
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -21,24 +21,58 @@ from infinity.errors import ShardedParameterError
 from infinity.placement.spec import SPLIT, Kind
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.facts import UnitFacts
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
+
+class StateListener(Protocol):
+    """The object that states tell before and after they are replaced."""
+
+    def await_gradients(self) -> None:
+        """Return when all gradients that were reduced so far are at home."""
+
+    def rollback(self) -> None:
+        """Return when no speculative update of the unit is in flight, because its content
+        changes."""
+
+    def drain(self) -> None:
+        """Return when no update is under way."""
+
+    def before_write(self, blocks: Sequence[Block]) -> None:
+        """Return when `blocks` may be rewritten."""
+
+    def outdate(self) -> None:
+        """The parameters change: copies and graphs have old ones."""
+
+    def renew(self) -> None:
+        """The parameters were replaced, on every rank."""
+
+    def end_interrupted(self, caller: str) -> None:
+        """End calls of the model that an exception cut off, for the function `caller`."""
 
 
 class States:
     """The parameters, gradients, masters and moments of one unit, as the host sees them.
 
     For the thread that runs the model. It reads and writes while no update of the unit is under way
-    (`Updates.drain`).
+    (`Updates.drain`). `exchange` gathers shards of several ranks; it is None where this rank has
+    the whole unit.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(
+        self,
+        facts: UnitFacts,
+        blocks: Mapping[Kind, Block],
+        store: Store,
+        exchange: Exchange | None,
+        listener: StateListener,
+    ) -> None:
+        self.facts, self._blocks, self._store = facts, blocks, store
+        self._exchange, self._listener = exchange, listener
         self._rewrites = 0
         self._replaced: dict[tuple[Kind, int], int] = {}
 
@@ -48,64 +82,58 @@ class States:
     def is_rounded(self) -> bool:
         """Whether the parameters are nothing but their masters, rounded: then an update writes them
         and does not read them."""
-        return is_rounded({kind: block.spec for kind, block in self.unit.blocks.items()})
+        return is_rounded({kind: block.spec for kind, block in self._blocks.items()})
 
     @property
     def has_shadow(self) -> bool:
         """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may
         be rolled back."""
         return all(
-            block.home.has_shadow
-            for kind, block in self.unit.blocks.items()
-            if kind is not Kind.GRAD
+            block.home.has_shadow for kind, block in self._blocks.items() if kind is not Kind.GRAD
         )
 
     def is_free(self, left: int) -> bool:
         """Whether an update may write: what it overwrites is in no commit that is still needed.
         `left`: see `Home`."""
-        return all(block.home.is_free(left) for block in self.unit.blocks.values())
+        return all(block.home.is_free(left) for block in self._blocks.values())
 
     def is_pinned(self, left: int) -> bool:
         """Whether an update would overwrite what a snapshot has yet to read. `left`: see `Home`."""
-        return any(block.home.is_pinned(left) for block in self.unit.blocks.values())
+        return any(block.home.is_pinned(left) for block in self._blocks.values())
 
     @property
     def staged_from(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update:
         what is before is not."""
         return min(
-            self.unit.store.staging.staged_from(block, self.gpu_resident)
-            for block in self.unit.blocks.values()
+            self._store.staging.staged_from(block, self.gpu_resident)
+            for block in self._blocks.values()
         )
 
     @property
     def gpu_resident(self) -> bool:
         """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(
-            self.unit.store.staging.is_gpu_resident(block) for block in self.unit.blocks.values()
-        )
+        return all(self._store.staging.is_gpu_resident(block) for block in self._blocks.values())
 
     @property
     def rewritten_in_place_until(self) -> int:
         """The first element from which on all that an update rewrites has a shadow copy;
         `shard_numel` when there is none."""
         if not self.has_shadow:
-            return self.unit.layout.shard_numel
+            return self.facts.layout.shard_numel
         return max(
-            block.cached_elements
-            for kind, block in self.unit.blocks.items()
-            if kind is not Kind.GRAD
+            block.cached_elements for kind, block in self._blocks.items() if kind is not Kind.GRAD
         )
 
     def update_chunks(self) -> Sequence[int]:
         """The first element of every chunk that an update takes at once."""
-        return self.unit.store.staging.chunks(self.unit.blocks[Kind.PARAM], self.gpu_resident)
+        return self._store.staging.chunks(self._blocks[Kind.PARAM], self.gpu_resident)
 
     # Whole content
 
     def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
-        return self.unit.store.staging.chunks(self.unit.blocks[Kind.PARAM])
+        return self._store.staging.chunks(self._blocks[Kind.PARAM])
 
     def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The first element of every chunk, and its part of `shard` (shard_numel,)."""
@@ -118,7 +146,7 @@ class States:
 
         A master that was never written is the parameter, widened.
         """
-        shard = torch.empty(self.unit.layout.shard_numel, dtype=self.dtype_of(kind))
+        shard = torch.empty(self.facts.layout.shard_numel, dtype=self.dtype_of(kind))
         for begin, values in self._pieces(shard):
             self.read_chunk(kind, begin, values)
         return shard
@@ -127,7 +155,7 @@ class States:
         """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element
         `begin` on."""
         if kind is Kind.GRAD:
-            self.unit.gradients.wait()
+            self._listener.await_gradients()
         source = self.source_of(kind)
         with self._checked_out(self.blocks_of(source), begin, load=True) as tensors:
             self.decode(source, tensors, 0, values)
@@ -135,13 +163,13 @@ class States:
     def source_of(self, kind: Kind) -> Kind:
         """The kind that has the content of `kind`: a master that was never written is the
         parameter."""
-        unwritten = kind is Kind.MASTER and not self.unit.blocks[kind].written
+        unwritten = kind is Kind.MASTER and not self._blocks[kind].written
         return Kind.PARAM if unwritten else kind
 
     def blocks_of(self, source: Kind) -> list[Block]:
         """The blocks that `decode` takes chunks of."""
-        block = self.unit.blocks[source]
-        return [self.unit.blocks[Kind.PARAM], block] if block.format is SPLIT else [block]
+        block = self._blocks[source]
+        return [self._blocks[Kind.PARAM], block] if block.format is SPLIT else [block]
 
     def decode(
         self, source: Kind, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
@@ -152,7 +180,7 @@ class States:
         `values` has the dtype that `read` gives of what is wanted, or bf16 for a moment that is
         kept in bf16.
         """
-        form = self.unit.blocks[source].format
+        form = self._blocks[source].format
         if source in (Kind.PARAM, Kind.GRAD):
             elements = tensors[0].view(self.dtype_of(source))
             copy_alone(values, elements[first:][: values.numel()])
@@ -181,9 +209,9 @@ class States:
                 with self._checked_out(blocks, begin, load=False) as tensors:
                     self.encode(kind, values, tensors)
         except BaseException as error:
-            self.unit.store.latch.fail(error)
+            self._store.latch.fail(error)
             raise
-        self.unit.store.resident.end_update(blocks)
+        self._store.resident.end_update(blocks)
 
     def put(self, kind: Kind, index: int, part: torch.Tensor, caller: str) -> None:
         """Replace what this rank has of one parameter, as `part` gives it, by `part` (n,) on the
@@ -192,19 +220,18 @@ class States:
         Raises `ShardedParameterError`, which names the `caller`, inside of a forward, a backward or
         `infinity.gathered`.
         """
-        unit = self.unit
         self.check_unused(index, caller)
-        if kind is Kind.PARAM and Kind.MASTER in unit.blocks:
+        if kind is Kind.PARAM and Kind.MASTER in self._blocks:
             kind = Kind.MASTER  # which takes the value along
-        unit.listeners.updates.drain()
+        self._listener.drain()
         after = self.read(kind)
-        overlap = unit.layout.overlap(index, unit.rank)
+        overlap = self.facts.overlap(index)
         after[overlap.in_shard : overlap.in_shard + overlap.length] = part
         rewrites = self._rewrites
         self.write(kind, after)
         self._rewrites = rewrites  # the other parameters have what they had
         self._replaced[kind, index] = self._replaced.get((kind, index), 0) + 1
-        unit.renew()
+        self._listener.renew()
 
     def note_rewrite(self) -> None:
         """All of a kind is replaced, outside of a step."""
@@ -217,42 +244,42 @@ class States:
     def check_unused(self, index: int, caller: str) -> None:
         """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside of
         a forward, a backward or `infinity.gathered`."""
-        self.unit.listeners.border.end_interrupted(caller)
-        if self.unit.blocks[Kind.PARAM].copy.pins:
+        self._listener.end_interrupted(caller)
+        if self._blocks[Kind.PARAM].copy.pins:
             raise ShardedParameterError(
-                f"{caller}: {self.unit.names[index]} cannot be set inside of a forward, a backward "
-                "or infinity.gathered of a wrapped model"
+                f"{caller}: {self.facts.names[index]} cannot be set inside of a forward, a "
+                "backward or infinity.gathered of a wrapped model"
             )
 
     def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """What this rank has, (n,), of `values`, which are all that tensor parallel ranks leave
         it of a parameter."""
-        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        overlap = self.facts.overlap(index)
         return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
     def bounds(self) -> list[tuple[int, int]]:
         """The first element of every chunk of this rank's shard, and the one behind its last."""
         starts = self.chunks()
-        return list(zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True))
+        return list(zip(starts, [*starts[1:], self.facts.layout.shard_numel], strict=True))
 
     def begin_rewrite(self, kind: Kind) -> list[Block]:
         """The blocks that `kind` consists of; all of them is rewritten from now on, until
         `Residency.end_update`."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
-        blocks = [self.unit.blocks[k] for k in kinds]
-        self.unit.rollback()
-        self.unit.listeners.updates.before_write(blocks)
+        blocks = [self._blocks[k] for k in kinds]
+        self._listener.rollback()
+        self._listener.before_write(blocks)
         if Kind.PARAM in kinds:
-            self.unit.store.make_writable(self.unit.blocks[Kind.PARAM])
-            self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
-            self.unit.outdate()  # other ranks write their parts, too
+            self._store.make_writable(self._blocks[Kind.PARAM])
+            self._store.resident.begin_update(self._blocks[Kind.PARAM])
+            self._listener.outdate()  # other ranks write their parts, too
         return blocks
 
     def encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Put `values` into a chunk that is checked out."""
-        form = self.unit.blocks[kind].format
+        form = self._blocks[kind].format
         if kind is Kind.MASTER:
-            codec.encode_master(form, values, tensors[0].view(self.unit.dtype), tensors[1])
+            codec.encode_master(form, values, tensors[0].view(self.facts.dtype), tensors[1])
         elif kind in (Kind.PARAM, Kind.GRAD):
             copy_alone(tensors[0].view(self.dtype_of(kind)), values)
         else:
@@ -264,14 +291,14 @@ class States:
 
         def content(begin: int, end: int) -> torch.Tensor:
             values = torch.empty(end - begin, dtype=self.dtype_of(kind))
-            fresh = torch.zeros(end - begin, dtype=self.unit.dtype)
+            fresh = torch.zeros(end - begin, dtype=self.facts.dtype)
             self.read_chunk(kind, begin, values)
             if kind is Kind.MASTER:
                 self.read_chunk(Kind.PARAM, begin, fresh)
             self.copy_parameters(positions, begin, fresh, values)
             return values
 
-        if self.unit.blocks[kind].written:
+        if self._blocks[kind].written:
             self.write_chunks(kind, content)
 
     def copy_parameters(
@@ -280,7 +307,7 @@ class States:
         """Copy what these parameters have of a chunk: `source` and `target` are it, from element
         `begin` of the shard on."""
         for position in positions:
-            overlap = self.unit.layout.overlap(position, self.unit.rank)
+            overlap = self.facts.overlap(position)
             low = max(overlap.in_shard, begin) - begin
             high = min(overlap.in_shard + overlap.length - begin, target.numel())
             if low < high:
@@ -288,7 +315,7 @@ class States:
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         """What `read` gives and `write` takes."""
-        return {Kind.PARAM: self.unit.dtype, Kind.GRAD: self.unit.gradient_dtype}.get(
+        return {Kind.PARAM: self.facts.dtype, Kind.GRAD: self.facts.gradient_dtype}.get(
             kind, torch.float32
         )
 
@@ -298,9 +325,7 @@ class States:
     ) -> Iterator[list[torch.Tensor]]:
         """The chunks from element `begin` on of these blocks, uint8; what the context leaves in
         them is written unless `load`."""
-        chunks = self.unit.store.staging.check_out(
-            ChunkRequest(blocks, begin, blocks if load else ())
-        )
+        chunks = self._store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
         try:
             for chunk in chunks:
                 chunk.wait()
@@ -316,7 +341,7 @@ class States:
     def part(self, kind: Kind, index: int) -> torch.Tensor:
         """Like `read`, of one parameter: what this rank has of it, (n,). Reads no more than the
         chunks that have some of it."""
-        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        overlap = self.facts.overlap(index)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
         found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
         for begin, end in self.bounds():
@@ -329,42 +354,42 @@ class States:
 
     def parameter(self, kind: Kind, index: int) -> torch.Tensor:
         """Like `gather`, of one parameter, in its shape."""
-        place = self.unit.layout.places[index]
-        if self.unit.exchange is None or not self.unit.shared:
+        place = self.facts.layout.places[index]
+        if self._exchange is None:
             return self.part(kind, index).view(place.shape)
         return self.gather(kind)[place.offset : place.end].view(place.shape)
 
     @property
     def are_in_files(self) -> bool:
         """Whether files of the user are still the home of the parameters."""
-        return bool(self.unit.stored) and not self.unit.blocks[Kind.PARAM].home.updates
+        return bool(self.facts.stored) and not self._blocks[Kind.PARAM].home.updates
 
     def in_files(self) -> list[torch.Tensor] | None:
         """The parameters, mapped from files of the user that are their home; else None. Takes no
         memory, and no other rank."""
-        unit = self.unit
+        facts = self.facts
         if not self.are_in_files:
             return None
         return [
-            unit.store.mapped(stored, unit.dtype).view(place.shape)
-            for stored, place in zip(unit.stored, unit.layout.places, strict=True)
+            self._store.mapped(stored, facts.dtype).view(place.shape)
+            for stored, place in zip(facts.stored, facts.layout.places, strict=True)
         ]
 
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
         shard = self.read(kind)
-        exchange = self.unit.exchange
-        if exchange is None or not self.unit.shared:
+        exchange = self._exchange
+        if exchange is None:
             return shard
-        full = torch.empty(self.unit.layout.numel, dtype=shard.dtype)
+        full = torch.empty(self.facts.layout.numel, dtype=shard.dtype)
         join = functools.partial(
             collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device
         )
         exchange.post(
             f"gather {kind.value} of",
-            self.unit.name,
+            self.facts.name,
             join,
-            self.unit.sent_bytes(shard),
+            self.facts.sent_bytes(shard),
             everywhere=False,
         ).wait()
         return full

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,27 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import ConfigError
 from infinity.sharding import collectives
+from infinity.sharding.layout import LocalPart, part_within
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.recognize import is_dtensor, is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
-
-
-class LocalPart(NamedTuple):
-    """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width`
-    columns from `begin` on.
-
-    No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
-    dimension 1. As a matrix it has 4 x 30 elements. The second of two ranks has the 15 columns from
-    15 on, with room for 60 elements. A whole tensor is one row.
-    """
-
-    rows: int
-    columns: int
-    begin: int
-    width: int
-    room: int
 
 
 class Form(NamedTuple):
@@ -120,16 +104,6 @@ def part_of(tensor: torch.Tensor) -> LocalPart:
         return LocalPart(1, numel, 0, numel, numel)
     begin, end, _ = bounds_of(tensor)[-1].indices(shape[dimension])
     return part_within(shape, dimension, begin, end, -(-shape[dimension] // form.mesh.size()))
-
-
-def part_within(
-    shape: Sequence[int], dimension: int, begin: int, end: int, longest: int
-) -> LocalPart:
-    """What lies from `begin` to `end` along `dimension` of a tensor of `shape`, of which no part is
-    longer than `longest`."""
-    rows, below = math.prod(shape[:dimension]), math.prod(shape[dimension + 1 :])
-    room = rows * longest * below
-    return LocalPart(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
 
 
 def whole(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

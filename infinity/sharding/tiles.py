@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,9 @@ from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
 from infinity.sharding.copied import writes
 from infinity.sharding.joined import JoinedTensor
+from infinity.sharding.layout import TilePlace
 from infinity.sharding.lazy_tensor import LazyTensor, brought
 from infinity.sharding.parameter import MADE, METADATA, ShardedParameter
-from infinity.sharding.tensor_parallel import LocalPart, part_within
 
 _WAY = (
     "a copy of a weight in tiles was changed in place, which would be lost; change the weight "
@@ -67,27 +67,6 @@ class Tile(nn.Module):
 
     def _load_from_state_dict(self, *_: Any) -> None:
         """Nothing: the module that has the weight loads it whole."""
-
-
-class TilePlace(NamedTuple):
-    """Where a tile lies in the parameter `name` of `shape`: from `begin` to `end` along
-    `dimension`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dimension: int
-    begin: int
-    end: int
-
-    @property
-    def bounds(self) -> tuple[slice, ...]:
-        """The indices that take the tile out of the whole."""
-        return (*[slice(None)] * self.dimension, slice(self.begin, self.end))
-
-    @property
-    def part(self) -> LocalPart:
-        """The same as a part of a matrix. It has no room for more."""
-        return part_within(self.shape, self.dimension, self.begin, self.end, self.end - self.begin)
 
 
 class TiledWeight(LazyTensor):

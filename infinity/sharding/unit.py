@@ -12,20 +12,18 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.device import add_alone
-from infinity.placement.demand import UnitShape
-from infinity.placement.spec import Format, Kind
+from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.gradient_reduction import GradientReduction
 from infinity.sharding.gradients import Gradients
-from infinity.sharding.layout import FlatLayout
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
-from infinity.sharding.tensor_parallel import cut_along, local, part_of
-from infinity.sharding.tiles import TilePlace
 from infinity.tiers.block import Block
-from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 from infinity.tiers.store import Store
 
 Result = TypeVar("Result")
@@ -130,12 +128,94 @@ class Grads:
         """The gradients of `unit` are final, as far as the engine knows of them."""
 
 
-class UnitListeners(NamedTuple):
-    """Who is told of what happens to a unit, and asked for what it cannot know."""
+class UnitListeners:
+    """Who is told of what happens to the units of an engine, and asked for what these cannot know.
 
-    updates: Updates
-    border: Border
-    grads: Grads
+    All units of an engine have one. The listeners come last (`connect`): they are made of units
+    that are filled. Until then a unit tells nobody.
+    """
+
+    def __init__(self) -> None:
+        self.updates, self.border, self.grads = Updates(), Border(), Grads()
+
+    def connect(self, updates: Updates, border: Border, grads: Grads) -> None:
+        """Tell these from now on."""
+        self.updates, self.border, self.grads = updates, border, grads
+
+
+class _Ties:
+    """Ties the parts of a unit to its other parts, and to the listeners of the engine."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def await_gradients(self) -> None:
+        self.unit.gradients.wait()
+
+    def rollback(self) -> None:
+        self.unit.rollback()
+
+    def drain(self) -> None:
+        self.unit.listeners.updates.drain()
+
+    def before_write(self, blocks: Sequence[Block]) -> None:
+        self.unit.listeners.updates.before_write(blocks)
+
+    def await_readers(self) -> None:
+        self.unit.listeners.updates.await_readers(self.unit)
+
+    def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.unit.listeners.updates.add_gradients(target, source)
+
+    def square_ahead(self, all_came: bool) -> float | None:
+        return self.unit.listeners.updates.square_ahead(self.unit, all_came)
+
+    def gradients_came(self) -> None:
+        self.unit.listeners.updates.gradients_came(self.unit)
+
+    def changing(
+        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        self.unit.listeners.grads.changing(self.unit, indices, change)
+
+    def forgetting(self, indices: Iterable[int]) -> None:
+        self.unit.listeners.grads.forgetting(self.unit, indices)
+
+    def outdate(self) -> None:
+        self.unit.outdate()
+
+    def renew(self) -> None:
+        self.unit.renew()
+
+    def end_interrupted(self, caller: str) -> None:
+        self.unit.listeners.border.end_interrupted(caller)
+
+
+class UnitServices(NamedTuple):
+    """What the units of an engine share."""
+
+    store: Store
+    """It is open."""
+    device: torch.device
+    """Where the parameters are when they are shown."""
+    ranks: Ranks
+    listeners: UnitListeners
+    buffer: GradientBuffer | None
+    """How gradients travel; None where they go straight into their home."""
+    exchange: Exchange | None
+    """It joins the collectives of all units, and brings gradients home. None where neither other
+    ranks nor a discrete device make it worth a thread."""
+    checked: bool
+    """Whether a digest tells of every write to the parameters."""
+
+
+def declare(facts: UnitFacts, store: Store, config: Config) -> dict[Kind, Block]:
+    """Add the blocks of a unit to the store: parameters, and for a trainable unit gradients, master
+    and moments."""
+    return {
+        spec.kind: store.add(spec, facts.extent_in_files(spec.nbytes))
+        for spec in facts.shape.blocks(config)
+    }
 
 
 class Unit:
@@ -148,144 +228,38 @@ class Unit:
     """
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        named: Sequence[tuple[str, nn.Parameter]],
-        dtype: torch.dtype,
-        ranks: Ranks = ALONE,
-        stored: Sequence[StoredBytes] = (),
-        tiles: Mapping[int, TilePlace] | None = None,
+        self, facts: UnitFacts, blocks: Mapping[Kind, Block], services: UnitServices
     ) -> None:
-        """It is trainable if the parameters take gradients now.
+        """Of the `blocks` that `declare` gave, once the store is open."""
+        self.facts, self.blocks = facts, blocks
+        # The facts that callers ask most.
+        self.index, self.name, self.rank = facts.index, facts.name, facts.rank
+        self.names, self.keys, self.parameters = facts.names, facts.keys, facts.parameters
+        self.dtype, self.gradient_dtype = facts.dtype, facts.gradient_dtype
+        self.layout, self.trainable = facts.layout, facts.trainable
+        self.algorithm = facts.algorithm
 
-        `tiles` says of parameters, by their ids, of which others they are a part.
-        """
-        self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
-        self.gradient_dtype = dtype
-        """What gradients are kept and accumulated in; fixed by `declare`."""
-        self.names = [n for n, _ in named]
-        self.parameters = [p for _, p in named]
-        self.tiles = [(tiles or {}).get(id(p)) for p in self.parameters]
-        """Where each parameter lies that is a tile of another one."""
-        self.keys = [
-            n if tile is None else tile.name for n, tile in zip(self.names, self.tiles, strict=True)
-        ]
-        """What state dicts and checkpoints call each parameter; a tile as that which it is of."""
-        self.stored = stored
-        """Where each parameter lies in files of the user, if these are the home of the unit."""
-        self.trainable = self.parameters[0].requires_grad
-        self.parts = [
-            part_of(p) if tile is None else tile.part
-            for p, tile in zip(self.parameters, self.tiles, strict=True)
-        ]
-        """Where what this rank lays out of each parameter lies in it."""
-        shapes = [local(p).shape for p in self.parameters]
-        rooms = [part.room for part in self.parts]
-        self.layout = FlatLayout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
-        first = collectives.rank(ranks.tensor) == 0
-        self.counted = [first or cut_along(p) is not None for p in self.parameters]
-        """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what
-        all hold counts once."""
-        self.rank = ranks.rank
-        self.blocks: dict[Kind, Block] = {}
-        self.tier = ""
-        """Where its parameters are at home; "" while nobody manages them."""
-        self.listeners = UnitListeners(Updates(), Border(), Grads())
-        """Who is told; nobody before `connect`."""
-        self.gradients = Gradients(self)
+        self.store, self.ranks = services.store, services.ranks
+        self.listeners, self.exchange = services.listeners, services.exchange
+        self.tier: str = blocks[Kind.PARAM].tier
+        """Where its parameters are at home; "" once the engine is closed."""
+        ties = _Ties(self)
+        self.data = ParameterData(self, services.checked)
+        """What the parameters point at."""
+        self.data.place_on(services.device)
+        at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
+        store, exchange = services.store, services.exchange
+        block = GradientBlock(facts, blocks, store, ties.add_gradients)
+        reduction = None if exchange is None else GradientReduction(facts, block, exchange)
+        buffer = None if at_home else services.buffer
+        self.gradients = Gradients(facts, block, buffer, reduction, ties)
         """Those of the step under way."""
-        self.states = States(self)
+        self.states = States(facts, blocks, store, exchange if facts.shared else None, ties)
         """What its blocks hold, on the host."""
-        self.exchange: Exchange | None = None
-        """Who joins the collectives of this unit and brings its gradients home; None with one rank
-        that does that itself."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""
         # The lease that it went to; None when the content has changed since.
         self._gathered_lease: object = None
-
-    def whole_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of parameter `index`, or of what it is a tile of."""
-        tile = self.tiles[index]
-        return tuple(self.parameters[index].shape) if tile is None else tile.shape
-
-    # Declaration
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered unit."""
-        return self.layout.numel * self.dtype.itemsize
-
-    @property
-    def shape(self) -> UnitShape:
-        """What placement has to know of it."""
-        form = Format(str(self.dtype).removeprefix("torch."), 1, self.dtype.itemsize)
-        numel, shards = self.layout.numel, self.layout.ranks
-        return UnitShape(
-            self.index, self.name, numel, shards, self.rank, form, self.trainable, bool(self.stored)
-        )
-
-    @property
-    def shared(self) -> bool:
-        """Whether this rank has a part of the unit only, so that it has to be gathered."""
-        return self.ranks.shards is not None
-
-    @property
-    def reduces_each_turn(self) -> bool:
-        """Whether the ranks reduce its gradients whenever its turn in a backward ends, and not when
-        they are settled."""
-        return self.ranks.number > 1 and not self.reduces_late
-
-    @property
-    def end_in_shard(self) -> int:
-        """The element of this rank's shard from which on there is nothing but padding."""
-        return self.layout.places[-1].end - self.rank * self.layout.shard_numel
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of the gradients of the whole unit."""
-        return self.layout.numel * self.gradient_dtype.itemsize
-
-    def declare(self, store: Store, config: Config) -> None:
-        """Add this unit's blocks to the store: parameters, and for a trainable unit gradients,
-        master and moments."""
-        shape = self.shape
-        self.store, self.algorithm = store, config.algorithm
-        self.only_runs = config.inference
-        """Whether the model was wrapped for inference: it is not trainable, whatever
-        `requires_grad` of its parameters says."""
-        self.data = ParameterData(self, config.tuning.poison)
-        """What the parameters point at."""
-        self.files = config.nvme[0] if config.nvme else None
-        """Where state dicts are mapped from; None leaves that to `tempfile`."""
-        # Directories for states that have no block.
-        self.spill = config.nvme if config.optimizer == "nvme" else ()
-
-        self.reduces_late = shape.reduces_late(config)
-        if self.trainable:
-            self.gradient_dtype = getattr(torch, shape.gradient_format(config).name)
-        for spec in shape.blocks(config):
-            self.blocks[spec.kind] = store.add(spec, self._original(spec.nbytes))
-
-    def _original(self, nbytes: int) -> FileExtent | None:
-        """Where this rank's shard, of `nbytes`, lies in files of the user, if it does."""
-        if not self.stored:
-            return None
-        size, slices = self.dtype.itemsize, []
-        for index, (file, offset, _) in enumerate(self.stored):
-            overlap = self.layout.overlap(index, self.rank)
-            first, length = overlap.in_parameter * size, overlap.length * size
-            if length:
-                slices.append(FileSlice(overlap.in_shard * size, length, file, offset + first))
-        return FileExtent(slices, nbytes)
-
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter takes gradients now: a trainable unit may be frozen for some
-        steps."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether this is one of this unit's parameters."""
@@ -315,13 +289,13 @@ class Unit:
         block, exchange = self.blocks[Kind.PARAM], self.exchange
         if (
             exchange is None
-            or not self.shared
+            or not self.facts.shared
             or block.copy.lease is None
             or self._gathered_lease is block.copy.lease
         ):
             return
         flat = block.copy.lease.tensor.view(self.dtype)
-        shard = self.shard_of(flat)
+        shard = self.facts.shard_of(flat)
 
         def join() -> None:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
@@ -333,7 +307,7 @@ class Unit:
         resident.start(block)
         try:
             self.gather_posted = exchange.post(
-                "gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False
+                "gather", self.name, join, self.facts.sent_bytes(shard), arrive, everywhere=False
             )
             self._gathered_lease = block.copy.lease
             resident.gather(block, self.gather_posted)
@@ -343,14 +317,14 @@ class Unit:
     @property
     def stays_whole(self) -> bool:
         """Whether this rank keeps the parameters of all ranks, on its device: stages 0 to 2."""
-        return not self.shared or self.blocks[Kind.PARAM].spec.whole
+        return not self.facts.shared or self.blocks[Kind.PARAM].spec.whole
 
     @property
     def is_readable(self) -> bool:
         """Whether `wait`, after `start`, needs no collective that is not posted yet."""
         lease = self._gathered_lease
         posted = lease is not None and lease is self.blocks[Kind.PARAM].copy.lease
-        return not self.shared or (self.stays_whole and posted)
+        return not self.facts.shared or (self.stays_whole and posted)
 
     def renew(self) -> None:
         """Have new content gathered where it stays whole, so that this rank may read it alone.
@@ -360,8 +334,8 @@ class Unit:
 
     def gathered(self) -> bool:
         """Whether `wait`, after `start`, would not wait for other ranks: the device does."""
-        if not self.shared or self.gather_posted is None:
-            return not self.shared
+        if not self.facts.shared or self.gather_posted is None:
+            return not self.facts.shared
         return (
             self._gathered_lease is self.blocks[Kind.PARAM].copy.lease
             and self.gather_posted.queued()
@@ -370,7 +344,7 @@ class Unit:
     def wait(self) -> torch.Tensor:
         """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
         block = self.blocks[Kind.PARAM]
-        if not self.shared:
+        if not self.facts.shared:
             return self.store.resident.wait(block).view(self.dtype)
         self.store.resident.place(block)
         self.gather_ahead()
@@ -395,31 +369,10 @@ class Unit:
 
     # Gradients
 
-    def bind(
-        self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None
-    ) -> None:
-        """The compute device, how gradients travel (through `buffer`, or straight into their home
-        when it is None), and the exchange of all units of this rank; None where neither other ranks
-        nor a discrete device make it worth a thread."""
-        self.data.place_on(device)
-        self.tier = self.blocks[Kind.PARAM].tier
-        self.exchange = exchange
-        on_device = self.trainable and self.blocks[Kind.GRAD].tier == "gpu"
-        self.gradients.bind(None if self.reduces_late and on_device else buffer)
-
-    def connect(self, listeners: UnitListeners) -> None:
-        """Tell `listeners` from now on: the last step of building, because they need units that are
-        filled."""
-        self.listeners = listeners
-
     def rollback(self) -> None:
         """What a speculative update of the unit was begun with changes; return when nothing of it
         is in flight."""
         self.listeners.updates.rollback(self)
-
-    def sent_bytes(self, shard: torch.Tensor) -> int:
-        """Bytes that this rank sends when its `shard` is gathered by all."""
-        return shard.nbytes * (self.layout.ranks - 1)
 
     def outdate(self) -> None:
         """The content changes, and the other ranks' parts of it, too."""
@@ -434,7 +387,3 @@ class Unit:
         # 2.13).
         self.ranks = ALONE
         self.data.close()
-
-    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat buffer (numel,)."""
-        return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)

@@ -56,7 +56,7 @@ def read(unit: Unit, index: int) -> torch.Tensor:
         )
     unit.listeners.border.check_thread(f"{unit.names[index]} was read")
     unit.listeners.updates.look()
-    if not unit.shared:
+    if not unit.facts.shared:
         return unit.states.parameter(Kind.PARAM, index).to(unit.parameters[index].device)
     place = unit.layout.places[index]
     unit.start()

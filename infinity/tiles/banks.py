@@ -28,7 +28,7 @@ from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.parameter import METADATA
 from infinity.sharding.tiles import TiledWeight
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.views import GatheredParameter
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _CHANGED = (

@@ -41,7 +41,7 @@ from infinity.sharding.tiles import (
     own_wholes,
     pieces_of,
 )
-from infinity.sharding.use import GatheredParameter
+from infinity.sharding.views import GatheredParameter
 from infinity.tiles.banks import TiledBank, used_everywhere
 from infinity.tiles.tile_math import embedding, linear
 from infinity.weights.init import divide_origin, outside

@@ -261,7 +261,7 @@ def fill_units(
         if seed is not None:
             torch.manual_seed(seed)
         for unit in units:
-            stays_in_files = bool(unit.stored) and unit.blocks[Kind.PARAM].tier == "nvme"
+            stays_in_files = bool(unit.facts.stored) and unit.blocks[Kind.PARAM].tier == "nvme"
             if stays_in_files:
                 unit.store.fill_from_files(unit.blocks[Kind.PARAM])
             if stays_in_files or kept:
@@ -284,7 +284,7 @@ def fill_units(
                 else:
                     view.copy_(local(parameter.data))
                 del view
-            unit.states.write(kind, unit.shard_of(flat))
+            unit.states.write(kind, unit.facts.shard_of(flat))
             del flat  # before that of the next unit
             unit.data.guard()
         for name, origin in buffers.items():

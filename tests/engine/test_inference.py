@@ -129,7 +129,7 @@ class Reads:
 
 def kept_bytes(engine: infinity.Engine) -> int:
     """Of the units that never leave the compute device."""
-    return sum(u.nbytes for u in engine.units if u.blocks[Kind.PARAM].permanent)
+    return sum(u.facts.nbytes for u in engine.units if u.blocks[Kind.PARAM].permanent)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def sizes(saved: Path) -> list[int]:
     """Bytes of the units."""
     model = infinity.wrap(loaded(type(llama()), saved), config(gpu_memory="8MiB"))
     with infinity.engine(model) as engine:
-        return [unit.nbytes for unit in engine.units]
+        return [unit.facts.nbytes for unit in engine.units]
 
 
 @pytest.mark.parametrize("more", range(LAYERS + 2))
@@ -259,7 +259,7 @@ def test_there_are_parameters_only(saved: Path, plain: Any) -> None:
     model = infinity.wrap(loaded(type(plain), saved), config(gpu_memory="8MiB", **options))
     with infinity.engine(model) as engine:
         assert {kind for unit in engine.units for kind in unit.blocks} == {Kind.PARAM}
-        everything = sum(unit.nbytes for unit in engine.units)
+        everything = sum(unit.facts.nbytes for unit in engine.units)
         assert engine.memory() == {"gpu": everything, "cpu": 0, "nvme": 0}
         assert Probe(engine).store.layout.reserve == 0
         assert all(parameter.grad is None for parameter in engine.model.parameters())
@@ -410,8 +410,8 @@ def test_adapters_of_peft(saved: Path, plain: Any, sizes: list[int], tmp_path: P
         reads = Reads(engine)
         found = generated(model, 2, stopping_criteria=[reads])
         assert engine.report().in_files >= sum(sizes)
-        everything = sum(unit.nbytes for unit in engine.units)
-        small = sum(unit.nbytes for unit in engine.units if unit.nbytes < max(sizes))
+        everything = sum(unit.facts.nbytes for unit in engine.units)
+        small = sum(unit.facts.nbytes for unit in engine.units if unit.facts.nbytes < max(sizes))
         assert all(everything - small <= read <= everything for read in reads.of_each[2:])
     assert {name for name, p in model.named_parameters() if p.requires_grad} == took
     found.assert_equals(generated(with_adapters(llama()), 2))
@@ -426,7 +426,7 @@ def work(task: Any, where: Path, rank: int) -> None:
     with infinity.engine(model) as engine:
         reads = Reads(engine)
         found = generated(model, 2, stopping_criteria=[reads])
-        block, half = (f(u.nbytes for u in engine.units) // 2 for f in (max, sum))
+        block, half = (f(u.facts.nbytes for u in engine.units) // 2 for f in (max, sum))
         assert set(reads.of_each) == {engine.plan().fetched}
         assert half - block < reads.of_each[0] <= half
     torch.save(tuple(found), where / f"found{rank}.pt")

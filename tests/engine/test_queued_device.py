@@ -504,11 +504,11 @@ def end_at_once(
 
 
 def collect_at_once(
-    buffer: GradientBuffer, unit: Any, *values: Any, real: Any = GradientBuffer.add
+    buffer: GradientBuffer, owner: Any, *values: Any, real: Any = GradientBuffer.add
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit.exchange.device, "follow_copy", lambda copy: None)
-        real(buffer, unit, *values)
+        patch.setattr(ComputeDevice, "follow_copy", lambda device, copy: None)
+        real(buffer, owner, *values)
 
 
 def renew_and_forget(

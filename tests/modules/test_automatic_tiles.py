@@ -171,7 +171,7 @@ def test_frozen_tiles_stay_in_files(config: Any, tmp_path: Path) -> None:
     with infinity.engine(model) as engine:
         tiles = [unit for unit in engine.units if "up.weight_tiles" in unit.name]
         assert tiles
-        assert all(unit.stored for unit in tiles)
+        assert all(unit.facts.stored for unit in tiles)
         for name, value in built().state_dict().items():
             assert torch.equal(engine.state_dict()[name], value), name
 

@@ -129,4 +129,4 @@ def test_a_read_takes_the_chunks_of_its_parameter(tmp_path: Path) -> None:
         before = engine.io.counters()["bytes_read"]
         inner[1].weight.sum()
         read = engine.io.counters()["bytes_read"] - before
-        assert 0 < read <= 4 * Probe(engine).chunk_elements < unit.nbytes
+        assert 0 < read <= 4 * Probe(engine).chunk_elements < unit.facts.nbytes

@@ -603,7 +603,7 @@ def test_a_tile_reads_its_rows_alone(
     infinity.wrap(model, config, weights=tmp_path / "model.safetensors")
     with infinity.engine(model) as engine:
         assert max(map(math.prod, shapes)) <= BYTES // 4
-        assert all(bool(u.stored) == frozen for u in engine.units if "norm" not in u.name)
+        assert all(bool(u.facts.stored) == frozen for u in engine.units if "norm" not in u.name)
         assert_same(model.state_dict(), plain.state_dict())
         assert_same(engine.state_dict(), plain.state_dict())
         assert torch.equal(model(ids_of(0)), tiled(tied=False)(ids_of(0)))

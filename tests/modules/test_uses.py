@@ -23,7 +23,7 @@ from infinity.optim.chunk import Chunk
 from infinity.placement.spec import Kind
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.unit import Unit
-from infinity.sharding.use import Views, Window
+from infinity.sharding.views import Views, Window
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import CopyState
 from support import smallest

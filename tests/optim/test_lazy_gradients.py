@@ -117,7 +117,7 @@ def test_clipping_streams(pair: Pair) -> None:
     before = pair.read()
     assert torch.isfinite(nn.utils.clip_grad_norm_(pair.model.parameters(), 1e9))
     assert pair.read() - before <= sum(
-        unit.gradient_nbytes for unit in pair.engine.units
+        unit.facts.gradient_nbytes for unit in pair.engine.units
     ) + 4096 * len(pair.engine.units)
     before = pair.read()
     nn.utils.clip_grad_norm_(pair.model.parameters(), 0.1)

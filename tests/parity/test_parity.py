@@ -173,7 +173,7 @@ class Pair:
 def travelled(engine: infinity.Engine) -> float:
     """How often, on average, each byte of the parameters was read from NVMe in the last step."""
     engine.drain()
-    return engine.plan().fetched / sum(unit.nbytes for unit in engine.units)
+    return engine.plan().fetched / sum(unit.facts.nbytes for unit in engine.units)
 
 
 # Whole families

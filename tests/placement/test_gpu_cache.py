@@ -129,7 +129,9 @@ def test_no_number_changes_and_what_stays_does_not_move(
         # To the byte what these units take; parameters may be there already.
         on_device = engine.config.parameters == "gpu"
         there = (
-            sum(round_up(unit.nbytes, 4096) for unit in engine.units[:count]) if on_device else 0
+            sum(round_up(unit.facts.nbytes, 4096) for unit in engine.units[:count])
+            if on_device
+            else 0
         )
         with_cache = wrap(tmp_path, **TIERS[tiers], gpu_cache=sum(sizes[:count]) - there)
         assert kept(with_cache) == list(range(count))
@@ -207,7 +209,7 @@ def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(
     with wrap(tmp_path, gpu_cache="auto") as engine:
         assert kept(engine) == ([] if device == "unified" else list(range(len(engine.units))))
         everything = nbytes(engine, [unit.index for unit in engine.units])
-        largest = max(unit.nbytes for unit in engine.units)
+        largest = max(unit.facts.nbytes for unit in engine.units)
     for memory in (6 * largest, 9 * largest, everything):
         with wrap(tmp_path, gpu_cache="auto", gpu_memory=memory) as engine:
             homes = nbytes(engine, kept(engine))

@@ -239,7 +239,7 @@ def test_what_is_stated_is_what_moves(
             [block.spec for unit in engine.units for block in unit.blocks.values()], resident, {}
         )
         on_drives = (report.read_per_parameter + report.written_per_parameter) * report.parameters
-        largest = max(unit.nbytes for unit in engine.units)
+        largest = max(unit.facts.nbytes for unit in engine.units)
         slack = 0 if resident == 1 else 2 * largest
         assert up == pytest.approx(stated.upload, abs=slack)
         assert down == pytest.approx(stated.download, abs=slack)

@@ -137,7 +137,7 @@ def a_write_that_fails_when_the_model_is_wrapped(directory: Path, rank: int) -> 
     write = States.write
 
     def fail(self: States, *values: Any) -> None:
-        if rank == 1 and self.unit.index == 2:
+        if rank == 1 and self.facts.index == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, *values)
 

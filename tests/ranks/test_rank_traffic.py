@@ -270,7 +270,7 @@ def train(
         optimizer = infinity.AdamW(
             model.parameters(), lr=3e-3, eps=1e-6, max_grad_norm=MAX_GRAD_NORM
         )
-        assert [unit.nbytes for unit in engine.units] == SIZES
+        assert [unit.facts.nbytes for unit in engine.units] == SIZES
         log, losses, norms = log_collectives(monkeypatch), [], []
         for step in range(STEPS):
             ids = torch.randint(

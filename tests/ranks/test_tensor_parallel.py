@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -1156,13 +1157,13 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             (unit,) = engine.units
             model(batch(0)).backward()
             Probe(engine).updater.settle([unit])
-            unit.counted = [False, True, True, False, True]
+            unit.facts = replace(unit.facts, counted=(False, True, True, False, True))
             store, kernels = Probe(engine).store, Probe(engine).norm_kernels
             chunks = len(unit.states.chunks())
             norm = squared_gradient_norm(unit, store, kernels, range(5))
             counted = [
                 (3 * p.detach().double() ** 2).float()
-                for p, counts in zip(Many().parts, unit.counted, strict=True)
+                for p, counts in zip(Many().parts, unit.facts.counted, strict=True)
                 if counts
             ]
             assert norm == pytest.approx(
@@ -1172,7 +1173,7 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             engine.zero_grad()
             (model(batch(0)) * math.inf).backward()
             Probe(engine).updater.settle([unit])
-            unit.counted = [False] * 5
+            unit.facts = replace(unit.facts, counted=(False,) * 5)
             assert math.isnan(squared_gradient_norm(unit, store, kernels, range(5)))
     (few, one), (many, other) = sorted(found)
     assert few < many and one == other

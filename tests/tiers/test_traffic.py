@@ -400,7 +400,7 @@ def train_fresh(
             "grown": resident("VmRSS") - before,
             "peak": resident("VmHWM") - before,
             "parameters": engine.report().parameters,
-            "largest": max(unit.nbytes for unit in engine.units),
+            "largest": max(unit.facts.nbytes for unit in engine.units),
         }
     found["closed"] = resident("VmRSS") - before
     assert engine is not None and optimizer.param_groups

@@ -1,0 +1,129 @@
+"""How gradients of a unit are reduced among ranks, and brought home beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.device import Copy, Mark
+from infinity.sharding import collectives
+from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_block import GradientBlock
+from infinity.sharding.layout import PARAMETER_ALIGNMENT
+
+PIECE_BYTES = 32 << 20
+"""The most that is reduced at a time of gradients that pass the compute device: a ms or two of a
+GPU's link, and long enough for the bandwidth of NCCL."""
+
+
+class GradientReduction:
+    """Brings gradients of one unit into their `block` by way of the `exchange`. Knows nothing of
+    the step.
+
+    Methods that say so run on the thread of the exchange, the others on that of the model.
+    """
+
+    def __init__(self, facts: UnitFacts, block: GradientBlock, exchange: Exchange) -> None:
+        self._facts, self._block, self._exchange = facts, block, exchange
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over the replicas as they come (`Exchange.averages`)."""
+        return self._exchange.averages
+
+    def follow(self, copy: Copy) -> None:
+        """Have what the device does next wait until `copy` has ended."""
+        self._exchange.device.follow_copy(copy)
+
+    def post(
+        self,
+        join: Callable[[], object],
+        scatters: bool = True,
+        averages: bool = True,
+        idle: Callable[[], object] | None = None,
+    ) -> Collective:
+        """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both; by
+        `idle`, which a rank without gradients may give, where none of the ranks has any."""
+        facts, operation = self._facts, "reduce" if scatters else "average"
+        nbytes = facts.layout.shard_numel * facts.gradient_dtype.itemsize
+        to_shards, to_replicas = facts.layout.ranks - 1, 2 * (facts.replicas - 1) / facts.replicas
+        sent = nbytes * (scatters * to_shards + averages * to_replicas)
+        return self._exchange.post(
+            operation, facts.name, join, sent, everywhere=averages, idle=idle
+        )
+
+    def bring(
+        self, join: Callable[[], object], arrive: Callable[[], object] = lambda: None
+    ) -> Collective:
+        """Have the exchange bring gradients of this rank alone home by `join`, when `arrive` has
+        returned."""
+        return self._exchange.post("bring", self._facts.name, join, arrive=arrive, alone=True)
+
+    def reduce_home(self, room: torch.Tensor) -> None:
+        """Put this rank's part of the mean of the home of the whole unit into the block. On the
+        thread of the exchange.
+
+        Pieces pass `room` (uint8), memory of the compute device, because a group may reach no
+        other. The next one is copied there while one is reduced. The bits are those of `reduced`.
+
+        Example: 4 ranks, shards of 100,000 fp32 elements, `room` of 2 MiB. A half of it fits 65,536
+        elements of each shard. The first piece has so many, the second one the other 34,464.
+        """
+        device, facts = self._exchange.device, self._facts
+        shards = self._block.flat().chunk(facts.layout.ranks)
+        halves = room.view(facts.gradient_dtype).chunk(2)
+        most = min(halves[1].numel(), PIECE_BYTES // halves[1].itemsize) // len(shards)
+        length = most // PARAMETER_ALIGNMENT * PARAMETER_ALIGNMENT
+        begins = range(0, facts.layout.shard_numel, length)
+        # What has to end before each half is written again.
+        free: list[Mark | Copy | None] = [device.mark()] * 2
+        leaving = Copy()
+
+        def send(number: int) -> tuple[torch.Tensor, Copy]:
+            parts = [shard[begins[number] :][:length] for shard in shards]
+            piece = halves[number % 2][: len(parts) * parts[0].numel()]
+            copies = [
+                device.begin_upload(target, part, free[number % 2])
+                for target, part in zip(piece.chunk(len(parts)), parts, strict=True)
+            ]
+            return piece, copies[-1]  # they end in their order
+
+        coming = send(0)
+        for number, begin in enumerate(begins):
+            piece, sent = coming
+            if number + 1 < len(begins):
+                coming = send(number + 1)
+            device.follow_copy(sent)
+            mean, home = self.reduced(piece), shards[facts.rank][begin:][:length]
+            free[number % 2] = leaving = device.begin_download(home, mean, device.mark())
+        leaving.wait()
+
+    def reduced(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean of `full` (n * ranks,) over all ranks, in the same memory.
+        On the thread of the exchange."""
+        shard = self.scattered(full)
+        self._average(shard)
+        return shard
+
+    def scattered(self, full: torch.Tensor) -> torch.Tensor:
+        """Like `reduced`, of the mean over those that the shards are divided among."""
+        exchange = self._exchange
+        shard = full.chunk(self._facts.layout.ranks)[self._facts.rank]
+        collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
+        return shard
+
+    def average(self) -> None:
+        """Put the mean over the replicas in the place of the block. On the thread of the
+        exchange."""
+        self._block.change(self._average)
+
+    def _average(self, values: torch.Tensor) -> None:
+        """Put the mean over the replicas in the place of `values`. On the thread of the
+        exchange."""
+        exchange = self._exchange
+        if exchange.ranks.replicas is not None:
+            here = exchange.device.on_device(values)  # what its group can reach
+            collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
+            values.copy_(here)
