@@ -42,6 +42,7 @@ from infinity.measure.rates import DTYPES, copies, formats_of, updates
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
+from infinity.modules.facade import move_buffers
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
 from infinity.modules.hooks import Hooks
@@ -643,9 +644,7 @@ class Build:
 
     def move_buffers(self) -> None:
         """Bring all buffers to the compute device."""
-        for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(self.device.torch)
+        move_buffers(self._model, self.device.torch, DTYPES.get(self._config.precision))
 
     def await_pinned(self) -> None:
         """Let all host memory be pinned for a GPU, which began with its allocation."""

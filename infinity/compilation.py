@@ -10,11 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 NO_GRAPH = (
     "the parameters of a wrapped model come in hooks, unit by unit, and a hook cannot be part of a "
     "graph: compile block after block, or leave out fullgraph=True; export an unwrapped copy"
 )
+
+
+_MODES = ("FakeTensorMode", "ProxyTorchDispatchMode")
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.export, make_fx or FakeTensorMode follows what runs now."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or any(
+            type(mode).__name__ in _MODES  # by name: their modules take long to import
+            for mode in _get_current_dispatch_mode_stack()
+        )
+    )
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.directories.mapped import mapped, mapped_range
 from infinity.errors import ConfigError, WeightsError
+from infinity.modules.facade import move_buffers
 from infinity.placement.spec import Kind
 from infinity.sharding.codec import round_to
 from infinity.sharding.recognize import is_dtensor
@@ -126,9 +127,7 @@ def unwrap(model: nn.Module, units: tuple[Unit, ...], close: Callable[[], None],
         for parameter in unit.parameters:
             if id(parameter) in kept:
                 _KEPT[parameter] = kept[id(parameter)]
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.cpu()
+    move_buffers(model, torch.device("cpu"), None)
 
 
 def rejoin(model: nn.Module, names: list[str], files: Path | None) -> None:

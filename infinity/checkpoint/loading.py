@@ -68,6 +68,7 @@ from infinity.sharding.states import StateStream
 log = logging.getLogger("infinity")
 
 _FRAME_BYTES = 1 << 20  # more than any frame, which takes some kilobytes
+_OF_DEEPSPEED = ("_model_states.pt", "_optim_states.pt")
 _ALIGNMENT = 64  # of elements in their file, and so in memory
 
 
@@ -147,6 +148,12 @@ class CheckpointReader(FileSystemReader):
     def _read_manifest(self) -> Manifest:
         path = self._there / MANIFEST
         if not os.path.lexists(path):
+            if any(each.name.endswith(_OF_DEEPSPEED) for each in path.parent.iterdir()):
+                raise CheckpointError(
+                    f"{self.directory} is a checkpoint of DeepSpeed, which is not read here; the "
+                    "zero_to_fp32.py beside it, which needs DeepSpeed, writes its weights for "
+                    "model.load_state_dict"
+                )
             raise CheckpointError(
                 f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}"
             )

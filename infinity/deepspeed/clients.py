@@ -49,6 +49,7 @@ class DeepSpeedCPUAdam(Lacking, torch.optim.Adam):
             amsgrad=amsgrad,
             decoupled_weight_decay=adamw_mode,
         )
+        self.fp32_optimizer_states = fp32_optimizer_states
         if not bias_correction:
             self.defaults["bias_correction"] = False
             for group in self.param_groups:
@@ -100,6 +101,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 class DeepSpeedCPULion(torch.optim.Optimizer):
@@ -116,6 +118,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.fp32_optimizer_states = fp32_optimizer_states
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

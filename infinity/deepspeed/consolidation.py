@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from infinity.engine import ATTRIBUTE
 from infinity.quantities import parse_bytes
 
 _FILE = "pytorch_model.bin"
+_MODEL_STATES = "*_model_states.pt"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -42,19 +45,45 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return state | {name: state[first] for name, first in contents.tied.items() if first in state}
 
 
-def get_optim_files(checkpoint_dir: str | Path) -> list[io.BytesIO]:
+def get_optim_files(checkpoint_dir: str | Path) -> Sequence[str | io.BytesIO]:
     """What `torch.load` takes in place of the files of optimizer states of a tag's directory: one
     that names the stage, with which the states were saved. `engine.load_checkpoint` reads states.
+    In a directory that DeepSpeed wrote these are its files, by their numbers.
     """
+    theirs = _of_deepspeed(checkpoint_dir, "*_optim_states.pt")
+    if theirs:
+        return theirs
     stage = Contents(Path(checkpoint_dir)).extra(0).get("zero_stage", 0)
     return [_in_memory({"optimizer_state_dict": {"zero_stage": stage}})]
 
 
-def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> io.BytesIO:
+def get_model_state_files(checkpoint_dir: str | Path) -> Sequence[str | io.BytesIO]:
+    """What `torch.load` takes in place of the files of model states; see `get_model_state_file` and
+    `get_optim_files`."""
+    return _of_deepspeed(checkpoint_dir, _MODEL_STATES) or [get_model_state_file(checkpoint_dir, 0)]
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str | io.BytesIO:
     """What `torch.load` takes in place of the first rank's file of model states: the counters and
-    the `client_state`, without weights."""
+    the `client_state`, without weights. In a directory that DeepSpeed wrote it is its file at
+    `zero_stage`; raises `FileNotFoundError` where it has another stage."""
+    if _of_deepspeed(checkpoint_dir, _MODEL_STATES):
+        rank = "zero_pp_rank_0_" if zero_stage == 3 else ""
+        file = Path(checkpoint_dir) / f"{rank}mp_rank_00_model_states.pt"
+        if not file.exists():
+            raise FileNotFoundError(f"can't find model states file at '{file}'")
+        return str(file)
     extra = Contents(Path(checkpoint_dir)).extra(0)
     return _in_memory({**extra.get("counters", {}), **extra.get("client_state", {})})
+
+
+def _of_deepspeed(directory: str | Path, pattern: str) -> list[str]:
+    """Files of DeepSpeed, in the order of the numbers in their names."""
+
+    def by_numbers(path: str) -> list[tuple[int, str]]:
+        return [(int(each or 0), text) for text, each in re.findall(r"(\D*)(\d*)", path)]
+
+    return sorted(map(str, Path(directory).glob(pattern)), key=by_numbers)
 
 
 def _in_memory(values: object) -> io.BytesIO:

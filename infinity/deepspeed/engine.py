@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,29 +59,40 @@ def unwrap(model: nn.Module) -> None:
     _remove_directories(found)
 
 
+class Made(NamedTuple):
+    """The parts of an engine, as `infinity.initialize` has made them."""
+
+    model: nn.Module
+    """It is wrapped."""
+    settings: Settings
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    directories: Sequence[Path]
+    """They go with the engine where they are empty."""
+
+
 class DeepSpeedEngine(Answers, nn.Module):
     """Trains a wrapped model as an engine of DeepSpeed does; made by `infinity.initialize`.
 
     Attributes that it does not have are those of the model (`infinity.deepspeed.engine_names`).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        optimizer: Optimizer | None,
-        lr_scheduler: Any,
-        training_dataloader: Any,
-        directories: Sequence[Path] = (),
-    ) -> None:
-        """`directories` were made for this engine, and go with it where they are empty."""
+    def __init__(self, made: Made | None = None, *others: Any, **named: Any) -> None:
+        """Raises `ConfigError` for the arguments of DeepSpeed, which `initialize` takes."""
+        if not isinstance(made, Made):
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}(...) makes no engine; give its arguments to "
+                "deepspeed.initialize(model=..., config=...), which returns one first"
+            )
         nn.Module.__init__(self)
+        model, optimizer, settings = made.model, made.optimizer, made.settings
         self.module = model
         self.training = model.training
         self.settings = settings
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.training_dataloader = training_dataloader
+        self.lr_scheduler = made.lr_scheduler
+        self.training_dataloader = made.training_dataloader
         self.client_optimizer = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.mpu = None
@@ -93,7 +104,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._apart = False  # inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
-        _DIRECTORIES[self._kept] = directories
+        _DIRECTORIES[self._kept] = made.directories
         self._checkpoints = TaggedCheckpoints(self)
         self._moves = StateMoves(settings.config)
 

@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.deepspeed.agree import check_counts, join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_rank, get_world_size
 from infinity.deepspeed.data import Collate, loader
-from infinity.deepspeed.engine import DeepSpeedEngine, unwrap
+from infinity.deepspeed.engine import DeepSpeedEngine, Made, unwrap
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.names import VERSION
 from infinity.deepspeed.optimizer_names import answering
@@ -103,7 +103,7 @@ def initialize(
         follower = _scheduler(settings, lr_scheduler, built)
     if settings.buffer_dtype is not None:
         _cast_buffers(plain, settings.buffer_dtype)
-    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories)
+    engine = DeepSpeedEngine(Made(plain, settings, built, follower, batches, directories))
     if built is not None:
         answering(built, engine)
     if built is not None and found is not None and found.client is not None:
@@ -156,7 +156,12 @@ def _hidden_size(model: nn.Module) -> int | None:
 def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iterator[list[Path]]:
     """Wrap the model, and keep it so if the block ends well; gives the directories that were made
     for it. Without an optimizer it is for inference, with no place for gradients and states."""
-    update = {"inference": True} if found is None else {"algorithm": found.algorithm}
+    update: dict[str, Any] = {"inference": True}
+    if found is not None:
+        update = {"algorithm": found.algorithm}
+        is_said = "moment_precision" in settings.config.model_fields_set
+        if found.narrow and not is_said and _is_bf16(settings, model):
+            update["moment_precision"] = "bf16"
     config = settings.config.model_copy(update=update)
     made: list[Path] = []
     try:
@@ -166,6 +171,13 @@ def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iter
     except BaseException:
         _remove(made)
         raise
+
+
+def _is_bf16(settings: Settings, model: nn.Module) -> bool:
+    """Whether all parameters are trained in bf16."""
+    if settings.precision != "fp32":
+        return settings.precision == "bf16"
+    return {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ from infinity.deepspeed.kinds import (
     ANYTHING,
     DTYPE,
     FLAG,
+    SCALE,
     TEXT,
     ValueKind,
     either,
@@ -187,11 +188,11 @@ _PRECISION = (
             "fp16.enabled",
             True,
             exact("auto_cast", FLAG, False, "inputs of the model are cast to fp16"),
-            exact("loss_scale", number(), 0, "a fixed loss scale; 0 is a dynamic one"),
+            exact("loss_scale", SCALE, 0, "a fixed loss scale; 0 is a dynamic one"),
             exact("initial_scale_power", whole(0, 32), 16, "LossScaler(initial=2**{value})"),
             exact("loss_scale_window", whole(1), 1000, "LossScaler(window={value})"),
             exact("hysteresis", whole(1), 2, "LossScaler(hysteresis={value})"),
-            exact("min_loss_scale", number(), 1, "LossScaler(minimum={value})"),
+            exact("min_loss_scale", number(0, 2.0**32), 1, "LossScaler(minimum={value})"),
             exact(
                 "consecutive_hysteresis",
                 FLAG,
@@ -410,7 +411,7 @@ _OPTIMIZER_PARAMS = (
     ignored("set_grad_none", FLAG, True, LEGACY),
     refused("amsgrad", FLAG, False, _OTHER_NUMBERS),
     refused("maximize", FLAG, False, _OTHER_NUMBERS),
-    mapped("fp32_optimizer_states", FLAG, True, "Config(moment_precision=...)"),
+    mapped("fp32_optimizer_states", FLAG, True, "moments of bf16 parameters are bf16"),
 )
 _ADAM = (
     exact("torch_adam", FLAG, False, "whether weight_decay is by default that of torch: {value}"),

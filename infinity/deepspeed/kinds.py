@@ -138,3 +138,9 @@ def either(first: ValueKind, second: ValueKind) -> ValueKind:
             return second.parse(value)
 
     return ValueKind(f"{first.words}, or {second.words}", parse)
+
+
+SCALE = either(
+    ValueKind("0, which is a dynamic scale", number(0, 0).parse), number(2.0**-126, 2.0**127)
+)
+"""A loss scale, which is finite in fp32, and so is its inverse."""

@@ -185,6 +185,7 @@ BACKED: dict[str, dict[str, str]] = {
     "utils.z3_leaf_module": {_ZERO: _LEAVES},
     "utils.zero_to_fp32": {
         _CONSOLIDATION: "convert_zero_checkpoint_to_fp32_state_dict get_model_state_file "
+        "get_model_state_files "
         "get_fp32_state_dict_from_zero_checkpoint get_optim_files "
         "load_state_dict_from_zero_checkpoint"
     },

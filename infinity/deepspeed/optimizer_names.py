@@ -21,6 +21,7 @@ from infinity.deepspeed.engine_names import (
 from infinity.deepspeed.errors import DeepSpeedConfigError, MissingNameError
 from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.groups import all_ranks
+from infinity.deepspeed.kinds import SCALE
 from infinity.deepspeed.muon import ClippedMuon
 from infinity.deepspeed.names import MISSING
 from infinity.deepspeed.refused import Lacking
@@ -93,7 +94,10 @@ class _Names(Optimizer):
                 f"optimizer.loss_scale is set to {in_words(scale)}, but nothing scales the loss "
                 "outside of fp16; leave it out"
             )
-        good = isinstance(scale, (int, float)) and 0 < scale < math.inf
+        try:
+            good = SCALE.parse(scale) > 0
+        except ValueError:
+            good = False
         if not good or (not scaler.is_static and math.frexp(scale)[0] != 0.5):
             raise DeepSpeedConfigError(
                 f"optimizer.loss_scale is set to {in_words(scale)}; it must be a power of two, or "

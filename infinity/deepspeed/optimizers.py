@@ -107,6 +107,8 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     client: torch.optim.Optimizer | None = None
     """The optimizer that the script gave, whose numbers and states are taken over."""
+    narrow: bool = False
+    """Whether moments have the dtype of their parameters (`fp32_optimizer_states`)."""
 
     def build(self, model: nn.Module, options: Mapping[str, Any]) -> Optimizer:
         """The optimizer over parameters of the wrapped `model`; `options` are those that all
@@ -218,8 +220,9 @@ def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
         taken = {name: value for name, value in params.items() if name not in _ONLY_DEEPSPEED}
         if not params.get("bias_correction", True):
             groups = [{**group, "bias_correction": False} for group in groups]
-        merged = [taken | group for group in groups]
-        return Recipe(_HERE[kind], algorithm_of(_HERE[kind], *merged), groups, taken)
+        algorithm = algorithm_of(_HERE[kind], *(taken | group for group in groups))
+        narrow = not params.get("fp32_optimizer_states", True)
+        return Recipe(_HERE[kind], algorithm, groups, taken, narrow=narrow)
     of_torch = getattr(torch.optim, named.type, None)
     if not isinstance(of_torch, type) or not issubclass(of_torch, torch.optim.Optimizer):
         raise DeepSpeedConfigError(
@@ -274,7 +277,8 @@ def _of_client(client: torch.optim.Optimizer, names: NamedParameters) -> Recipe:
     plain = [
         {name: value for name, value in group.items() if name not in _DROPPED} for group in groups
     ]
-    return Recipe(kind, algorithm_for(client), plain, client=client)
+    narrow = not getattr(client, "fp32_optimizer_states", True)
+    return Recipe(kind, algorithm_for(client), plain, client=client, narrow=narrow)
 
 
 _DROPPED = (*UNSUPPORTED, *WITHOUT_EFFECT, "decoupled_weight_decay")

@@ -316,8 +316,6 @@ def _loss_scale(values: _Values) -> LossScale:
     static = values["fp16.loss_scale"]
     initial = 2.0 ** values["fp16.initial_scale_power"]
     minimum = float(values["fp16.min_loss_scale"])
-    if math.isinf(static):
-        raise DeepSpeedConfigError(f"fp16.loss_scale={static} must be finite; 0 is a dynamic scale")
     if not static and (math.frexp(minimum)[0] != 0.5 or minimum > initial):
         raise DeepSpeedConfigError(
             f"fp16.min_loss_scale={minimum:g} must be a power of two, and at most "
@@ -410,9 +408,10 @@ def _algorithm(optimizer: Named | None) -> str:
 
 
 def _moment_precision(values: _Values, optimizer: Named | None) -> str:
-    narrow = values["bf16.bf16_optimizer_states"] and values["bf16.enabled"]
-    narrow |= optimizer is not None and not optimizer.params.get("fp32_optimizer_states", True)
-    return "bf16" if narrow else "fp32"
+    """That of an optimizer that the script gives is known with its model only."""
+    named = {} if optimizer is None else optimizer.params
+    narrow = values["bf16.bf16_optimizer_states"] or not named.get("fp32_optimizer_states", True)
+    return "bf16" if narrow and values["bf16.enabled"] else "fp32"
 
 
 def _tuning(values: _Values, precision: Precision) -> dict[str, Any]:

@@ -103,7 +103,11 @@ class _Checkpoint:
     def __init__(self, directory: Path) -> None:
         path = directory / _INDEX
         if not path.is_file():
-            raise ValueError(f"{directory} is no checkpoint of infinity: it has no {_INDEX}")
+            theirs = any(directory.glob("*_states.pt"))
+            raise ValueError(
+                f"{directory} is no checkpoint of infinity: it has no {_INDEX}"
+                + "; it is one of DeepSpeed, whose own zero_to_fp32.py reads it" * theirs
+            )
         frame = _FRAME.fullmatch(path.read_bytes())
         if frame is None or hashlib.sha256(frame[1]).hexdigest().encode() != frame[2]:
             raise ValueError(f"{path} is damaged: its digest is wrong")

@@ -53,6 +53,18 @@ _RESIZE = "resize_token_embeddings"
 """A method of models of transformers."""
 
 
+def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring all buffers of `model` to `device`, where its parameters are, which have `dtype` unless
+    that is None. Modules of Lightning say the device and the dtype of their last `to`, so they are
+    told."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+        if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
+            vars(module)["_device"] = device
+            vars(module)["_dtype"] = dtype or vars(module)["_dtype"]
+
+
 class Loads:
     """What the `load_state_dict` under way of one model has for its parameters. The outermost one
     writes it, unit by unit, also when it raises: torch loads what fits and then tells of the rest.

@@ -8,16 +8,15 @@ import sys
 from types import FrameType
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.backward import transforms
+from infinity.compilation import is_traced
 from infinity.errors import BudgetError, ShardedParameterError
 
 PLAIN_COPY = (
     "do that before infinity.wrap, or with a plain copy: build the model again, and let it "
     "load_state_dict(infinity.engine(model).state_dict())"
 )
-_MODES = ("FakeTensorMode", "ProxyTorchDispatchMode")
 _FOLLOWING = (
     "torch.export.",
     "torch.onnx.",
@@ -28,14 +27,7 @@ _FOLLOWING = (
 
 def refuse_tracing() -> None:
     """Raise `ShardedParameterError` where a graph is made of what runs now."""
-    if (
-        torch._C._get_tracing_state() is not None
-        or torch.compiler.is_exporting()
-        or any(
-            type(mode).__name__ in _MODES  # by name: their modules take long to import
-            for mode in _get_current_dispatch_mode_stack()
-        )
-    ):
+    if is_traced():
         raise ShardedParameterError(_REFUSAL)
 
 

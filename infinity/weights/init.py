@@ -53,6 +53,17 @@ class Origin(NamedTuple):
         return part_of_values(values, parameter)
 
 
+class _Origins(dict[str, Origin]):
+    """The origins of a module's parameters. One that is pickled has none: its parameters are plain
+    ones with their values."""
+
+    def __deepcopy__(self, memo: object) -> _Origins:
+        return _Origins(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()
+
+
 def part_of_values(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """What this rank has of `values`, which are those of all of `parameter`, or its own part."""
     return values if values.shape == local(parameter).shape else part_in(values, parameter)
@@ -158,7 +169,7 @@ def _note(module: nn.Module, name: str, taping: Taping) -> None:
     parameter = module._parameters.get(name)
     if parameter is None or not taping.is_handle(local(parameter)):
         return
-    origins = vars(module).setdefault(_ATTRIBUTE, {})
+    origins = vars(module).setdefault(_ATTRIBUTE, _Origins())
     place = taping.tape.place(local(parameter))
     origins[name] = Origin(taping.tape, place, id(parameter))
     taping.tape.versions[id(parameter)] = parameter._version
@@ -236,7 +247,7 @@ def divide_origin(module: nn.Module, name: str, weight: Any, tiles: Sequence[nn.
         if tape.cell(part) is not None:
             known = Origin(tape, tape.place(part))
             tape.versions[id(part)] = -1 if origin.problem else part._version
-        vars(tile)[_ATTRIBUTE] = {"weight": known._replace(number=id(part))}
+        vars(tile)[_ATTRIBUTE] = _Origins(weight=known._replace(number=id(part)))
 
 
 def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:

@@ -32,11 +32,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch._functorch import pyfunctorch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map
 
 from infinity.backward import in_backward
+from infinity.compilation import call_uncompiled, is_traced
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
@@ -71,6 +73,17 @@ _NO_GRADIENT = (
     "backward came to a parameter that was built in infinity.init() and has no memory for a "
     "gradient yet; call infinity.wrap before"
 )
+_IN_TRANSFORM = (
+    "a transform of torch.func was given a parameter that was built in infinity.init() and has no "
+    "memory yet; give it clones ({name: p.detach().clone() for name, p in "
+    "model.named_parameters()})"
+)
+_TRACED = (
+    "torch.jit.trace, torch.export, make_fx and FakeTensorMode cannot follow a model that was "
+    "built in infinity.init() and has no memory yet; follow one that was built outside of it, "
+    "which may load_state_dict(model.state_dict())"
+)
+_SET_DATA = cast("Any", torch.Tensor.data).__set__
 _ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_"}
 
 
@@ -103,13 +116,54 @@ class _Taped:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`."""
-        kwargs = kwargs or {}
-        if func is torch.Tensor.detach and _makes_parameter(sys._getframe(1)):
-            return cast("Any", type(args[0]))(_plainly(func, args, {}))  # of the same class
-        if _is_raw(cls.taping) or _makes_shards(sys._getframe(1)):
-            return _plainly(func, args, kwargs)
-        return _answer(func, args, kwargs)
+        """Run `func`; torch.compile breaks its graph there."""
+        return call_uncompiled(_run, cls, func, args, kwargs or {})
+
+
+_CODE = _Taped.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _run(kind: Any, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Run `func`, of which an argument is a handle of class `kind`."""
+    caller = _caller()
+    if func is torch.Tensor.detach and _makes_parameter(caller):
+        return cast("Any", type(args[0]))(_plainly(func, args, {}))  # of the same class
+    if _is_raw(kind.taping) or _makes_shards(caller):
+        if func == _SET_DATA and not isinstance(args[1], _Taped):
+            # torch takes data that are dispatched as the handle is
+            args = [args[0], args[1].as_subclass(kind.taping.tensor_kind)]
+        return _plainly(func, args, kwargs)
+    return _answer(func, args, kwargs, caller)
+
+
+def _caller() -> FrameType:
+    """What called the function that `_run` runs."""
+    first: FrameType = sys._getframe(1)
+    frame: FrameType | None = first
+    while frame is not None and frame.f_code is not _CODE:
+        frame = frame.f_back
+    return first if frame is None or frame.f_back is None else frame.f_back
+
+
+def _past_functions(
+    kind: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """The `__torch_dispatch__` of handles: run `func`, which came past `__torch_function__`, on
+    what they are. A transform that was given a handle takes it apart, so its operators come here:
+    they are refused."""
+    if not _is_raw(kind.taping) and _is_transformed(sys._getframe(1)):
+        raise ConfigError(_IN_TRANSFORM)
+    with torch._C._DisableTorchDispatch():
+        return func(*args, **(kwargs or {}))
+
+
+def _is_transformed(frame: FrameType | None) -> bool:
+    """Whether a transform of `torch.func` runs `frame`."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch._functorch."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _makes_shards(frame: FrameType) -> bool:
@@ -167,10 +221,8 @@ def kinds_for(taping: Taping, named: bool) -> tuple[type[TapedTensor], type[Tape
     """The classes of tensors and of parameters on the tape of `taping`; `named` ones have the names
     of DeepSpeed."""
     parameter = NamedTapedParameter if named else TapedParameter
-    return (
-        type("TapedTensor", (TapedTensor,), {"taping": taping}),
-        type("TapedParameter", (parameter,), {"taping": taping}),
-    )
+    own = {"taping": taping, "__torch_dispatch__": classmethod(_past_functions)}
+    return type("TapedTensor", (TapedTensor,), own), type("TapedParameter", (parameter,), own)
 
 
 @contextmanager
@@ -261,8 +313,8 @@ def _is_raw(taping: Taping) -> bool:
     return bool(_SIGHT.as_built or taping.is_paused or taping in _get_current_dispatch_mode_stack())
 
 
-def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """What `func` gives outside of `init`; see [Note: before wrap]."""
+def _answer(func: Any, args: Sequence[Any], kwargs: Any, caller: FrameType) -> Any:
+    """What `func` gives to `caller` outside of `init`; see [Note: before wrap]."""
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     first = next(iter((*args, *kwargs.values())), None)
@@ -275,7 +327,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if not isinstance(first, _Taped):
         return func(*tree_map(_read, args), **tree_map(_read, kwargs))
     if name == "__get__" and attribute not in _VIEWING:
-        return _attribute(func, attribute, cast("Any", first))
+        return _attribute(func, attribute, cast("Any", first), caller)
     if name in _SHAPED or (name == "__set__" and attribute != "data"):
         return _plainly(func, args, kwargs)
     if name == "data_ptr" and isinstance(first, NamedTapedParameter):
@@ -286,24 +338,24 @@ def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             "so no address; take a copy of it (.clone())"
         )
     if name == "__iter__":
-        return iter(_answer(torch.Tensor.unbind, args, kwargs))
+        return iter(_answer(torch.Tensor.unbind, args, kwargs, caller))
     if name == "__set__" or name in _WRITES or (name.endswith("_") and name[:2] != "__"):
         return _noted(func, args, kwargs, is_write=True)
     if name in _CONVERSIONS and isinstance(first, TapedParameter):
         return _converted(func, args, kwargs)
-    if name == "detach" and sys._getframe(2).f_code.co_name == "_save_to_state_dict":
+    if name == "detach" and caller.f_code.co_name == "_save_to_state_dict":
         return mapped(values_of(cast("Any", first)), None)
-    if name == "__get__" or name in _VIEWS:
+    is_view = name == "__get__" or name in _VIEWS
+    if is_view and not torch._C._are_functorch_transforms_active():
         return _noted(func, args, kwargs, is_write=False)
     return func(*tree_map(_read, args), **tree_map(_read, kwargs))
 
 
-def _attribute(func: Any, name: str, tensor: torch.Tensor) -> Any:
-    """An attribute that needs no values."""
+def _attribute(func: Any, name: str, tensor: torch.Tensor, caller: FrameType) -> Any:
+    """An attribute that `caller` takes, and that needs no values."""
     if name == "device":
         with as_built():
             return cast("Any", type(tensor)).taping.tape.place(tensor).cell.device
-    caller = sys._getframe(3)
     if name == "is_meta" and caller.f_code.co_name == "_load_from_state_dict":
         return False  # it would warn that the load does nothing
     if name == "is_meta" and caller.f_globals.get("__name__") == "torch.nn.init":
@@ -321,7 +373,14 @@ def _read(value: Any) -> Any:
     """Of a handle, its values. A backward that comes to them raises."""
     if not isinstance(value, _Taped) or _is_raw(type(value).taping):
         return value
+    if is_traced():
+        raise ConfigError(_TRACED)
     tensor = cast("torch.Tensor", value)
+    if torch._C._are_functorch_transforms_active():
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(_IN_TRANSFORM)
+        with pyfunctorch.temporarily_clear_interpreter_stack():  # a constant to all of them
+            return _read(tensor)
     if tensor.requires_grad and in_backward() and _owes_a_gradient():
         raise ConfigError(_NO_GRADIENT)
     values = values_of(tensor)

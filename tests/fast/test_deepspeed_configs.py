@@ -182,6 +182,9 @@ def test_a_key_becomes_a_setting(more: dict[str, Any], field: str, value: Any) -
     assert getattr(Settings.read(small(**more)), field) == value
 
 
+NARROW = {"type": "Adam", "params": {"fp32_optimizer_states": False}}
+
+
 @pytest.mark.parametrize(
     ("more", "fields"),
     [
@@ -214,6 +217,9 @@ def test_a_key_becomes_a_setting(more: dict[str, Any], field: str, value: Any) -
         ({"optimizer": {"type": "SGD"}}, {"algorithm": "sgd"}),
         ({"optimizer": {"type": "lion"}}, {"algorithm": "lion"}),
         ({"optimizer": {"type": "RMSprop"}}, {"algorithm": "other"}),
+        ({"optimizer": NARROW}, {"moment_precision": "fp32"}),
+        ({"optimizer": NARROW, "bf16": {"enabled": True}}, {"moment_precision": "bf16"}),
+        ({"optimizer": NARROW, "fp16": {"enabled": True}}, {"moment_precision": "fp32"}),
         (
             {"infinity": {"gpu_memory": "20GiB", "cpu_memory": "80%"}},
             {"gpu_memory": 20 << 30, "cpu_memory": "80%"},
@@ -283,7 +289,15 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ({"zero_optimization": {"zero_quantized_weights": True}}, "changes the numbers"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio=0.1: upd"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow={}: updates that lea"),
-        ({"fp16": {"enabled": True, "loss_scale": math.inf}}, "fp16.loss_scale=inf must be finite"),
+        *(
+            (
+                {"fp16": {"enabled": True, "loss_scale": value}},
+                f"fp16.loss_scale={value}: it must be 0, which is a dynamic scale, or a number "
+                "from 1.17549e-38 to 1.70141e+38",
+            )
+            for value in (math.inf, math.nan, -1, True, 1e39, 1e-50)
+        ),
+        ({"fp16": {"enabled": True, "min_loss_scale": math.inf}}, "min_loss_scale=inf: it must be"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale=0 must be a power of"),
         (
             {"fp16": {"enabled": True, "min_loss_scale": 16, "initial_scale_power": 3}},

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pickle
 import re
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from infinity.deepspeed.blocks import (
+    DeepSpeedFP16Config,
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     get_bfloat16_config,
@@ -404,6 +406,8 @@ def test_a_block_of_a_configuration_is_an_object() -> None:
 def test_a_block_refuses_what_initialize_does(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         DeepSpeedZeroConfig(**given)
+    with pytest.raises(ConfigError, match=r"fp16\.loss_scale=inf: it must be 0"):
+        DeepSpeedFP16Config(loss_scale=math.inf)
 
 
 def test_a_checkpointed_function_gets_what_is_named(package: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.engine_names import OTHERS
 from infinity.errors import ConfigError
 from support.deepspeed import configuration, net
@@ -46,6 +47,17 @@ def test_values_that_scripts_and_loggers_read(start: Start) -> None:
     assert engine.data_parallel_group is dist.group.WORLD
     assert (engine.mp_world_size, engine.sequence_parallel_size) == (1, 1)
     assert not engine.is_compiled
+
+
+@pytest.mark.parametrize("how", ["by name", "in order", "without any"])
+def test_an_engine_is_made_by_initialize_alone(how: str) -> None:
+    arguments = {
+        "by name": {"args": None, "model": net(), "config": configuration()},
+        "in order": {},
+    }
+    given = (None, net()) if how == "in order" else ()
+    with pytest.raises(ConfigError, match=r"DeepSpeedEngine\(...\) makes no engine; give its arg"):
+        DeepSpeedEngine(*given, **arguments.get(how, {}))
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,28 @@ def test_a_bias_that_is_not_corrected(start: Start, by: str) -> None:
     assert not engine.optimizer.param_groups[0]["bias_correction"]
 
 
+@pytest.mark.parametrize("kind", ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "the model's"])
+def test_states_of_an_optimizer_in_the_dtype_of_parameters(
+    start: Start, kind: str, precision: str
+) -> None:
+    """As DeepSpeed's `fp32_optimizer_states=False` says, and the key of that name."""
+    model = net().to(torch.bfloat16 if precision == "the model's" else torch.float32)
+    make = getattr(clients, kind)
+    client = make(model.parameters(), lr=0.1, fp32_optimizer_states=False)
+    config = configuration(bf16={"enabled": precision == "bf16"})
+    del config["optimizer"]
+    engine, optimizer, *_ = start(model=model, config=config, optimizer=client)
+    inputs, labels = batch(0)
+    engine.backward(engine(inputs.to(next(engine.parameters()).dtype), labels))
+    engine.step()
+    states = [optimizer.state[parameter] for parameter in engine.module.parameters()]
+    moments = [value for each in states for name, value in each.items() if name != "step"]
+    is_bf16 = [torch.equal(value, value.bfloat16().float()) for value in moments]
+    assert any(value.any() for value in moments)
+    assert all(is_bf16) is (precision != "fp32")
+
+
 def test_alone_a_bias_is_corrected_or_refused() -> None:
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}

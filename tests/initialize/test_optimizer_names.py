@@ -128,6 +128,9 @@ def test_a_loss_scale_that_is_set_is_used(start: Start) -> None:
     assert all(map(torch.equal, weights(engine), weights(expected)))
     with pytest.raises(ConfigError, match="loss_scale is set to 3; it must be a power of two"):
         optimizer.cur_scale = 3
+    for wrong in (math.inf, math.nan, -1, True, 10**400):
+        with pytest.raises(ConfigError, match=r"loss_scale is set to .*; it must be a power"):
+            optimizer.loss_scale = wrong
     for change in (
         lambda: optimizer.override_loss_scale(2.0),
         lambda: setattr(optimizer, "external_loss_scale", 2.0),

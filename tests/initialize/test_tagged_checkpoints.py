@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.deepspeed import consolidation
+from infinity.deepspeed import consolidation, zero_to_fp32
 from infinity.deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -478,6 +478,31 @@ def test_lightning_converts_a_checkpoint(
     assert all(torch.equal(found["state_dict"][name], expected[name]) for name in expected)
     (states,) = consolidation.get_optim_files(tmp_path / "global_step1")
     assert torch.load(states)["optimizer_state_dict"]["zero_stage"] == 3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_files_that_deepspeed_wrote(start: Start, tmp_path: Path, stage: int) -> None:
+    """Their names come as DeepSpeed 0.19.8 gives them; what they hold is refused in a sentence."""
+    (tmp_path / "latest").write_text("step1")
+    directory = tmp_path / "step1"
+    directory.mkdir()
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(11)]
+    optim = [str(directory / f"bf16_{rank}_optim_states.pt") for rank in ranks]
+    names = ranks if stage == 3 else ["mp_rank_00"]
+    states = [str(directory / f"{name}_model_states.pt") for name in names]
+    for path in (*reversed(optim), *reversed(states)):
+        torch.save({}, path)
+    assert consolidation.get_optim_files(directory) == optim
+    assert consolidation.get_model_state_files(directory) == states
+    assert consolidation.get_model_state_file(directory, stage) == states[0]
+    with pytest.raises(FileNotFoundError, match="can't find model states file at"):
+        consolidation.get_model_state_file(directory, 0 if stage == 3 else 3)
+    engine, *_ = start(model=net(), config=configuration())
+    for read in (get_fp32_state_dict_from_zero_checkpoint, engine.load_checkpoint):
+        with pytest.raises(infinity.CheckpointError, match="step1 is a checkpoint of DeepSpeed"):
+            read(tmp_path)
+    with pytest.raises(ValueError, match=r"is one of DeepSpeed, whose own zero_to_fp32\.py"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 def test_copies_for_torch_save_keep_tied_weights_tied() -> None:

@@ -199,6 +199,24 @@ def test_an_accelerator(tmp_path: Path) -> None:
     infinity.engine(wrapped).close()
 
 
+@pytest.mark.parametrize("by", ["initialize", "wrap"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_module_says_its_dtype(by: str, precision: str) -> None:
+    """As after the `half()` of DeepSpeed; its buffers keep theirs."""
+    module = Module()
+    module.register_buffer("table", torch.ones(2))
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    here = {"device": "cpu"}
+    if by == "wrap":
+        infinity.wrap(module, infinity.Config(precision=precision, tuning=here))
+    else:
+        config = {"train_batch_size": 1, precision: {"enabled": True}, "infinity": {"tuning": here}}
+        engine, *_ = infinity.initialize(model=module, config=config)
+    found = [module.dtype, module.scale.dtype, module.table.dtype]
+    (infinity.engine(module).close if by == "wrap" else engine.destroy)()
+    assert found == [dtype, dtype, torch.float32] and module.device == torch.device("cpu")
+
+
 def test_an_optimizer_of_before_is_refused() -> None:
     """Prepared alone, it would train parameters that the model has no more."""
     from infinity.integrations.accelerate import Accelerator

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import infinity
@@ -257,3 +258,72 @@ def test_a_backward_before_wrap_says_to_wrap(backward: Any) -> None:
         layer = nn.Linear(4, 4)
     with pytest.raises(infinity.ConfigError, match=r"backward came to .*; call infinity\.wrap"):
         backward(torch.randn(2, 4), layer)
+
+
+def _alike() -> tuple[nn.Module, nn.Module]:
+    """A model that was built in `init`, and a plain one."""
+    torch.manual_seed(0)
+    with infinity.init():
+        taped = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    torch.manual_seed(0)
+    return taped, nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def _clones(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda values: torch.func.functional_call(model, values, (x,)).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit and torch.compile
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, x: torch.func.vmap(model)(x),
+        lambda model, x: torch.func.vmap(lambda row: row @ model[0].weight.t()[:, :2])(x),
+        lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda model, x: torch.func.jacrev(model)(x),
+        lambda model, x: torch.func.jacfwd(model)(x),
+        lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
+        lambda model, x: torch.func.jvp(model, (x,), (x,))[1],
+        lambda model, x: torch.func.grad(_loss(model, x))(_clones(model))["0.weight"],
+        lambda model, x: torch.func.grad(_loss(model, x))(model.state_dict())["0.weight"],
+        lambda model, x: torch.compile(model, backend="eager")(x),
+    ],
+)
+def test_transforms_before_wrap(transform: Any) -> None:
+    x = torch.randn(5, 4)
+    found, expected = (transform(model, x) for model in _alike())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, x: torch.func.grad(_loss(model, x))(dict(model.named_parameters())),
+        lambda model, x: torch.func.vjp(lambda weight: x @ weight.t(), model[0].weight),
+        lambda model, x: torch.func.vmap(lambda row: x @ row)(model[0].weight),
+    ],
+)
+def test_a_transform_of_a_parameter_before_wrap_says_to_clone_it(transform: Any) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"a transform of torch\.func was given a para"):
+        transform(_alike()[0], torch.randn(5, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("follow", [torch.jit.trace, lambda model, x: make_fx(model)(x)])
+def test_a_graph_before_wrap_says_to_build_a_plain_model(follow: Any) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"cannot follow a model that was built in"):
+        follow(_alike()[0], torch.randn(5, 4))
+
+
+def test_a_model_is_saved_whole_before_wrap() -> None:
+    found, expected = _alike()
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(map(torch.equal, loaded.parameters(), expected.parameters()))
+    assert {type(parameter) for parameter in loaded.parameters()} == {nn.Parameter}

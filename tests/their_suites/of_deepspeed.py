@@ -195,7 +195,6 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
                 "runtime/zero/test_zero_hook_attribute_delegation.py::TestHookAttributeDelegation",
                 "attributes that DeepSpeed pastes onto modules",
             ),
-            ("utils/test_get_optim_files.py::test_get_optim_files", "names of DeepSpeed's files"),
             ("utils/test_partition_balanced.py::test_partition_balanced", "the function"),
         )
     },
