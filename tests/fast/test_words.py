@@ -56,7 +56,6 @@ UNREAD = {
     "integrations",
     "losses",
     "models",
-    "modules",
     "nvme",
     "optim",
     "placement",
@@ -73,7 +72,8 @@ UNREAD = {
 def texts(source: str) -> Iterator[str]:
     """Each docstring of a file, also those below attributes, and each of its comments."""
     for node in ast.walk(ast.parse(source)):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda) else ():
+        body = getattr(node, "body", ())
+        for statement in body if isinstance(body, list) else ():
             value = getattr(statement, "value", None)
             if isinstance(statement, ast.Expr) and isinstance(getattr(value, "value", None), str):
                 yield value.value
