@@ -64,7 +64,6 @@ UNREAD = {
     "sharding",
     "tiers",
     "tiles",
-    "weights",
 }
 """Rooms whose words were not yet read once through."""
 
