@@ -62,7 +62,6 @@ UNREAD = {
     "schedule",
     "sharding",
     "tiers",
-    "tiles",
 }
 """Rooms whose words were not yet read once through."""
 
