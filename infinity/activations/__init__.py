@@ -1,1 +1,1 @@
-"""What autograd saves in a forward: moved, divided among ranks, or computed once more."""
+"""Tensors that autograd saves in a forward: moved, divided among ranks, or recomputed."""

@@ -1,8 +1,8 @@
-"""Whether what the first batch saves for its backward has room: an estimate, told before it would
-be an out-of-memory error.
+"""Estimates whether the activations of the first batch fit, and warns before they cause an
+out-of-memory error.
 
-The first block of the first forward that trains shows the tokens of a micro-batch and the hidden
-size. What the engine holds is allocated by then.
+The inputs of the first block of the first training forward show the tokens of a micro-batch and the
+hidden size. By then the engine has allocated its memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("infinity")
 
 
 class FirstBatch:
-    """Looks at the first forward of one of the `blocks` of `model` that trains, once.
+    """Looks at the first training forward of one of the `blocks` of `model`, once.
 
-    Of what blocks save, `away` bytes may leave the device.
+    `away` bytes of the tensors that blocks save may leave the device.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class FirstBatch:
         self._blocks = weakref.WeakSet(blocks)
         self._config, self._away, self._device = config, away, device
         self.is_due = not config.inference
-        """Whether no block has been looked at."""
+        """Whether the first training forward is still to come."""
 
     def look(self, block: nn.Module, inputs: Any, checkpointed: bool) -> None:
-        """A forward of `block` that trains begins, with these inputs; `checkpointed` where a
-        checkpoint of the model is around it. Logs a warning where the estimate exceeds the room."""
+        """A training forward of `block` begins with these `inputs`. `checkpointed` says whether a
+        checkpoint of the model is around it. Logs a warning if the estimate exceeds the free
+        memory."""
         hidden = _hidden_states(inputs) if block in self._blocks else None
         if hidden is None:
             return
@@ -91,7 +92,7 @@ class FirstBatch:
 
 
 def _hidden_states(inputs: Any) -> torch.Tensor | None:
-    """The first tensor of shape (batch, tokens, hidden) with values that have a gradient."""
+    """The first floating-point tensor of shape (batch, tokens, hidden), if any."""
     for value in trees.tree_leaves(inputs):
         if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
             return value
@@ -99,13 +100,13 @@ def _hidden_states(inputs: Any) -> torch.Tensor | None:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether layers of transformers were told to recompute activations, inside of their calls."""
+    """Whether layers of transformers recompute activations inside their calls."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _logits(model: nn.Module) -> tuple[int, int | None]:
-    """How many logits a token has, 0 where that is not known; and the most bytes that they may
-    take, where the loss is computed in chunks."""
+    """The number of logits of a token, 0 if it is not known, and the most bytes that logits may
+    take if the loss is computed in chunks."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return 0, None

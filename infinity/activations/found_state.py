@@ -1,32 +1,33 @@
-"""The state that a forward of a block finds in its modules: the repeated forward of a recomputation
-finds the same, and leaves none of its changes behind.
+"""Keeps the state that a forward of a block finds in its modules. The repeated forward of a
+recomputation finds the same state, and its changes are undone.
 
 [Note: state]
-State is all that is reachable from the attributes of the block's modules: parameters, buffers,
-submodules, hooks, `training`, numbers and tensors, also in lists, dicts, sets and small objects of
-the user. `torch.func.functional_call` and hypernetworks change slots of parameters. A parent sets
-attributes of its blocks. `model.eval()` changes a flag. None of these is an input, and each changes
-the numbers of a forward. Random generators are state, too: those among the attributes, and those of
-`random` and `numpy.random`. Torch's checkpoint restores torch's own. So are attributes of the
-modules' classes, and the variables of their forwards: closures, and globals that they name
-(`activations/variables`). Of hooks, numbers alone are restored: a list of a hook has what the hook
-saw. Variables of functions that these call are out of reach.
+State is every object that is reachable from the attributes of the block's modules: parameters,
+buffers, submodules, hooks, `training`, numbers and tensors, also in lists, dicts, sets and small
+objects of the user. `torch.func.functional_call` and hypernetworks change slots of parameters. A
+parent sets attributes of its blocks. `model.eval()` changes a flag. Each of these changes the
+numbers of a forward, and none is an input. Random generators are state, too: those among the
+attributes, and those of `random` and `numpy.random`. Torch's checkpoint restores torch's own.
+Attributes of the modules' classes are state, too. So are the variables of their forwards: closures,
+and globals that they name (`activations/variables`). For hooks only numbers and tensors are
+restored, because a list of a hook has its records. Variables of functions that forwards and hooks
+call are not restored.
 
 [Note: containers]
-The state has each container itself, and a shallow copy of it. For the time of the repeated forward
-the differences are changed inside of the container. So a list that two modules share stays shared.
+The state has each container itself, and a shallow copy of it. During the repeated forward the
+container itself has the old content. So a list that two modules share stays shared.
 
 [Note: tensors]
-The state has a tensor as an alias without its graph. A block may leave its output in an attribute,
-and then the graph of each step would keep that of the step before. Recomputed values need no graph:
-autograd has that of the first forward. A tensor that changes in place must be copied before the
-forward. Small tensors are copied always. The first forward copies all tensors, which shows the
-large ones that it changes. Later forwards copy these alone. If another large tensor changes later,
-the backward is refused once, and the tensor is copied from then on.
+The state has a tensor as an alias without its graph. If a block leaves its output in an attribute,
+the graph of each step would otherwise keep the graph of the step before. Recomputed values need no
+graph, because autograd has the graph of the first forward. A tensor that changes in place must be
+copied before the forward. Small tensors are always copied. The first forward copies all tensors, to
+find the large tensors that it changes. Later forwards copy only these and small ones. If another
+large tensor changes later, the backward is refused once, and the tensor is copied from then on.
 
 [Note: parameters of the wrapped model]
-The engine decides which object shows their data. So the state has their places alone. It has no
-view of one, because the bytes leave.
+The engine decides which object shows their data. So the state has only their places. It keeps no
+view of a parameter, because the bytes leave.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ from infinity.sharding.use import place_of
 SMALL_BYTES = 4 << 10
 """Tensors up to this size are copied before each forward: counters, scales, statistics."""
 _MOST_OBJECTS = 1024
-"""So many containers and objects beside those of the block's own modules belong to the state."""
+"""The most containers and objects in the state, besides those of the block's own modules."""
 _MOST_ITEMS = 1024
-"""Of a longer container the state has the length alone."""
+"""The state has only the length of a longer container."""
 _ATOMS = frozenset(
     (
         *(type(None), bool, int, float, complex, str, bytes, type, ModuleType),
@@ -74,12 +75,13 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
-"""How to read and set what chooses kernels and dtypes, beside autocast, which torch restores."""
+"""How to read and set the switches that choose kernels and dtypes. Torch itself restores
+autocast."""
 
 Place = tuple[int, Any]
 """A container by its id, and the key in it."""
 Locate = Callable[[torch.Tensor], object]
-"""Where a tensor lies in the memory of units; None for any other tensor."""
+"""Returns where a tensor lies in the memory of units; None for any other tensor."""
 
 
 class _Ours(NamedTuple):
@@ -101,7 +103,7 @@ class _FoundTensor:
         self.where = where
         self.small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
         self.uncounted = False
-        """Whether some kernel writes without a new version."""
+        """Whether a kernel writes it without a new version."""
         self._original = weakref.ref(tensor)
         self._alias = tensor.detach().requires_grad_() if tensor.grad_fn is not None else tensor
         self._version = _version(tensor)
@@ -114,7 +116,7 @@ class _FoundTensor:
             self._content = _copied(self._alias)
 
     def ended(self, first: bool, known: bool) -> bool:
-        """The forward has ended. Drop a copy that is not needed; returns whether the forward
+        """The forward has ended. Drop a copy that is not needed. Returns whether the forward
         changed this large tensor."""
         if self.small:
             return False
@@ -127,11 +129,11 @@ class _FoundTensor:
         return changed
 
     def lost(self) -> bool:
-        """Whether no object has the content any more."""
+        """Whether the content has been overwritten without a copy."""
         return self._content is None and _version(self._alias) != self._version
 
     def restored(self, name: str) -> torch.Tensor:
-        """The tensor as it was. Raises `ShardedParameterError` where it is lost."""
+        """The tensor as it was. Raises `ShardedParameterError` if its content is lost."""
         if self.lost():
             when = "changed" if self._changed_inside else "was followed by a change of"
             raise ShardedParameterError(
@@ -159,7 +161,7 @@ class _Tuple(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A container, and what is in it; of a long one, how much."""
+    """A container, and its content; for a long container, its length."""
 
     container: Any
     where: str
@@ -167,11 +169,11 @@ class _Kept(NamedTuple):
 
 
 class FoundState:
-    """The state of `module`, and of modules among its `inputs`, that a forward finds which begins
-    now. For the thread that runs the model.
+    """The state of `module`, and of modules among its `inputs`, at the start of a forward. Used by
+    the thread that runs the model.
 
-    `known` are the places of large tensors that forwards change in place; None before the first
-    forward. `late` are the names of those that were changed after their forward. `locate` finds
+    `known` has the places of large tensors that forwards change in place; None before the first
+    forward. `late` has the names of large tensors that changed after their forward. `locate` finds
     views of parameters.
     """
 
@@ -185,7 +187,7 @@ class FoundState:
     ) -> None:
         self._known, self._late, self._locate = known, late, locate
         self.mixed = False
-        """Whether other micro-batches ran in the middle of a forward that found this."""
+        """Whether other micro-batches ran during a forward that found this state."""
         self._name, self._differs = "", False
         self._kept: list[_Kept] = []
         self._empty: list[Any] = []
@@ -205,7 +207,7 @@ class FoundState:
         self._walk()
 
     def _walk(self) -> None:
-        """Note all that is reachable: first in the block's modules and their containers."""
+        """Note all reachable objects: first those in the block's modules and their containers."""
         while self._near:
             self._visit(*self._near.pop())
         for _ in range(_MOST_OBJECTS):
@@ -242,7 +244,7 @@ class FoundState:
             self._copy_statistics(value)
 
     def _noted(self, value: Any, place: Place, where: str) -> Any:
-        """What the state has of `value`; what is below it is visited later."""
+        """The form of `value` in the state. Objects below it are visited later."""
         if type(value) in CONTAINERS:
             if value:
                 self._near.append((value, where))
@@ -273,7 +275,7 @@ class FoundState:
         return value
 
     def _note(self, variables: Iterable[Variable]) -> None:
-        """Variables belong to the state."""
+        """Add `variables` to the state."""
         for each in variables:
             if each.place not in self._seen:
                 self._seen.add(each.place)
@@ -298,7 +300,7 @@ class FoundState:
         return found
 
     def _copy_statistics(self, norm: _NormBase) -> None:
-        """The kernels of norms count no versions as they write statistics."""
+        """Copy the statistics of `norm`: its kernels write them without a new version."""
         for key, buffer in norm._buffers.items():
             if buffer is not None:
                 found = self._tensor(buffer, (id(norm._buffers), key), key)
@@ -307,22 +309,22 @@ class FoundState:
                     found.copy()
 
     def ended(self) -> set[Place]:
-        """The forward has ended; returns the places of large tensors that forwards change."""
+        """The forward has ended. Returns the places of large tensors that forwards change."""
         first, known = self._known is None, set(self._known or ())
         for place, held in self._places.items():
             if held.ended(first, place in known or held.where in self._late):
                 known.add(place)
-        self._tensors.clear()  # by ids, which others may have from now on
+        self._tensors.clear()  # by ids, which other objects may get from now on
         self._generators = [each for each in self._generators if each.was_used()]
         return known
 
     def lost(self) -> set[str]:
-        """The names of large tensors that changed after their forward, and are gone."""
+        """The names of large tensors that have changed and have no copy."""
         return {held.where for held in self._places.values() if held.lost()}
 
     def check_mixed(self) -> None:
-        """Raise `ShardedParameterError` where other micro-batches would see, or have seen, a state
-        that differs from that of the modules."""
+        """Raise `ShardedParameterError` if other micro-batches would see, or have seen, a restored
+        state that differs from the present one."""
         if self.mixed and self._differs:
             raise ShardedParameterError(
                 f"the forward of {self._name} depends on what its modules have and on what "
@@ -340,8 +342,9 @@ class FoundState:
 
     @contextmanager
     def restored(self, name: str) -> Iterator[None]:
-        """Inside, the modules of block `name` have the state that the forward found; afterwards
-        what they have now. Raises `ShardedParameterError` where that state is lost."""
+        """Inside the context, the modules of block `name` have the state that the forward found.
+        Then they get their present state again. Raises `ShardedParameterError` if the found state
+        is lost."""
         self._name, self._differs = name, False
         with ExitStack() as stack:
             values: dict[int, torch.Tensor] = {}
@@ -403,7 +406,7 @@ class FoundState:
 
 
 def _value(kept: Any, now: Any, name: str, where: str, values: dict[int, torch.Tensor]) -> Any:
-    """The value of which the state has `kept`, and whose container has `now`."""
+    """The value for `kept` of the state. The container has `now`."""
     if isinstance(kept, _FoundTensor):
         if id(kept) not in values:
             values[id(kept)] = kept.restored(name)
@@ -436,8 +439,8 @@ def _another(name: str, where: str) -> str:
 
 
 def _undo(container: Any, before: Any) -> None:
-    """Give `container` the content of `before`. Where both have the same parameter of the wrapped
-    model, the object stays: the engine may show it in another one by now."""
+    """Give `container` the content of `before`. If both have the same parameter of the wrapped
+    model, the present object stays: the engine may show the parameter in another object by now."""
     if isinstance(container, dict):
         before = {
             key: container[key]

@@ -1,15 +1,15 @@
-"""What the forwards of each block save for the backward, in bytes, and how long they take: counted
-where autograd saves it, whatever becomes of it then.
+"""Measures the bytes that the forwards of each block save for the backward, and their seconds. A
+tensor counts when autograd saves it, even if it is then offloaded or dropped.
 
-[Note: what is counted]
-The bytes of storages, each once: those of tensors that a block is given, its inputs, and those that
-autograd saves in its forward, its inside. An input that an earlier block was given, such as a mask,
-counts there. What is saved outside of blocks is counted together. A forward counts until a backward
-has ended. So the forwards of several micro-batches add up where they come before one backward, and
-the most of any time is what has to fit.
+[Note: counted bytes]
+The bytes of storages count, each storage once. The *inputs* of a block are the tensors that it is
+called with. Its *inside* are the other tensors that autograd saves in its forward. An input that an
+earlier block also had, such as a mask, counts there. Tensors that are saved outside of blocks count
+together. A forward counts until a backward has ended. So the forwards of several micro-batches
+before one backward add up, and the maximum over time must fit.
 
-A storage may be freed while a forward goes on, where its block is recomputed. A weak reference
-keeps its number from another one.
+If its block is recomputed, a storage may be freed during a forward. A weak reference keeps other
+storages from getting its number.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from infinity.sharding.tensor_parallel import local
 
 
 class _Seen:
-    """Storages, each once."""
+    """A set of storages."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def add(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is new."""
+        """Add `storage`. Returns whether it is new."""
         if storage._cdata in self._storages:
             return False
         self._storages[storage._cdata] = StorageWeakRef(storage)
@@ -46,25 +46,26 @@ class _Seen:
 
 
 class BlockGauge:
-    """The figures of one block: of the forwards whose backward has yet to come, and the most of
-    them so far."""
+    """The figures of one block: of the open forwards, which wait for their backward, and the maxima
+    so far."""
 
     def __init__(self) -> None:
         self.open_inputs = self.open_inside = self.open_calls = 0
         self.inputs = self.inside = self.largest = self.calls = 0
         self.seconds = 0.0
-        """Of one forward, in the step that had the shortest on average."""
+        """The seconds of one forward: the average of a step, the lowest of all steps."""
         self.recomputable = True
         """Whether every forward so far could run again."""
         self.timings: list[tuple[Any, Any, float]] = []
-        """Of the forwards of this step: begin, end, and seconds between that do not count."""
+        """For each forward of this step: its begin and end, and the seconds between that do not
+        count."""
 
     def close(self) -> None:
-        """No backward is to come."""
+        """All backwards have ended: no forward is open."""
         self.open_inputs = self.open_inside = self.open_calls = 0
 
     def count(self, inside: int) -> None:
-        """A forward has ended that saved so much beside its inputs."""
+        """A forward has ended. It saved `inside` bytes besides its inputs."""
         self.open_calls += 1
         self.open_inside += inside
         self.inputs = max(self.inputs, self.open_inputs)
@@ -74,14 +75,14 @@ class BlockGauge:
 
     @property
     def cost(self) -> BlockCost:
-        """What a decision has to know of it."""
+        """The figures that a decision needs."""
         return BlockCost(
             self.inputs, self.inside, self.largest, self.calls * self.seconds, self.recomputable
         )
 
 
 class _CountedForward:
-    """A forward that is counted; `block` is None where nothing inside of it is."""
+    """A forward under way. If `block` is None, nothing inside it counts."""
 
     def __init__(self, block: BlockGauge | None) -> None:
         self.block = block
@@ -90,8 +91,8 @@ class _CountedForward:
 
 
 class Gauge:
-    """Counts for one engine. `backwards` and `waited` give how many backwards have ended, and the
-    seconds that the model has waited for parameters; any thread that runs the model may call it."""
+    """Measures for one engine. `backwards` returns how many backwards have ended, `waited` the
+    seconds that the model has waited for parameters. Any thread that runs the model may call it."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Gauge:
         self._calls: dict[int, _CountedForward] = {}  # by thread
         self._open_others = 0
         self.blocks: dict[str, BlockGauge] = {}
-        """By name, in the order of their first forwards."""
+        """The figures of blocks by name, in the order of their first forwards."""
         self.others = 0
         """The most bytes that were saved outside of blocks."""
         self.times = True
@@ -117,11 +118,12 @@ class Gauge:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is inside of a forward that is counted."""
+        """Whether this thread is inside `counting` or `ignoring`."""
         return threading.get_ident() in self._calls
 
     def begin(self, name: str, inputs: Iterable[Any], recomputable: bool) -> BlockGauge:
-        """A forward of the block `name` is about to begin; its `inputs` count from now on."""
+        """A forward of the block `name` is about to begin: count its `inputs`. Returns the figures
+        of the block."""
         self._close_what_ended()
         block = self.blocks.setdefault(name, BlockGauge())
         block.recomputable &= recomputable
@@ -132,12 +134,12 @@ class Gauge:
         return block
 
     def forget(self, name: str) -> None:
-        """The model itself has what the block `name` saves computed again."""
+        """Drop the figures of the block `name`: the model itself recomputes it."""
         self.blocks.pop(name, None)
 
     @contextmanager
     def counting(self, block: BlockGauge) -> Iterator[None]:
-        """The forward of `block`, after `begin`."""
+        """Inside the context, count the forward of `block`, after `begin`."""
         call = _CountedForward(block)
         begin, waited = (self._device.instant(), self._waited()) if self.times else (None, 0.0)
         with self._within(call):
@@ -149,7 +151,8 @@ class Gauge:
 
     @contextmanager
     def ignoring(self, inputs: Iterable[Any]) -> Iterator[None]:
-        """Inside, nothing is counted but `inputs`: a checkpoint of the model drops it."""
+        """Inside the context, only `inputs` count: a checkpoint of the model drops all other
+        tensors."""
         if self.is_inside:
             yield
             return
@@ -201,7 +204,8 @@ class Gauge:
             block.close()
 
     def end_step(self) -> bool:
-        """A step has ended, and with it all backwards; whether anything was counted in it."""
+        """A step has ended, and with it all backwards. Returns whether a forward of a block began
+        in it."""
         self._close()
         found, self._has_counted = self._has_counted, False
         for block in self.blocks.values():

@@ -1,5 +1,5 @@
-"""Random generators of Python, numpy and torch, so that a forward that is repeated draws the same
-numbers. Torch's own generators of each device belong to torch's checkpoints."""
+"""Random generators of Python, numpy and torch, so that a repeated forward draws the same numbers.
+Torch's checkpoints restore torch's own generator of each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class DrawnState(NamedTuple):
-    """What draws numbers: how to read and set its state, and that state."""
+    """A random generator: how to read and set its state, and its state when it was noted."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -24,7 +24,7 @@ class DrawnState(NamedTuple):
 
 
 def generator_state(value: Any) -> DrawnState | None:
-    """A random generator; None for any other object."""
+    """The state of a random generator; None for any other object."""
     if isinstance(value, torch.Generator):
         return DrawnState(value.get_state, value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -39,7 +39,7 @@ def generator_state(value: Any) -> DrawnState | None:
 
 
 def common_states() -> list[DrawnState]:
-    """Those of the modules `random` and `numpy.random`."""
+    """The states of the modules `random` and `numpy.random`."""
     found = [DrawnState(random.getstate, random.setstate, random.getstate())]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None and hasattr(numpy, "set_state"):

@@ -1,30 +1,31 @@
-"""Saved tensors that all tensor parallel ranks hold alike: each rank keeps a part of the bytes, and
-the backward gathers them (`Tuning.partition_activations`; ZeRO, section 6.1).
+"""Divides saved tensors that are equal on all tensor parallel ranks: each rank keeps a part of the
+bytes, and the backward gathers them (`Tuning.partition_activations`; ZeRO, section 6.1).
 
-[Note: what is a replica]
-A DTensor says so by its placement. Of a plain tensor that a checkpoint saves, the input of a block,
-the user says so, who turned this on. Other plain tensors are replicas where they are the memory of
-one of these, as the input of three projections is. What a rank saves inside of a recomputation is
-used at once, and stays.
+[Note: replicas]
+The placement of a DTensor says whether it is a replica. For a plain tensor that a checkpoint saves,
+the input of a block, the user says so by turning this on. Another plain tensor is a replica if it
+has the memory of such a tensor, such as the input of three projections. A tensor that is saved
+inside a recomputation stays whole, because it is used at once.
 
 [Note: the word of the user is checked]
 Each save takes a checksum of the whole tensor: CRC32C on the host. Before a gather the ranks
-compare it, and after that each compares it with the bytes that came. Both have the same outcome on
-all ranks. So all of them raise, before a gradient is computed from the bytes, and none is left
-waiting.
+compare their checksums. After it each rank compares the checksum with the bytes that came. Both
+comparisons have the same result on all ranks. So either all ranks raise or none does, before a
+gradient is computed from the bytes. No rank is left waiting.
 
 [Note: when ranks gather]
-In the thread that runs the backward, when autograd asks: ranks that run one program ask in one
-order. What is read from the drives ahead of that is this rank's part alone. Whether the tensor is
-still alive on this rank is never looked at, for it depends on the garbage collector, which others
-do not share. How often a tensor was saved says when its gathered bytes are let go.
+Ranks gather in the thread that runs the backward, when autograd asks for the tensor. Ranks that run
+one program ask in one order. Only the rank's own part is read ahead from the drives. No decision
+depends on whether the tensor is still alive on this rank, because that depends on the garbage
+collector of the rank. The gathered bytes are freed when they were requested as often as the tensor
+was saved.
 
 [Note: a storage is one thing]
-What is divided is the storage of a tensor that covers it, so that any strides come back. A view of
-a part of a storage is kept as without this: what lies beside it may differ from rank to rank. An
-operation in place on a DTensor does not change the version of its memory. So saves of one memory
-share their bytes where also the checksum is the same. On a GPU the checksum is not known yet when
-a tensor is saved, and what differs is refused in the backward.
+A storage is divided if the saved tensor covers it. So any strides come back. A view of a part of a
+storage is not divided, because the other bytes may differ from rank to rank. An in-place operation
+on a DTensor does not change the version of its memory. So saves of one memory share their bytes
+only if the checksum is the same, too. On a GPU the checksum is not known when a tensor is saved.
+There the backward refuses saves that differ.
 """
 
 from __future__ import annotations
@@ -55,31 +56,30 @@ from infinity.tiers.latch import Latch
 from infinity.tiers.saved_storage import SavedStorage
 
 LEAST_BYTES = 256 << 10
-"""Smaller storages stay whole: the messages of a gather take about 0.1 ms, however little they
-bring. A hidden state of 64 tokens of width 2048 in bf16 has as much."""
+"""Smaller storages stay whole, because the messages of a gather take at least about 0.1 ms. A
+hidden state of 64 tokens of width 2048 in bf16 has this many bytes."""
 GRANULE = 16
-"""A part is a multiple of that many bytes."""
+"""The bytes of a part are a multiple of this."""
 _PIECE = 4 << 20
-"""Words of 8 bytes of which a checksum on a GPU makes a copy at a time."""
+"""The 8-byte words that a checksum on a GPU copies at a time."""
 _MIXES = 0x2545F4914F6CDD1D, 0x1CE4E5B9BF58476D  # odd, so that no bit is lost
 _CHECKPOINTS = "torch.utils.checkpoint"
 _BETWEEN = (
     *("torch._dynamo.eval_frame", "torch.autograd.function"),
     *("infinity.modules.packing", "infinity.activations.saved_tensors", __name__),
 )
-"""Whose frames lie between a checkpoint that saves something and the hook that packs it."""
+"""Modules with frames between a checkpoint that saves a tensor and the hook that packs it."""
 
 
 class PartitionTraffic(NamedTuple):
-    """Bytes of storages of which each tensor parallel rank keeps a part, and of the parts of this
-    rank."""
+    """Bytes of the divided storages, and of this rank's parts of them."""
 
     whole: int = 0
     parts: int = 0
 
 
 class Partition:
-    """One storage of `nbytes` in parts; lives as long as anything that was packed from it."""
+    """One divided storage of `nbytes`. It lives as long as the tensors that were packed from it."""
 
     __slots__ = (
         *("__weakref__", "asked", "checksums", "memory", "module", "nbytes", "part", "saved"),
@@ -91,23 +91,21 @@ class Partition:
     ) -> None:
         """`part` is this rank's part of `storage`, in memory of its own; `module` saved it."""
         self.partitions, self.module, self.nbytes = partitions, module, storage.nbytes()
-        self.origin = StorageWeakRef(storage)  # keeps its number from another one
+        self.origin = StorageWeakRef(storage)  # so that no other storage gets its number
         self.part: torch.Tensor | None = part  # None: it is offloaded
         self.saved: SavedStorage | None = None
         self.checksums: list[torch.Tensor] = []  # one for each save
-        self.asked = 0  # how many of the saves have had `memory`
+        self.asked = 0  # how many of the saves got `memory`
         self.memory: torch.Tensor | None = None
 
     def fetch(self) -> torch.UntypedStorage:
-        """The whole storage on the compute device; all tensor parallel ranks ask for it. Raises
-        what `Partitions.gather` does."""
+        """The whole storage on the compute device. All tensor parallel ranks must call it. Raises
+        like `Partitions.gather`."""
         if self.memory is None:
             self.memory = self.partitions.gather(self)
         storage = self.memory.untyped_storage()
         self.asked += 1
-        if self.asked >= len(
-            self.checksums
-        ):  # with retain_graph they may ask again, and all ranks do
+        if self.asked >= len(self.checksums):  # with retain_graph all ranks may ask again
             self.asked, self.memory = 0, None
         return storage
 
@@ -117,22 +115,24 @@ class Partition:
 
 
 class PartitionedDTensor(NamedTuple):
-    """A saved DTensor whose local tensor is in parts."""
+    """A saved DTensor with a divided local tensor."""
 
     tensor: OffloadedTensor
     form: Form
 
     def unpack(self) -> torch.Tensor:
-        """The same DTensor; raises like `Partition.fetch`."""
+        """The same DTensor. Raises like `Partition.fetch`."""
         return self.form.wrap(self.tensor.unpack())
 
 
 class Partitions:
-    """Divides what is saved among the tensor parallel ranks of `exchange`, all of which make one.
+    """Divides saved tensors among the tensor parallel ranks of `exchange`. Each of these ranks
+    makes one.
 
-    A part goes to `tier`, or stays on the device where that is None or has no room. `latch` is told
-    where one is lost, so that other ranks hear of it. `names` are those of the modules; `running`
-    gives the innermost that is called, `backwards` how many backwards have ended.
+    A part goes to `tier`, or stays on the device if `tier` is None or has no room. If a part is
+    lost, `latch` fails, and with it all ranks. `names` has the names of the modules. `running`
+    returns the innermost module that is called, `backwards` the number of backwards that have
+    ended.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Partitions:
         group = exchange.ranks.tensor
         self._rank, self._number = collectives.rank(group), collectives.size(group)
         self._members = None if group is None else dist.get_process_group_ranks(group)
-        # By the number and the version of a storage, and on the host by its checksum, too.
-        # Both are of saves since a backward ended last: all ranks have the same then.
+        # By the number and the version of a storage, and on the host by its checksum, too. Both
+        # hold the saves since the last end of a backward, which are the same on all ranks.
         self._known = weakref.WeakValueDictionary[tuple[int, ...], Partition]()
         self._places: dict[tuple[int, int], StorageWeakRef] = {}
         self._backwards, self._ended = backwards, 0
@@ -161,7 +161,7 @@ class Partitions:
 
     @contextmanager
     def entering(self, module: nn.Module) -> Iterator[None]:
-        """Inside, what is saved are the inputs of `module`."""
+        """Inside the context, saved tensors are the inputs of `module`."""
         self._entered = module
         try:
             yield
@@ -171,7 +171,7 @@ class Partitions:
     def pack(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage
     ) -> OffloadedTensor | PartitionedDTensor | None:
-        """What autograd keeps of `tensor`, whose memory is `storage`; None where it is not to be
+        """The object that autograd keeps of `tensor`, which has `storage`; None if it is not
         divided."""
         if self._backwards() != self._ended:
             self._ended = self._backwards()
@@ -200,12 +200,11 @@ class Partitions:
 
     @staticmethod
     def _key(place: tuple[int, int], checksum: torch.Tensor) -> tuple[int, ...]:
-        """What saves that share their bytes have in common, as far as it is known when they are
-        made."""
+        """The key of saves that share their bytes. The checksum is part of it on the host only."""
         return (*place, int(checksum)) if checksum.device.type == "cpu" else place
 
     def _has_copies(self, form: Form) -> bool:
-        """Whether all tensor parallel ranks have all of a DTensor."""
+        """Whether each tensor parallel rank has the whole DTensor."""
         mesh = form.mesh
         return (
             mesh.ndim == 1
@@ -233,8 +232,8 @@ class Partitions:
     def gather(self, partition: Partition) -> torch.Tensor:
         """The bytes of a storage, and padding after them, on the compute device.
 
-        Raises `ConfigError` on all tensor parallel ranks where these did not save the same bytes,
-        `EngineClosedError` where a rank fails, or has lost its part.
+        Raises `ConfigError` on all tensor parallel ranks if they did not save the same bytes, and
+        `EngineClosedError` if a rank fails or has lost its part.
         """
         ours = self._own(partition)
         full = torch.empty(self._number * ours.numel(), dtype=torch.uint8, device=ours.device)
@@ -274,24 +273,25 @@ class Partitions:
             raise RuntimeError("a part of a saved storage is nowhere")
         try:
             storage = self._tier.fetch(partition.saved)
-        except (NvmeError, CorruptStateError) as error:  # others wait for it
+        except (NvmeError, CorruptStateError) as error:  # other ranks wait for it
             raise self._latch.fail(error, f"what {partition.module} saved") from error
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def drop(self, saved: SavedStorage) -> None:
-        """Nobody will ask for a part any more."""
+        """Drop a part that is not needed any more."""
         if self._tier is not None:
             self._tier.drop(saved)
 
     def stepped(self) -> None:
-        """A step has ended: `last_step` is what was divided since the one before."""
+        """A step has ended: set `last_step` to the traffic since the step before."""
         now, before = self._traffic, self._before
         self.last_step = PartitionTraffic(now.whole - before.whole, now.parts - before.parts)
         self._before = now
 
 
 def check_partitions(model: nn.Module) -> None:
-    """Raise `ConfigError` where there are no tensor parallel ranks to divide anything among."""
+    """Raise `ConfigError` if no parameter of `model` is a DTensor, so that there are no tensor
+    parallel ranks."""
     if not any(map(is_dtensor, model.parameters())):
         raise ConfigError(
             "partition_activations=True divides what tensor parallel ranks save, and no parameter "
@@ -301,7 +301,7 @@ def check_partitions(model: nn.Module) -> None:
 
 
 def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether every element of a storage of `nbytes` is one of `tensor`."""
+    """Whether `tensor` has every element of a storage of `nbytes`."""
     expected = tensor.itemsize
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride > 0:
@@ -320,15 +320,15 @@ def _saves_for_checkpoint() -> bool:
 
 
 def _checksum(memory: torch.Tensor) -> torch.Tensor:
-    """What almost surely differs where a byte of `memory` (n,) does: int64, of less than 63 bits,
-    where the memory is. On the host it is the CRC32C."""
+    """A checksum of `memory` (n,) uint8: int64, less than 63 bits, on the device of the memory. On
+    the host it is the CRC32C."""
     if memory.device.type == "cpu":
         return torch.tensor(native.aio().crc32c(memory.data_ptr(), memory.numel()))
     return _mixed(memory)
 
 
 def _mixed(memory: torch.Tensor) -> torch.Tensor:
-    """`_checksum` by operations of torch, of which none waits for the device."""
+    """`_checksum` by operations of torch that do not wait for the device."""
     end = memory.numel() // 8 * 8
     words, rest = memory[:end].view(torch.int64), memory[end:]
     tail = torch.zeros(8, dtype=torch.uint8, device=memory.device)

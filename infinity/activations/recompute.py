@@ -1,39 +1,40 @@
-"""Activation checkpointing that the engine adds to a model: which blocks run their forward again in
-the backward, and what that forward finds.
+"""Activation checkpointing that the engine adds to a model: blocks run their forward again in the
+backward, in the state that the first forward found.
 
 [Note: a checkpoint around hooks]
 `torch.utils.checkpoint` runs a function. A hook cannot, so it enters the same context before the
-forward of a block, and leaves it after that. What the block saves is dropped meanwhile. In the
-backward, torch calls the block once more, with the inputs, the random states and the autocast state
-that it had. Our hooks bring the parameters then, as for any checkpoint of the user. The inputs are
-saved before the context is entered, so they go where `Config.activations` says.
+forward of a block, and leaves it after that. Tensors that the block saves meanwhile are dropped. In
+the backward, torch calls the block once more, with the same inputs, random states and autocast
+state. The engine's hooks bring the parameters then, as for any checkpoint of the user. The inputs
+are saved before the context is entered, so they go where `Config.activations` says.
 
-[Note: what must not happen twice]
-A recomputation must change nothing that outlives it, and must find what the first forward found:
-see `activations/found_state`. Containers among the inputs are made anew. Another object among the
-inputs, such as a cache of keys and values, may be changed by the block, and cannot be put back.
-With such an input a block is not recomputed.
+[Note: changes of a recomputation]
+A recomputation must leave no change behind, and must find the state that the first forward found:
+see `activations/found_state`. Containers among the inputs are made again. A block may change
+another object among its inputs, such as a cache of keys and values, and this cannot be undone. So a
+block with such an input is not recomputed.
 
 [Note: micro-batches that run together]
-In vertical order micro-batches pass a unit one after the other. A block of one unit begins its turn
-before its state is restored, so no other micro-batch sees that. A block of several units may be
-interrupted between them. Then a forward that needs another state than its modules have is refused.
+In vertical order micro-batches use a unit one after the other. A block of one unit begins its turn
+before its state is restored, so no other micro-batch sees the restored state. A block of several
+units may be interrupted between them. Then a forward that needs another state than its modules have
+raises an error.
 
 [Note: checkpoints of the model]
-Around the call of a block, a checkpoint shows in the hooks on saved tensors: nothing is added.
-Inside of the call it shows when it is entered, which is too late. So the first forward has both,
-one inside of the other, and the next ones are left to the model's. That goes on until a forward
-enters none. (A reentrant checkpoint inside of a block is not seen, so both stay.)
+A checkpoint around the call of a block shows in the hooks on saved tensors, and the engine adds
+none. A checkpoint inside the call shows when it is entered, which is too late. So the first forward
+has both, one inside the other. The next forwards have only the model's, until a forward enters
+none. (A reentrant checkpoint inside a block does not show, so both stay.)
 
 [Note: compiled code]
-A block that is compiled on its own is compiled in its recomputation, too. Where the code around it
-is compiled, its forward is a part of that, and a recomputation would save other tensors. So it is
-not recomputed then.
+A block that is compiled on its own is compiled in its recomputation, too. If the code around it is
+compiled, its forward is a part of that code, and a recomputation would save other tensors. Then the
+block is not recomputed.
 
 [Note: blocks that are recomputed at times]
 With `recompute="auto"` a block may be recomputed in one step and not in the next
-(`activations/treatments`). A forward that is not recomputed copies no tensors. So the next one that
-is looks again for what its block changes.
+(`activations/treatments`). A forward that is not recomputed copies no tensors. So the next
+recomputed forward searches again for the tensors that its block changes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _UNCHANGEABLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, nn.Module),
     *(FunctionType, BuiltinFunctionType),
 )
-"""What an input may be. A block that changes a tensor in place is refused by autograd."""
+"""The types of inputs of a recomputed block. Autograd refuses a block that changes a tensor in
+place."""
 
 _CHANGEABLE = (
     "it is given a {}, which its forward may change; leave that out (use_cache=False for a cache "
@@ -80,8 +82,8 @@ _COMPILED = (
 
 
 def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
-    """The context of a checkpoint of torch, around a forward that the caller runs; `run(*inputs)`
-    is what runs again."""
+    """The context of a checkpoint of torch, around a forward that the caller runs. The backward
+    runs `run(*inputs)`."""
     make: Any = of_torch._checkpoint_without_reentrant_generator
     options: tuple[Any, ...] = True, of_torch.noop_context_fn, "default", False
     if "early_stop" in inspect.signature(make).parameters:  # since torch 2.9
@@ -91,13 +93,13 @@ def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]
 
 
 def _forward_mode() -> bool:
-    """Whether this is inside of `torch.autograd.forward_ad.dual_level`."""
+    """Whether the caller is inside `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
 
 
 class Around(NamedTuple):
-    """What is entered around a forward of a block: the hooks of a checkpoint; whether what is saved
-    stays where it is; and what counts it."""
+    """The contexts around a forward of a block: the hooks of a checkpoint, and the context that
+    counts it. If it `keeps`, saved tensors stay where they are."""
 
     checkpoint: AbstractContextManager[object] | None = None
     keeps: bool = False
@@ -105,17 +107,17 @@ class Around(NamedTuple):
 
 
 class Recomputation:
-    """The blocks of one model that are recomputed, `names` by module; with `treatments` those for
-    which these say so.
+    """The recomputed blocks of one model, with their `names` by module. With `treatments`, these
+    choose the blocks.
 
-    A block that is called with inputs that it may change is left out for that call.
+    A call with inputs that the block may change is not recomputed.
     """
 
     def __init__(
         self, names: Mapping[nn.Module, str], treatments: Treatments | None = None
     ) -> None:
         self.treatments = treatments
-        """What decides with `recompute="auto"`; None where nothing does."""
+        """The treatments of `recompute="auto"`; None in other modes."""
         self._names = weakref.WeakKeyDictionary(names)  # the model may die before the engine
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[Place]]] = (
             weakref.WeakKeyDictionary()
@@ -130,8 +132,8 @@ class Recomputation:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The names of the blocks whose last forward with gradients is recomputed, in the order of
-        the model."""
+        """The names of the recomputed blocks, by the last forward of each with gradients, in the
+        order of the model."""
         return tuple(name for name in self._names.values() if name in self._recomputed)
 
     def around(
@@ -143,12 +145,12 @@ class Recomputation:
         locate: Locate,
         begin_turn: Callable[[nn.Module], None],
     ) -> Around:
-        """What a forward of `module` is run in. `compiling` says whether torch.compile compiles
-        what calls it, and `locate` where a tensor lies in the memory of units. `begin_turn` keeps
+        """The contexts of a forward of `module`. `compiling` says whether torch.compile compiles
+        its caller. `locate` returns where a tensor lies in the memory of units. `begin_turn` keeps
         other micro-batches from running."""
         name, treatments = self._names.get(module), self.treatments
         if name is None or (treatments is not None and treatments.gauge.is_inside):
-            return Around()  # inside of a block that is counted, what is below it is its own
+            return Around()  # no block, or inside a block that is counted
         if module in self._by_themselves:
             return Around(counting=self.leave(module, (args, kwargs)))
         inputs, structure = trees.tree_flatten((args, kwargs))
@@ -176,16 +178,16 @@ class Recomputation:
         return Around(entered, False, counting)
 
     def leave(self, module: nn.Module, inputs: Any = ()) -> AbstractContextManager[object] | None:
-        """A forward of `module` is not recomputed by us, because the model does it itself; what it
-        is run in. Of `inputs` nobody else knows that they are kept."""
+        """The context of a forward of `module` that the model itself recomputes. It counts
+        `inputs`, because no hook sees that they are kept."""
         self._recomputed.pop(self._names.get(module, ""), None)
         if self.treatments is None:
             return None
         return self.treatments.gauge.ignoring(trees.tree_leaves(inputs))
 
     def ended(self, module: nn.Module, checkpoints: bool) -> None:
-        """A forward of `module` has ended; `checkpoints` says whether there was a checkpoint in it,
-        as transformers enters one. Then the next one is left to that."""
+        """A forward of `module` has ended. `checkpoints` says whether it entered a checkpoint of
+        the model, as in transformers. Then the engine adds none to the next forward."""
         if checkpoints:
             self._by_themselves.add(module)
             if self.treatments is not None and module in self._names:
@@ -227,8 +229,8 @@ class Recomputation:
 
     @contextmanager
     def _noted(self, module: nn.Module, state: FoundState) -> Iterator[None]:
-        """Inside, a forward of `module` is under way that found `state`. See [Note: micro-batches
-        that run together]."""
+        """Inside the context, a forward of `module` that found `state` is under way. See [Note:
+        micro-batches that run together]."""
         inside = self._inside.setdefault(module, [])
         for other in inside:
             other.mixed = state.mixed = True

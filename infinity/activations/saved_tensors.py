@@ -1,20 +1,19 @@
-"""What autograd saves that is no parameter: kept as it is, or as a view of bytes that
+"""Packs saved tensors that are no parameters: in place, or as views of bytes that
 `infinity.tiers.activations` moves.
 
 [Note: a saved tensor that changes]
-Torch notes the version of a saved tensor, and refuses to use what was changed in place before its
-backward. It cannot where hooks pack the tensor, so it is done here: what is packed shares the
-version counter of the tensor, as an alias whose memory has been taken away. Nor may it keep the
-tensor itself, which refers to the node that saves it: such a circle, half of which is not Python's,
-is never collected when a loss is dropped without its backward. (Who writes to memory behind the
-counter's back, by `.data`, finds what the storage held when it was first saved, or what it holds
-now.)
+Torch notes the version of a saved tensor, and its backward raises if the tensor was changed in
+place. Torch cannot do this if hooks pack the tensor, so it is done here. The packed object has an
+alias of the tensor, without memory, that shares the version counter. It must not keep the tensor
+itself, because the tensor refers to the node that saves it. Half of that reference cycle is in C++.
+So it would never be collected if a loss is dropped without its backward. (A write by `.data` does
+not change the counter. Then the backward gets the content of the first save or the content of now.)
 
 [Note: storages move, not tensors]
-Views of one storage are saved by many operators: chunks of a fused projection, the input of three
-linear layers, the hidden state that a norm and the residual connection read. The whole storage
-moves, once, as long as its version is the same, and each view is made anew on what comes back. A
-view of a part keeps all of a storage in plain PyTorch, too.
+Many operators save views of one storage: chunks of a fused projection, the input of three linear
+layers, the hidden state that a norm and the residual connection read. The whole storage moves once,
+while its version is the same. Each view is made again on the storage that comes back. A view of a
+part keeps a whole storage in plain PyTorch, too.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.saved_storage import SavedStorage
 
 LEAST_BYTES = 64 << 10
-"""Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for
-the copy. Such small storages, statistics of norms and the like, are a hundredth of all."""
-_PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, wants more than bytes
+"""Smaller storages stay: on a link of 25 GB/s their copy takes 3 us, less than the request for it.
+Small storages, such as statistics of norms, are a hundredth of all."""
+_PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, needs more than bytes
 
 
 class StorageHolder(Protocol):
-    """A storage that comes back when it is asked for."""
+    """A storage that comes back on request."""
 
     def fetch(self) -> torch.UntypedStorage:
         """Its content on the compute device."""
 
 
 class Packed(Protocol):
-    """What autograd keeps of a tensor."""
+    """The object that autograd keeps of a tensor."""
 
     def unpack(self) -> torch.Tensor:
         """The tensor."""
@@ -55,14 +54,14 @@ class Divider(Protocol):
     """Divides saved tensors among tensor parallel ranks."""
 
     def entering(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the inputs of `module` are saved."""
+        """Inside the context, saved tensors are the inputs of `module`."""
 
     def pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed | None:
-        """This rank's part of `tensor`, which has `storage`; None where it is not divided."""
+        """This rank's part of `tensor`, which has `storage`; None if it is not divided."""
 
 
 class _OffloadedStorage:
-    """A storage that was offloaded; lives as long as anything that was packed from it."""
+    """An offloaded storage. It lives as long as the tensors that were packed from it."""
 
     __slots__ = ("__weakref__", "saved", "tier")
 
@@ -70,7 +69,7 @@ class _OffloadedStorage:
         self.tier, self.saved = tier, saved
 
     def fetch(self) -> torch.UntypedStorage:
-        """Its content on the compute device; raises what `Activations.fetch` does."""
+        """Its content on the compute device. Raises like `Activations.fetch`."""
         return self.tier.fetch(self.saved)
 
     def __del__(self) -> None:
@@ -86,13 +85,13 @@ class SavedInPlace:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """The tensor; raises the `RuntimeError` of plain PyTorch when it was changed in place."""
+        """The tensor. Raises the `RuntimeError` of plain PyTorch if it was changed in place."""
         _check_version(self.tensor, self.version, self.tensor)
         return self.tensor
 
 
 class OffloadedTensor:
-    """A saved tensor whose storage was offloaded, or is in parts."""
+    """A saved tensor with an offloaded or divided storage."""
 
     __slots__ = (
         "conjugate",
@@ -115,8 +114,8 @@ class OffloadedTensor:
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> torch.Tensor:
-        """The same view of the same bytes, on the compute device; raises what `fetch` of its
-        storage does, and like `SavedInPlace`."""
+        """The same view of the same bytes, on the compute device. Raises like `fetch` of its
+        storage, and like `SavedInPlace`."""
         like = self.counter
         storage = self.storage.fetch()
         view = torch.empty(0, dtype=like.dtype, device=like.device).set_(
@@ -138,8 +137,8 @@ def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) ->
 
 
 class SavedTensorOffloader:
-    """Packs what autograd saves inside of the model's forwards. `tier` is None where everything
-    stays on `device`; `partitions` has what tensor parallel ranks divide among them."""
+    """Packs tensors that autograd saves in the model's forwards. `tier` is None if all of them stay
+    on `device`. `partitions` divides tensors among tensor parallel ranks."""
 
     def __init__(
         self,
@@ -152,8 +151,8 @@ class SavedTensorOffloader:
         self._known: weakref.WeakValueDictionary[
             tuple[int, int], SavedInPlace | _OffloadedStorage
         ] = weakref.WeakValueDictionary()
-        # Buffers live as long as the model: to move a copy of one saves nothing. A weak reference
-        # keeps the number from another.
+        # Buffers live as long as the model, so moving a copy of one saves no memory. A weak
+        # reference keeps other storages from getting its number.
         buffers = [
             buffer
             for buffer in model.buffers()
@@ -163,17 +162,17 @@ class SavedTensorOffloader:
         self._lasting = {reference.cdata for reference in self._buffers}
 
     def held_by(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage that `tensor` keeps where autograd saves it; None where it keeps none that is
-        counted, as of a buffer, which lives on anyway."""
+        """The storage that lives longer if autograd saves `tensor`. None if no storage counts: that
+        of a buffer lives on anyway."""
         storage = _storage_of(tensor)
         return None if storage is None or storage._cdata in self._lasting else storage
 
     def pack_here(self, tensor: torch.Tensor) -> torch.Tensor | SavedInPlace:
-        """Like `pack`, of what stays where it is."""
+        """Like `pack`, for a tensor that stays where it is."""
         return tensor if _storage_of(tensor) is None else SavedInPlace(tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        """What autograd keeps of `tensor`, which is no view of a parameter."""
+        """The object that autograd keeps of `tensor`, which is no view of a parameter."""
         if (divided := self._divide(tensor)) is not None:
             return divided
         storage = _storage_of(tensor)
@@ -200,7 +199,7 @@ class SavedTensorOffloader:
         return in_place
 
     def _divide(self, tensor: torch.Tensor) -> Packed | None:
-        """Of what all tensor parallel ranks hold alike, this rank's part."""
+        """This rank's part of `tensor`; None if it is not divided."""
         if self.partitions is None:
             return None
         mine = local(tensor)
@@ -211,8 +210,8 @@ class SavedTensorOffloader:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; None of one of another kind, or of no bytes, as a fake or a
-    functional one."""
+    """The storage of a plain tensor. None for a tensor of another class or without bytes, such as a
+    fake or functional tensor."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
     try:

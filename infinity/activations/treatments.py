@@ -1,23 +1,23 @@
-"""Which blocks keep what they save, which offload it, and which are recomputed
-(`Config.recompute="auto"`): decided between two steps from what the forwards before have shown.
+"""Decides which blocks keep their saved tensors, offload them, or are recomputed
+(`Config.recompute="auto"`). It decides between two steps, from the figures of earlier forwards.
 
-[Note: when it is decided]
-Until the first step nothing is known, and the budget must hold: all blocks have the treatment that
-needs least memory. The first forward after that step decides. The first step is often slow, for
-libraries and memory are new, so the forward after the second step decides once more, by the shorter
-times. From then on figures only grow: the most bytes of any step count. Where they have grown so
-that the choice fits no more, the next step has another one.
+[Note: time of the decision]
+Before the first step no figures are known, and the budget must hold. So all blocks have the
+treatment that needs least memory. The first forward after that step decides. The first step is
+often slow, because libraries and memory are new. So the forward after the second step decides once
+more, by the shorter times. From then on figures only grow: the most bytes of any step count. If the
+choice no longer fits, the next step has another one.
 
 [Note: longer batches]
-A forward of a block that is given more than any before it, such as a longer batch, is treated like
-the first one: what it saves is not known yet. So the budget holds in this step, too. With several
-ranks it does not: batches of one rank alone may be longer, and ranks whose backwards differ would
-join different collectives. Then the step in which a batch grows has the choice of before.
+A block may get more input bytes than ever before, such as a longer batch. Its saved bytes are not
+known yet, so its forward is treated like the first one. So the budget holds in this step, too. With
+several ranks it may not hold. Only one rank may have a longer batch, and ranks with different
+backwards would join different collectives. So the step in which a batch grows keeps the old choice.
 
 [Note: ranks]
-Bytes and seconds differ from rank to rank. All ranks take the most of each, of all ranks, and so
-come to the same choice. That is an exchange of a few numbers per block, once or twice. In other
-steps they exchange one number: whether the choice of any rank fits no more.
+Bytes and seconds differ from rank to rank. All ranks take the maximum of each figure over all
+ranks, so they make the same choice. They exchange a few numbers per block, once or twice. In other
+steps they exchange one number: whether the choice of any rank no longer fits.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from infinity.sharding.exchange import Collective, Exchange
 log = logging.getLogger("infinity")
 
 DECISIONS = 2
-"""After so many of the first steps it is decided by new seconds."""
-_FIGURES = 5  # of each block, in what ranks exchange
+"""A decision by new seconds follows each of this many first steps."""
+_FIGURES = 5  # numbers of each block that ranks exchange
 
 
 class TreatedBlock(NamedTuple):
-    """What becomes of what a block saves, with the bytes of its inputs and of all else that its
-    forwards save before their backward, and the seconds of one of them (0.0: not timed yet)."""
+    """The treatment of a block, the bytes of its inputs, the bytes of all other tensors that its
+    forwards save before their backward, and the seconds of one forward (0.0: not timed yet)."""
 
     treatment: Treatment
     input_bytes: int
@@ -56,27 +56,26 @@ class TreatedBlock(NamedTuple):
 
 
 class Treatments:
-    """The treatment of each block of one model, `names` in its order. Used by the thread that runs
-    the model."""
+    """The treatment of each block of one model. `names` are in the order of the model. Used by the
+    thread that runs the model."""
 
     def __init__(
         self, names: Sequence[str], gauge: Gauge, room: ActivationRoom, exchange: Exchange | None
     ) -> None:
         self._names = tuple(dict.fromkeys(names))
         self.gauge = gauge
-        """What counts."""
+        """Measures the blocks."""
         self.room = room
-        """Where saved bytes may be."""
+        """The room for saved bytes."""
         self._exchange = exchange
         self._chosen: dict[str, Treatment] = {}
-        self._allowed: dict[str, int] = {}  # input bytes that were decided about
+        self._allowed: dict[str, int] = {}  # input bytes at the last decision
         self._steps = 0
         self._due = False
         self._asked: Collective | None = None
 
     def of(self, name: str, block: BlockGauge) -> Treatment:
-        """What becomes of what the forward of a block saves that begins now, whose inputs are
-        counted."""
+        """The treatment of a forward of `block` that begins now. Its inputs are counted already."""
         chosen = self._chosen.get(name)
         grows = self._exchange is None and block.open_inputs > self._allowed.get(name, 0)
         if chosen is None or grows:
@@ -84,7 +83,7 @@ class Treatments:
         return chosen
 
     def by_block(self) -> dict[str, TreatedBlock]:
-        """By name, of the blocks that have had a forward, in the order of the model."""
+        """The blocks that have had a forward, by name, in the order of the model."""
         found = {}
         for name in self._names:
             block = self.gauge.blocks.get(name)
@@ -94,7 +93,7 @@ class Treatments:
         return found
 
     def step_ended(self) -> None:
-        """A step has been fixed: see whether the next one needs another choice."""
+        """A step has been fixed: check whether the next step needs another choice."""
         if not self.gauge.end_step():
             return  # of another optimizer
         self._steps += 1
@@ -116,7 +115,7 @@ class Treatments:
         )
 
     def before_forward(self) -> None:
-        """A training forward is about to begin: decide, where it is time to."""
+        """A training forward is about to begin: decide if a decision is due."""
         asked, self._asked = self._asked, None
         if asked is not None and asked.wait()[0]:
             self._due = True
@@ -133,7 +132,7 @@ class Treatments:
         chosen = choose(costs, others, room)
         least = leanest(costs, room)
         self._chosen = {
-            # What had no forward is not known.
+            # The costs of a block without a forward are not known.
             name: treatment if cost.inputs + cost.inside else lean
             for name, cost, treatment, lean in zip(self._names, costs, chosen, least, strict=True)
         }
@@ -143,7 +142,7 @@ class Treatments:
     def _agreed(
         self, costs: Sequence[BlockCost]
     ) -> tuple[Sequence[BlockCost], int, ActivationRoom]:
-        """The most of all ranks, and the least room."""
+        """The largest costs of all ranks, and their least room."""
         if self._exchange is None:
             return costs, self.gauge.others, self.room
         numbers = [

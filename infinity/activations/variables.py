@@ -1,5 +1,5 @@
-"""The variables of functions and classes that the forward of a module may read: those of its
-closure, globals that it names, and attributes of its class. A counter of calls is often one."""
+"""Finds the variables that the forward of a module may read: those of its closure, globals that it
+names, and attributes of its class. A counter of calls is often such a variable."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import torch
 from torch import nn
 
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "infinity"}
-"""Packages whose functions, classes and objects keep no state of a model."""
+"""Packages. Their functions, classes and objects keep no state of a model."""
 CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, set, deque))
 NUMBERS: Set[type] = frozenset((bool, int, float, complex, torch.Tensor))
-"""Of hooks: what they count. A container of a hook is what it has seen, which stays."""
+"""The types of variables of hooks that are restored, such as counters. A container of a hook has
+its records, and stays."""
 _VALUES: Set[type] = CONTAINERS | {type(None), bool, int, float, complex, str, tuple, torch.Tensor}
 
 
 class Variable(NamedTuple):
-    """How to read and set a variable; `place` says which it is, and `where` names it."""
+    """How to read and set a variable. `place` identifies it, and `where` is its name in errors."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -50,8 +51,8 @@ def variables_of_class(module: nn.Module) -> Iterator[Variable]:
 
 
 def variables_of(function: Any, kinds: Set[type] = _VALUES) -> Iterator[Variable]:
-    """The variables of a function of the user, or of a method: its closure, and the globals that it
-    names, where they are of these kinds. None of what else can be called."""
+    """The variables of a function or method of the user: its closure, and the globals that it
+    names, if they are of these `kinds`. Other callables have none."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return

@@ -1,1 +1,1 @@
-"""What hooks an `nn.Module`: its units come before they are used, and go after."""
+"""Hooks on an `nn.Module`: its units come before they are used, and leave afterwards."""

@@ -1,5 +1,5 @@
-"""What `infinity.wrap` refuses of a model: one sentence each, with a name and the way out, before
-anything is changed."""
+"""Refuses models that `infinity.wrap` cannot manage, before anything is changed. Each error names
+the object and says what to do instead."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from infinity.sharding.tensor_parallel import local
 from infinity.sharding.views import GatheredParameter
 
 _ANYWHERE = 1 << 20
-"""The address that a tensor without memory is taken to start at: numpy takes no null pointer."""
+"""The assumed address of a tensor without memory: numpy takes no null pointer."""
 
 
 def check_arguments(model: object, config: object, units: object, seed: object) -> None:
-    """Raise `ConfigError` for arguments of `infinity.wrap` that are no model, configuration, list
-    of units or seed."""
+    """Raise `ConfigError` if an argument of `infinity.wrap` has a wrong type, or if the seed does
+    not fit in 64 bits."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"infinity.wrap takes a torch.nn.Module, not {in_words(model)}")
     if config is not None and not isinstance(config, Config):
@@ -63,8 +63,9 @@ def _way_to_a_config(value: object) -> str:
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None, trains: bool = True) -> None:
-    """Raise `ConfigError` for the first thing in `model` that cannot be managed, or not trained
-    where it `trains`. Floating-point parameters become `dtype`."""
+    """Raise `ConfigError` for the first module, parameter or buffer that the engine cannot manage,
+    or cannot train if the model `trains`. Floating-point parameters become `dtype`, if it is given.
+    """
     _check_modules(model)
     refuse_lazy(model)
     _check_parameters(model, dtype, trains)
@@ -166,8 +167,8 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class _MemorySpan(NamedTuple):
-    """The bytes [begin, end) of `space`, a device or a storage without memory, that tensor `number`
-    of the model lies in."""
+    """The bytes [begin, end) of tensor `number` of the model. `space` names their device, or a
+    storage without memory."""
 
     space: str
     begin: int
@@ -178,8 +179,8 @@ class _MemorySpan(NamedTuple):
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Parameters of a wrapped model have memory of their own each, so nothing may show what is
-    written to one of them."""
+    """Raise `ConfigError` if a parameter shares a byte with another tensor. In a wrapped model it
+    would have memory of its own."""
     spans = sorted(_spans(model), key=lambda span: span[:4])
     open_spans: list[_MemorySpan] = []
     for span in spans:
@@ -215,19 +216,19 @@ def _spans(model: nn.Module) -> Iterator[_MemorySpan]:
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own, but tensors inside that have; not a DTensor, whose
-    local tensor counts."""
+    """Whether a tensor has no memory of its own but contains tensors with memory. False for a
+    DTensor: its local tensor counts."""
     return bool(is_traceable_wrapper_subclass(tensor)) and not is_dtensor(tensor)
 
 
 def _overlap(one: _MemorySpan, other: _MemorySpan) -> bool:
-    """Whether two tensors have a byte in common; columns of one matrix have none, although their
+    """Whether two tensors have a byte in common. Columns of one matrix have none, although their
     spans overlap."""
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 
 def _as_array(span: _MemorySpan) -> np.ndarray:
-    """An array of the same geometry at the same address, whose elements nobody reads."""
+    """An array of the same geometry at the same address. Its elements are never read."""
     tensor = local(span.tensor)
     interface = {
         "version": 3,

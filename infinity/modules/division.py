@@ -1,12 +1,12 @@
-"""How the parameters of a model are divided into units: in blocks, and ever finer.
+"""Divides the parameters of a model into units: into blocks first, then ever finer.
 
 [Note: units that are too large]
-The compute device has to hold the units that are in use at once, and the next one. Where it does
-not, the largest blocks become a unit for each of their modules. That changes no bits. Where this
-is not enough, large weights become tiles (`tiles/tiling`), of half the largest unit, of a quarter
-and so on. That changes the rounding of input gradients. Neither goes below `LEAST_SPLIT`. What is
-left is refused by `place`. All follows from the configuration, from shapes, and from what is free
-on the rank that has least, so all ranks do alike. `infinity plan` takes the same divisions.
+The compute device must hold the units that are in use at once, and the next one. If it cannot, each
+module of the largest blocks becomes a unit. That changes no bits. If this is not enough, large
+weights become tiles (`tiles/tiling`) of half the largest unit, then of a quarter, and so on. That
+changes the rounding of input gradients. Neither goes below `LEAST_SPLIT`. `place` refuses a model
+that still does not fit. The division follows from the configuration, the shapes, and the least free
+memory of any rank. So all ranks choose the same one. `infinity plan` takes the same divisions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from infinity.tiles.tiling import Tiled, tile_largest
 from infinity.weights.frozen import all_frozen
 
 LEAST_SPLIT = 16 << 20
-"""Bytes of a unit below which it is not made smaller: collectives and I/O get slow."""
+"""A unit of at most these bytes is not made smaller, because collectives and I/O would be slow."""
 
 Each = TypeVar("Each")
 
@@ -50,13 +50,13 @@ class Division(NamedTuple):
     """The units that the parameters of a model form, and the modules that use them."""
 
     groups: list[Group]
-    """The unit of each number."""
+    """The future units; the index of each is its number."""
 
     owners: dict[str, nn.Module]
-    """The modules whose parameters form units, by name."""
+    """The modules with parameters that form units, by name."""
 
     blocks: dict[nn.Module, str]
-    """The blocks that are units where there is room for them, with their names."""
+    """The blocks, with their names. They are units if there is room for them."""
 
     users: dict[nn.Module, list[int]]
     """The units that each module to be hooked uses."""
@@ -65,18 +65,19 @@ class Division(NamedTuple):
     """The units in use at once, for each module."""
 
     split: int
-    """How many blocks are a unit for each of their modules."""
+    """How many blocks are divided into a unit for each of their modules."""
 
     tiled: Tiled | None
-    """The weights that are in tiles for this division."""
+    """The weights in tiles; None in a division without tiles."""
 
     def shapes(self, shards: int, rank: int) -> list[UnitShape]:
-        """What placement has to know of each unit, of which rank number `rank` has one of so many
-        shards."""
+        """The shape of each unit for placement, with `shards` shards, of which this is number
+        `rank`."""
         return [_shape(index, group, shards, rank) for index, group in enumerate(self.groups)]
 
     def describe(self, room: float) -> list[str]:
-        """Lines for a log: what was made finer for `room` bytes of the compute device."""
+        """Lines for a log: how much was divided further to fit `room` bytes of the compute
+        device."""
         lines = []
         if self.split:
             lines.append(
@@ -95,12 +96,12 @@ def divisions(
     find_stored: Callable[[], Mapping[int, StoredBytes]] = dict,
     afresh: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Division]:
-    """Divisions of the parameters of `model`, each finer than the one before; only one where its
-    units are `given`. See [Note: units that are too large].
+    """Divisions of the parameters of `model`, each finer than the one before; only one if the units
+    are `given`. See [Note: units that are too large].
 
-    `find_stored` says which parameters lie in files of the user, by their ids. For each division
-    with tiles the model is cut when it is asked for, inside of `afresh`, where it has to be as it
-    was found, without the tiles of the division before. Raises `ConfigError` for a model without
+    `find_stored` returns the places of parameters that lie in files of the user, by their ids. A
+    division with tiles cuts the model when the caller asks for it, inside `afresh()`. There the
+    model must be without the tiles of the division before. Raises `ConfigError` for a model without
     parameters.
     """
     dtype = DTYPES.get(config.precision)
@@ -142,8 +143,8 @@ def divisions(
 
 
 def first_fitting(candidates: Iterable[Each], least: Callable[[Each], int], room: float) -> Each:
-    """The first of `candidates` that needs at `least` no more than `room` bytes of the compute
-    device, else the last one. There is one at least."""
+    """The first of `candidates` for which `least` is at most `room` bytes of the compute device,
+    else the last one. `candidates` must not be empty."""
     for each in candidates:
         found = each
         if least(each) <= room:
@@ -152,7 +153,7 @@ def first_fitting(candidates: Iterable[Each], least: Callable[[Each], int], room
 
 
 def _shape(index: int, group: Group, shards: int, rank: int) -> UnitShape:
-    """Of the unit that `group` becomes."""
+    """The `Unit.shape` of the unit that `group` becomes."""
     parameters = [p for _, p in group.parameters]
     shapes, rooms = [local(p).shape for p in parameters], [part_of(p).room for p in parameters]
     form = Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize)

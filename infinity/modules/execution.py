@@ -1,18 +1,18 @@
-"""What is under way of a model: its forward calls and backward passes, and the uses of units that
+"""The forward calls and backward passes of a model that are under way, and the uses of units that
 they hold.
 
 [Note: calls that never end]
-Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a
-call remembers the frame that runs it. What is left of calls whose frame is gone is ended before it
-can do harm: by the next forward, touch or `end_interrupted`.
+Torch runs no forward hook when a forward ends with Ctrl-C, or with any other `BaseException` that
+is no `Exception`. So a call remembers the frame that runs it. If this frame is gone, the next
+forward, touch or `end_interrupted` ends the call.
 
 [Note: passes]
-Backward passes nest, and an exception may cut one off. Each is a `Pass` with uses of its own, and
-ends with autograd's.
+Backward passes nest, and an exception may cut one off. Each is a `Pass` with uses of its own. It
+ends when autograd's pass ends.
 
 [Note: one thread]
-The bookkeeping below is that of one thread at a time. Another one that begins a forward or backward
-meanwhile is refused.
+The state below belongs to one thread at a time. Another thread that begins a forward or backward
+meanwhile gets an error.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Call:
     recomputing: bool
     start: float
     shown: Any  # to a profiler
-    frame: FrameType | None  # what runs it
+    frame: FrameType | None  # the frame that runs it
     thread: int
-    saving: AbstractContextManager[object] | None  # entered for this call
-    first_node: int  # the number that autograd gives to the first node that it makes
+    saving: AbstractContextManager[object] | None  # hooks entered for it
+    first_node: int  # the number that autograd gives to its first node
     checkpoints: bool = False
     """Whether it has entered a checkpoint of its own."""
     uses: list[Showing] = field(default_factory=list)
-    """Of the module's units, and what came on top until the call ends."""
+    """The uses of the module's units, and the uses that are added before the call ends."""
 
 
 @dataclass
@@ -64,20 +64,21 @@ class Pass:
     watch: BackwardPass
     thread: int
     uses: list[Use] = field(default_factory=list)
-    """They end when nobody refers to them."""
+    """They end when nothing refers to their views."""
     touched: list[Showing] = field(default_factory=list)
-    """They do not end before the input of a module has its gradient."""
+    """They stay until the input of their module has its gradient."""
     is_recorded: bool = False
-    """Whether it makes a graph, as far as that is known (`create_graph=True`)."""
+    """Whether it is known to make a graph (`create_graph=True`)."""
 
 
 class Execution:
-    """The calls and passes that are under way, the innermost last; one program has one of these.
+    """The calls and passes under way, the innermost last.
 
-    Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
-    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
-    `end` ends a use at the end of a pass. `check` is called at the end of each, before a forward
-    and before a step, to raise where a backward was asked for too much.
+    A model has one execution. Interleaved micro-batches have one each, and one of these runs. Any
+    thread may call `check_thread`; the thread that runs the model calls the other methods.
+    `backward_ended` is called after the last pass. `end` ends a use at the end of a pass. `check`
+    is called at the end of each pass, before a forward and before a step. It raises if the model
+    was used in a way that the engine cannot serve.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Execution:
         self.calls: list[Call] = []
         self.passes: dict[int, Pass] = {}
         """By autograd's number."""
-        # The thread whose forward is under way, see [Note: one thread]
+        # The thread of the forward under way, see [Note: one thread]
         self._owner: int | None = None
         self._shown: Any = None  # to a profiler: the forward or backward that is under way
         self._backward_since = self._forward_since = self._forward_waited = 0.0
@@ -102,8 +103,8 @@ class Execution:
     # One thread at a time
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
-        caller wants to do."""
+        """Raise `RuntimeError` if another thread is inside a forward or backward. `what` names the
+        action of the caller."""
         me = threading.get_ident()
         going = next(
             (found for found in self.passes.values() if found.watch.alive and found.thread != me),
@@ -123,8 +124,8 @@ class Execution:
             )
 
     def _is_under_way(self, thread: int) -> bool:
-        """Whether the forward or backward of another `thread` goes on; an interrupt, or the
-        thread's end, may have cut it off."""
+        """Whether the forward or backward of another `thread` still runs. An interrupt, or the end
+        of the thread, may have cut it off."""
         frame = sys._current_frames().get(thread)
         if frame is None:
             return False
@@ -133,14 +134,14 @@ class Execution:
         )
 
     def claim(self, what: str) -> None:
-        """This thread runs the model until its outermost forward ends; raises like
+        """Let this thread run the model until its outermost forward ends. Raises like
         `check_thread`."""
         self.check_thread(what)
         self.unwind()
         self._owner = threading.get_ident()
 
     def disown(self) -> None:
-        """The outermost forward has ended, if it has."""
+        """If the outermost forward has ended, let other threads run the model."""
         if not self.calls:
             self._owner = None
             if not self.passes:
@@ -163,7 +164,7 @@ class Execution:
         self._runtime.forward_seconds += now - self._forward_since - waited
 
     def unwind(self) -> None:
-        """End the calls that are not under way any more; outside of a backward, which may run in
+        """End the calls that have lost their frame. Not called in a backward, which may run in
         other threads."""
         me = threading.get_ident()
         while self.calls:
@@ -196,7 +197,7 @@ class Execution:
         return found
 
     def release_touched(self, units: Sequence[Unit]) -> None:
-        """The input of a module that uses `units` has its gradient: what was touched may end."""
+        """The input of a module that uses `units` has its gradient: their touched uses may end."""
         found = next(
             (each for number, each in self.passes.items() if number == current_pass()), None
         )
@@ -206,13 +207,14 @@ class Execution:
             self.sweep()
 
     def sweep(self) -> None:
-        """End the uses of backward passes that nobody refers to any more."""
+        """End the uses of backward passes with views that nothing refers to any more."""
         for found in self.passes.values():
             uses, found.uses = found.uses, []
             found.uses += _swept(uses)
 
     def _end_pass(self, found: Pass) -> None:
-        """The pass is complete. Who still has a saved view would see other bytes there soon."""
+        """The pass is complete. Raises `ShardedParameterError` if a saved view outlives it, because
+        its bytes will change."""
         kept = [name for use in found.uses if isinstance(use, Unpacking) for name in collected(use)]
         self._drop(found)
         self._check()
@@ -245,7 +247,7 @@ class Execution:
     # All of it
 
     def pause(self) -> None:
-        """Another micro-batch goes on."""
+        """Another micro-batch continues."""
         now = time.perf_counter()
         if self.passes:
             self._recorder.add("model", "backward", self._backward_since, now)
@@ -254,7 +256,7 @@ class Execution:
         self._show("")
 
     def resume(self) -> None:
-        """This one goes on."""
+        """This micro-batch continues."""
         self._show("backward" if self.passes else "forward" if self.calls else "")
         self._forward_since = self._backward_since = time.perf_counter()
         self._forward_waited = self._runtime.waited
@@ -267,34 +269,35 @@ class Execution:
             self._drop(found)
 
     def _show(self, name: str) -> None:
-        """To a profiler: what went on so far has ended, and `name`, if that has letters, begins."""
+        """Tell a profiler that the forward or backward has ended, and that `name` begins unless it
+        is empty."""
         self._recorder.hide(self._shown)
         self._shown = self._recorder.show("model", name) if name else None
 
 
 class Interleaving(Protocol):
-    """Who interleaves several executions, one at a time (`infinity.modules.interleave`)."""
+    """Interleaves several executions, one at a time (`infinity.modules.interleave`)."""
 
     def switch_at(self, unit: Unit) -> None:
-        """The execution that runs is about to use `unit`, or to have a gradient of it; others may
-        run before this returns."""
+        """The running execution is about to use `unit`, or to have a gradient of it. Other
+        executions may run before this returns."""
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The execution that runs has the gradient of parameter `index`, for
-        `unit.gradients.add`."""
+        """The running execution has the gradient of parameter `index`: pass it to
+        `unit.gradients.add` in its turn."""
 
 
 class Executions:
-    """The executions of one model. One runs; there are several while an `Interleaving` interleaves
-    them.
+    """The executions of one model. One of them runs. There are several only while an `Interleaving`
+    interleaves them.
 
-    The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
-    where gradients are collected; what it holds goes home when the last backward has ended. `spans`
-    are the turns of units on several ranks.
+    Any thread may call `check_thread`; the thread that runs the model calls the other methods.
+    `buffer` collects gradients. Its content goes home when the last backward has ended. `spans` has
+    the turns of units on several ranks.
 
     [Note: parameters that another micro-batch shows]
-    A micro-batch that reads a parameter which another one shows begins no use of its own. So a use
-    that ends while somebody refers to its parameters lingers until nobody does.
+    A micro-batch that reads a parameter while another one shows it begins no use of its own. So a
+    use that ends while something refers to its parameters lingers until nothing does.
     """
 
     def __init__(
@@ -309,15 +312,15 @@ class Executions:
         self._recorder = recorder
         self._buffer = buffer
         self.backwards = 0
-        """How many backwards have ended, one inside of another one not counted."""
+        """How many backwards have ended. A backward inside another one does not count."""
         self._interleaver: Interleaving | None = None
         self._lingering: list[Use] = []
         self.now = self.new()
-        """What is under way."""
+        """The execution that runs."""
 
     @property
     def interleaver(self) -> Interleaving | None:
-        """What interleaves several executions; None while there is one."""
+        """The interleaver of several executions; None while there is one execution."""
         return self._interleaver
 
     @interleaver.setter
@@ -327,11 +330,11 @@ class Executions:
         self._interleaver = interleaver
 
     def new(self) -> Execution:
-        """An execution of which nothing is under way."""
+        """An execution with nothing under way."""
         return Execution(self._runtime, self._recorder, self._backward_ended, self._check, self.end)
 
     def exchange(self, execution: Execution) -> Execution:
-        """Leave the execution that is under way for another one; returns the one that was left."""
+        """Pause the running execution and resume `execution`. Returns the paused one."""
         left, self.now = self.now, execution
         left.pause()
         self._lingering = _swept(self._lingering)
@@ -346,8 +349,8 @@ class Executions:
             use.end()
 
     def end_lingering(self) -> list[str]:
-        """No micro-batch goes on: end all uses; returns the names of the parameters that somebody
-        still refers to."""
+        """All micro-batches have ended: end the lingering uses. Returns the names of the parameters
+        that something still refers to."""
         uses, self._lingering = self._lingering, []
         kept = [name for use in uses for name in collected(use)]
         for use in uses:
@@ -355,8 +358,8 @@ class Executions:
         return kept
 
     def end_interrupted(self) -> None:
-        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing
-        inside of either."""
+        """End the forwards and the backward that an exception or an interrupt cut off. Does nothing
+        inside a backward. Raises like `check_thread`."""
         if in_backward():
             return
         self.check_thread("a step was asked for")
@@ -366,12 +369,11 @@ class Executions:
             self._check()
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
-        caller wants to do."""
+        """`Execution.check_thread` of the running execution."""
         self.now.check_thread(what)
 
     def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` inside of a forward, a backward, or interleaved micro-batches."""
+        """Raise `RuntimeError` inside a forward, a backward, or interleaved micro-batches."""
         self.check_thread(what)
         self.now.unwind()
         if self.interleaver is not None or self.now.calls or in_backward():
@@ -381,11 +383,10 @@ class Executions:
             )
 
     def running(self) -> nn.Module | None:
-        """The innermost hooked module that is called."""
+        """The module of the innermost call; None outside of calls."""
         return self.now.calls[-1].module if self.now.calls else None
 
     def begin_forward(self) -> None:
-        """The outermost forward begins."""
         self.now.begin_forward()
         if self._spans is not None:
             self._spans.begin_forward(torch.is_grad_enabled())
@@ -410,7 +411,7 @@ class Executions:
             self._spans.collect(unit)
 
     def flush(self) -> None:
-        """Send what gradients were collected home: no backward brings more of them."""
+        """Send the collected gradients home: no backward brings more of them."""
         if self._spans is not None:
             self._spans.end()
         if self._buffer is not None:
@@ -423,7 +424,7 @@ class Executions:
 
 
 def _swept(uses: Sequence[Use]) -> list[Use]:
-    """Those of `uses` that somebody refers to; the others are ended."""
+    """The `uses` with views that something refers to. Ends the other uses."""
     left = []
     for use in uses:
         if use.referenced():
@@ -436,7 +437,7 @@ def _swept(uses: Sequence[Use]) -> list[Use]:
 def caller() -> FrameType | None:
     """The frame that called the hook that calls this."""
     frame: FrameType | None = sys._getframe(2)
-    # Of `uncompiled`.
+    # The frames of `uncompiled`.
     while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
         frame = frame.f_back
     return frame
@@ -445,7 +446,8 @@ def caller() -> FrameType | None:
 def is_compiling() -> bool:
     """Whether torch.compile compiles the frames that call the hook that calls this."""
     frame = sys._getframe(2)
-    # Of `uncompiled`: it notes what compiles, and stops it until the hook ends.
+    # The frame of `uncompiled`: it notes the compiling callback in `prior`, and stops it until the
+    # hook ends.
     return (
         frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
         and frame.f_locals.get("prior") is not None
@@ -453,7 +455,7 @@ def is_compiling() -> bool:
 
 
 def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Whether `frame` is `caller`, or one of those that led there."""
+    """Whether `frame` is `caller`, or one of its callers."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None

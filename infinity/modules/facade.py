@@ -1,22 +1,22 @@
-"""What the methods of a wrapped module do that would touch all of its data.
+"""Replacements for the methods of a wrapped module that would touch all of its data.
 
 [Note: facade]
-The parameters of a wrapped model have no data outside of their use, so some methods of `nn.Module`
-cannot do what torch wrote. Each module of the model has a `Facade`, whose methods stand in for them
-as attributes of the module. So they hold for the model, for its parts, and inside a module that
-somebody puts around it. The class of a module stays what it is.
+The parameters of a wrapped model have data only while they are in use. So some methods of
+`nn.Module` cannot work as torch wrote them. Each module of the model has a `Facade`. Its methods
+replace those of torch as attributes of the module. So they apply to the model, to its parts, and
+inside a module that contains the model. The class of a module does not change.
 
-| call | what it does |
+| call | effect |
 |---|---|
-| `to`, `cuda`, `half` and their kin | nothing where parameters stay as they are, else it raises |
-| `state_dict` | gives ordinary tensors, mapped from files (`directories/mapped`) |
+| `to`, `cuda`, `half` and their kin | none if no parameter would change, else it raises |
+| `state_dict` | returns ordinary tensors, mapped from files (`directories/mapped`) |
 | `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
-| `pickle`, `torch.save(model)`, `copy.deepcopy` | raises a sentence that names the way out |
+| `pickle`, `torch.save(model)`, `copy.deepcopy` | raises an error that says what to do instead |
 | `torch.jit.script` | the same |
-| `resize_token_embeddings` | the same, where the number of tokens would change |
+| `resize_token_embeddings` | the same, if the number of tokens would change |
 
-With several ranks all of them call `state_dict` and `load_state_dict`: each gets the whole, and
-gives the same.
+With several ranks, every rank calls `state_dict` and `load_state_dict`. Each rank gets the full
+state dict, and passes the same one.
 """
 
 from __future__ import annotations
@@ -66,29 +66,31 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 class Loads:
-    """What the `load_state_dict` under way of one model has for its parameters. The outermost one
-    writes it, unit by unit, also when it raises: torch loads what fits and then tells of the rest.
-    """
+    """The values that a `load_state_dict` under way has for the parameters of one model. The
+    outermost load writes them, unit by unit. It writes them also when it raises an `Exception`,
+    because torch loads the tensors that fit and then reports the others."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._values: dict[Unit, dict[int, torch.Tensor]] = {}
 
     def add(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """`parameter` gets `value` when the outermost load ends."""
+        """Write `value` to `parameter`: when the outermost load ends, or now if `parameter` is
+        gathered."""
         if isinstance(parameter, TiledWeight):
             for piece, part in zip(parameter.pieces, parameter.divided(value), strict=True):
                 self.add(piece, part)
         elif isinstance(parameter, ShardedParameter):
             unit = type(parameter).unit
             self._values.setdefault(unit, {})[unit.position(parameter)] = value
-        else:  # which is gathered now
+        else:  # gathered now
             with torch.no_grad():
                 parameter.copy_(value)
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """A load, or a part of one."""
+        """Enter a load, or a part of one. The outermost load writes the values when it ends. An
+        interrupt drops them."""
         self._depth += 1
         failed: Exception | None = None
         try:
@@ -128,7 +130,7 @@ class Facade:
     @classmethod
     def attach(cls, model: nn.Module, given: GivenTensors, directory: Path | None) -> None:
         """Give every module of `model` a facade. `state_dict` maps files in `directory`, or in that
-        of `tempfile`, and notes in `given` what it gives."""
+        of `tempfile`. It notes the tensors that it returns in `given`."""
         loads = Loads()
         for module in model.modules():
             facade = cls(module, loads, given, directory)
@@ -138,7 +140,7 @@ class Facade:
 
     @staticmethod
     def detach(model: nn.Module) -> None:
-        """The modules of `model` have their own methods again."""
+        """Give the modules of `model` their own methods again."""
         for module in model.modules():
             for name in (*_METHODS, _RESIZE):
                 vars(module).pop(name, None)
@@ -153,9 +155,9 @@ class Facade:
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
     ) -> nn.Module:
-        """What `to`, `cuda`, `half` and their kin call. Refused before anything is changed where a
-        parameter would change; buffers change as torch does it. A module may take other arguments
-        than `recurse`, as those of torchmetrics do."""
+        """The method that `to`, `cuda`, `half` and their kin call. Raises `ShardedParameterError`
+        before any change if a parameter would change. Buffers change as in torch. A module may take
+        other arguments than `recurse`, as the modules of torchmetrics do."""
         module = self._module
         recurse = options.get("recurse", args[0] if args else True)
         for parameter in module.parameters(recurse is not False):
@@ -177,8 +179,8 @@ class Facade:
         return module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As of a plain module, on the host. Tied parameters share memory. `keep_vars=True` gives
-        the parameters themselves."""
+        """The state dict of a plain module, on the host. Tied parameters share memory.
+        `keep_vars=True` returns the parameters themselves."""
         named = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
         module = self._module
         state: dict[str, Any] = type(module).state_dict(module, **named | {"keep_vars": True})
@@ -205,7 +207,7 @@ class Facade:
         return state
 
     def _joined(self, weight: TiledWeight, values: dict[int, torch.Tensor]) -> torch.Tensor:
-        """`weight` in one file, of its tiles in `values`; tied ones are one tensor."""
+        """`weight` in one file, joined from its tiles in `values`. Tied weights give one tensor."""
         if id(weight) not in values:
             parts = [values.pop(id(piece), piece) for piece in weight.pieces]
             whole = torch.cat([part.detach() for part in parts], weight.dimension)
@@ -213,8 +215,8 @@ class Facade:
         return values[id(weight)]
 
     def _mapped(self, wanted: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-        """Those of `wanted` parameters that the engine keeps or shows, by their id, one unit at a
-        time."""
+        """The values of `wanted` parameters that the engine manages, by their id. Reads one unit at
+        a time."""
         found = {
             key: mapped(parameter, self._directory)
             for key, parameter in wanted.items()
@@ -234,17 +236,19 @@ class Facade:
                 if id(parameter) in wanted:
                     value = flat[place.offset : place.end].view(place.shape)
                     found[id(parameter)] = mapped(whole(value, parameter), self._directory)
-            del flat  # before the next one is made
+            del flat  # before the next unit is gathered
         return found
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a plain module. `assign=True` copies, too: parameters stay what they are."""
+        """Load as a plain module does. `assign=True` copies, too: the parameters stay the same
+        objects."""
         self._given.forget()
         with self._loads.under_way():
             return type(self._module).load_state_dict(self._module, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """What `load_state_dict` calls for every module, also that of a module around this one."""
+        """The method that `load_state_dict` of this module, or of one around it, calls for every
+        module."""
         module = self._module
         held = module._parameters.items()
         kept: dict[str, torch.Tensor] = {}
@@ -257,21 +261,22 @@ class Facade:
                 self._loads.add(loaded.parameter, loaded.value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """What `pickle` and `torch.save` ask a module for."""
+        """The method that `pickle` and `torch.save` call."""
         raise ShardedParameterError(self._refused("pickled", SAVED))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """What `copy.deepcopy` asks a module for."""
+        """The method that `copy.deepcopy` calls."""
         raise ShardedParameterError(self._refused("copied", COPIED))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What `torch.jit.script` asks a module for."""
+        """The method that `torch.jit.script` calls."""
         raise ShardedParameterError(self._refused("scripted", PLAIN_COPY))
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As of a model of transformers where the number of tokens stays."""
+        """The method of transformers, if the number of tokens does not change. Otherwise raises
+        `ShardedParameterError`."""
         module: Any = self._reference()
         stays = module is not None and not args and not kwargs.get("pad_to_multiple_of")
         if not (stays and new_num_tokens in (None, len(module.get_input_embeddings().weight))):

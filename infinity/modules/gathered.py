@@ -1,4 +1,4 @@
-"""Reading and changing parameters outside of their module's forward."""
+"""Reads and changes parameters outside of their module's forward."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ def gathered(
     write: bool = False,
     write_rank: int | None = None,
 ) -> Iterator[None]:
-    """Make the data of a wrapped module's parameters, of one parameter or of several, readable
-    inside the block.
+    """Make the data of parameters readable inside the block. `target` is a module, a parameter, or
+    a sequence of parameters.
 
-    With `write`, what the block leaves in them becomes their value, and the fp32 master of what
-    changed follows. This is so also when the block raises, as with plain parameters. The block's
-    parameters are on the compute device at once, with what shares their units: `BudgetError` when
-    that does not fit. Units whose home is the compute device are also copied to host memory
-    meanwhile. Waits for pending updates. Parameters that are plain, or gathered already, are left
-    as they are: write in the outermost block. With several ranks every rank must enter, and write
-    the same values. With `write_rank=r` what rank r of torch.distributed leaves in them becomes
-    their value on all ranks, and the others need not write.
+    With `write`, the values at the end of the block become the values of the parameters, also if
+    the block raises. The fp32 masters of changed elements follow. The units of all these parameters
+    are on the compute device at once. Units with their home on the compute device are also copied
+    to host memory. Waits for pending updates. Parameters that are plain, or gathered already, stay
+    as they are: write in the outermost block.
 
-    Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is
-    undone, and when a view of one outlives the block: keep a copy (`.clone()`). Raises
-    `RuntimeError` while another thread is inside of a forward, and `ConfigError` for what is no
-    parameter.
+    With several ranks, every rank must enter, and write the same values. With `write_rank=r`, the
+    values of rank r of torch.distributed become the values on all ranks. Other ranks need not
+    write.
+
+    Raises `BudgetError` if the units do not fit at once. Raises `RuntimeError` while another thread
+    is inside a forward or backward. Raises `ConfigError` if `target` is anything else, or if
+    `write_rank` is no rank. Raises `ShardedParameterError` at the end if a parameter was changed
+    without `write`; the change is undone. It also raises this if a parameter was given data of
+    another shape or dtype, which is left out, or if a view of a parameter outlives the block: keep
+    a copy (`.clone()`).
     """
     with _gathered(_parameters(target), write or write_rank is not None, write_rank, keeps=False):
         yield
@@ -53,10 +56,10 @@ def gathered(
 def gathered_to_keep(
     parameters: Sequence[torch.Tensor], write_rank: int | None = None
 ) -> Iterator[None]:
-    """`gathered`, where `.data` and `.detach()` of parameters may outlive the block.
+    """`gathered`, but `.data` and `.detach()` of parameters may outlive the block.
 
-    Parameters of which these are taken have memory of their own, beside the budgets, for as long as
-    they are kept. They keep what was there at the end of the block.
+    If the block takes one of these, the parameter moves to memory of its own. No budget counts this
+    memory, and it lives as long as the alias. The alias keeps the values at the end of the block.
     """
     with _gathered(_parameters(parameters), write_rank is not None, write_rank, keeps=True):
         yield
@@ -66,7 +69,7 @@ def gathered_to_keep(
 def _gathered(
     parameters: Sequence[torch.Tensor], write: bool, write_rank: int | None, keeps: bool
 ) -> Iterator[None]:
-    """`gathered`, or with `keeps` `gathered_to_keep`."""
+    """`gathered`, or `gathered_to_keep` if `keeps`."""
     if write_rank is not None:
         _check_rank(write_rank, parameters)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
@@ -76,7 +79,7 @@ def _gathered(
         for read in reads:
             read.begin()
             stack.callback(read.end)
-        # For a loss that is built here and goes backward when the units have moved.
+        # For a loss that is computed here and runs its backward when the units have moved.
         for border in dict.fromkeys(unit.listeners.border for unit in units):
             stack.enter_context(border.packing())
         yield
@@ -111,7 +114,7 @@ def _gathered(
 
 
 def _parameters(target: object) -> list[torch.Tensor]:
-    """The parameters that `target` is, or holds; raises `ConfigError` where it is anything else."""
+    """The parameters that `target` is or contains. Raises `ConfigError` for any other object."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
     if isinstance(target, TiledWeight):
@@ -128,7 +131,7 @@ def _parameters(target: object) -> list[torch.Tensor]:
 
 
 def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise `ConfigError` for what is no rank, and where the rank has no more than its part."""
+    """Raise `ConfigError` if `rank` is no rank, or if it has only a part of a parameter."""
     number = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(rank, int) or not 0 <= rank < number:
         raise ConfigError(
@@ -143,8 +146,8 @@ def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
 
 
 class _Reading:
-    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take. With
-    `keeps` aliases may outlive it."""
+    """One unit inside one `gathered`. All ranks take the values of rank `write_rank`. With `keeps`
+    aliases may outlive it."""
 
     def __init__(self, unit: Unit, write: bool, write_rank: int | None, keeps: bool) -> None:
         self._unit, self._write, self._write_rank = unit, write, write_rank
@@ -152,11 +155,11 @@ class _Reading:
         self._use: Showing | None = None
         self._before: torch.Tensor | None = None
         self.changed: list[str] = []
-        """The parameters that were changed and may not be, after `end`."""
+        """After `end`: the parameters that were changed without `write`."""
         self.misfits: list[str] = []
-        """The parameters that were given data of another shape or dtype, after `end`."""
+        """After `end`: the parameters that were given data of another shape or dtype."""
         self.left: list[str] = []
-        """The parameters of which views were left behind, after `end`."""
+        """After `end`: the parameters with a view that outlives the block."""
 
     def begin(self) -> None:
         """Gather the unit and show its parameters."""
@@ -167,7 +170,7 @@ class _Reading:
             updates.drain()
         else:
             updates.look()
-        # A write goes straight to the home: only a copy tells what was there.
+        # A write changes the home itself: only a copy keeps the old content.
         if unit.blocks[Kind.PARAM].permanent:
             self._before = unit.states.read(Kind.PARAM)
         unit.start()
@@ -179,7 +182,7 @@ class _Reading:
         unit.data.views.keepers += self._keeps
 
     def end(self) -> None:
-        """Let the unit go, and write back or undo what was changed."""
+        """Release the unit, and write back or undo the changes."""
         unit, use = self._unit, self._use
         if use is None:
             return
@@ -194,7 +197,7 @@ class _Reading:
                 after = unit.facts.shard_of(unit.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()
-            if sys.exc_info()[0] is None:  # else its frames refer to what they had
+            if sys.exc_info()[0] is None:  # else frames of the exception refer to views
                 self.left = collected(use)
         finally:
             use.end()
@@ -206,7 +209,7 @@ class _Reading:
             unit.states.write(Kind.PARAM, self._before)
 
     def _take(self, flat: torch.Tensor) -> None:
-        """Replace what is in `flat`, the whole unit, by what the rank that writes has there."""
+        """Replace the content of `flat`, the whole unit, by that of rank `write_rank`."""
         exchange, rank = self._unit.exchange, self._write_rank
         if exchange is None or rank is None:
             return
@@ -219,17 +222,18 @@ class _Reading:
 
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Make `after` (shard_numel,) the unit's content, and of what differs from `before` its
-    masters."""
+    """Make `after` (shard_numel,) the unit's content. Where it differs from `before`, it also
+    becomes the master."""
     size = after.element_size()
     same = (before.view(torch.uint8) == after.view(torch.uint8)).view(-1, size).all(dim=1)
-    # Ranks do alike: one that writes gathers the unit again, which takes all of them.
+    # With shards every rank writes: a write gathers the unit again, which needs all ranks.
     if bool(same.all()) and not unit.facts.shared:
         return
     master = unit.blocks.get(Kind.MASTER)
     # A master that was never written is the parameter, widened.
     if master is not None and master.written:
-        # A split master is what its parameter lacks: it needs the old one.
+        # A split master has only the bits that its parameter lacks: put the old parameter back
+        # first.
         if unit.blocks[Kind.PARAM].permanent:
             unit.states.write(Kind.PARAM, before)
         unit.states.write(

@@ -1,10 +1,12 @@
-"""Tensors of state dicts that users have, which a wrapped model does not see written.
+"""Notices writes to tensors of state dicts that users have, because a wrapped model does not see
+them.
 
-[Note: what a state dict shares]
-In plain PyTorch the tensors of `model.state_dict()` are the parameters, so a loader may write them
-in place. Those of a wrapped model are copies. So what was given is remembered weakly, and compared
-before the next forward and step: a version that has moved, or other bytes of a small tensor, raise.
-`load_state_dict` takes values over and forgets what was given.
+[Note: tensors of a state dict]
+In plain PyTorch the tensors of `model.state_dict()` share memory with the parameters, so a loader
+may write them in place. Those of a wrapped model are copies. So the tensors that were given out are
+remembered by weak references, and compared before the next forward and step. A changed version
+counter, or a changed byte of a small tensor, raises. `load_state_dict` copies the values and
+forgets these tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from infinity.errors import ShardedParameterError
 
 
 class _GivenTensor(NamedTuple):
-    """One tensor, as it was given."""
+    """One tensor, with its version and digest when it was given out."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -28,22 +30,23 @@ class _GivenTensor(NamedTuple):
 
 
 class GivenTensors:
-    """Those of the state dicts of one model. For the thread that runs the model."""
+    """The tensors that state dicts of one model gave out. The thread that runs the model calls all
+    methods."""
 
     def __init__(self) -> None:
         self._given: list[tuple[str, _GivenTensor]] = []
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """`tensor` is given under `name`."""
+        """Remember `tensor`, which is given out as `name`."""
         given = _GivenTensor(weakref.ref(tensor), tensor._version, _digest(tensor))
         self._given.append((name, given))
 
     def forget(self) -> None:
-        """What was given may be written from now on."""
+        """Forget all tensors: they may be written from now on."""
         self._given.clear()
 
     def check(self) -> None:
-        """Raise `ShardedParameterError` where a tensor that was given is written, once."""
+        """Raise `ShardedParameterError`, once, if a tensor that was given out has been written."""
         alive = [(name, given) for name, given in self._given if given.tensor() is not None]
         self._given = alive
         for name, (reference, version, digest) in alive:
@@ -59,7 +62,8 @@ class GivenTensors:
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
-    """Of the bytes of a small tensor on the host; None for others, which would take long."""
+    """The CRC-32 of the bytes of a small tensor on the host. None for other tensors, which would
+    take long."""
     if tensor.nbytes >= LEAST_BYTES or tensor.device.type != "cpu":
         return None
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which parameters form a unit, and which modules use it."""
+"""Groups parameters into units, and finds the modules that use each unit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from infinity.sharding.codec import stored_as
 from infinity.sharding.tiles import Tile
 from infinity.tiers.originals import StoredBytes
 
-# They hold, but have no forward.
+# They contain modules or parameters, but have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Units = Sequence[type[nn.Module] | nn.Module] | None
-"""What `infinity.wrap` takes as `units`."""
+"""The type of `units` in `infinity.wrap`."""
 
 
 class Group(NamedTuple):
     """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module
-    (of several: the first).
+    (the first one, if groups were joined).
 
-    If files of the user are their home, `stored` says where each lies, and they are in that order.
+    If files of the user are their home, `stored` has the place of each, and the parameters are in
+    the order of these places.
     """
 
     name: str
@@ -37,24 +38,23 @@ class Group(NamedTuple):
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, bool]:
-        """What the parameters of a unit have in common."""
+        """The dtype, whether they are trainable, and whether they are stored in files."""
         return self.dtype, self.trainable, bool(self.stored)
 
 
 def find_owners(model: nn.Module, given: Units = None) -> dict[str, nn.Module]:
-    """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes
-    and instances; and every tile, below them or not.
+    """The modules with parameters that form units, by name: the repeated blocks, or the `given`
+    classes and instances; also every tile. Raises `ConfigError` if `given` matches no module.
 
     A repeated block is an element of a `ModuleList` or `Sequential` in which its class occurs more
-    than once; the outermost wins, except that an element with more than half of the model's
-    parameters (an encoder of many blocks) is looked into.
+    than once. The outermost such element is the block. An element with more than half of the
+    model's parameters (an encoder of many blocks) is no block: its modules are searched.
     """
     owners: dict[str, nn.Module] = {}
     tiles: dict[int, tuple[str, nn.Module]] = {}
     total = sum(p.numel() for p in model.parameters())
 
-    # A loop, for a function that calls itself from inside would keep the model in a reference
-    # cycle.
+    # A loop, because an inner function that calls itself would keep the model in a reference cycle.
     pending = [("", model, given is not None and any(each is model for each in given))]
     while pending:
         name, module, chosen = pending.pop()
@@ -82,7 +82,7 @@ def find_owners(model: nn.Module, given: Units = None) -> dict[str, nn.Module]:
             )
         pending += reversed(below)
     if given is not None and not owners and _is_one_of(model, given):
-        return find_owners(model, [model])  # by its class, which no module inside is of
+        return find_owners(model, [model])  # by its class; no module inside has it
     if given is not None and not owners:
         raise ConfigError(
             "units=... matches no module of the model; give classes or modules that occur in it"
@@ -101,13 +101,13 @@ def group_parameters(
     dtype: torch.dtype | None = None,
     stored: Mapping[int, StoredBytes] | None = None,
 ) -> list[Group]:
-    """Every parameter of `model` in exactly one group, tied ones where they come first, in the
-    order of the modules.
+    """Every parameter of `model` in exactly one group, in the order of the modules. A tied
+    parameter belongs to the first module that has it.
 
-    Floating-point parameters count as `dtype` when it is given: what they will be stored in. Frozen
-    ones of one byte (float8) keep their own dtype: they are codes of a quantized base, whose
-    kernels and scales expect them. Those whose ids are in `stored` stay in files of the user, in
-    units of their own.
+    Floating-point parameters count as `dtype`, if it is given: they will be stored in it. Frozen
+    parameters of one byte (float8) keep their own dtype. They are codes of a quantized base, and
+    its kernels and scales expect them. Parameters with an id in `stored` stay in files of the user,
+    in units of their own.
     """
     stored = stored or {}
     inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
@@ -154,25 +154,25 @@ def _in_order(
 
 
 def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:
-    """`groups` with small neighbours of one kind joined, so that they share their collectives and
+    """`groups` with small neighbors of one kind joined, so that they share their collectives and
     their I/O.
 
-    [Note: what is small]
+    [Note: small units]
     A unit of any size needs an all-gather, a reduction and I/O of its own. So adapters, or the
     layers of a long `Sequential`, are better together. Yet budgets hold whole units. So a joined
-    unit has at most an eighth of the largest unit, which the smallest budget has room for anyway.
-    If it is more, a MiB is allowed, or a sixteenth of the model, whichever is less. An element of a
-    `Sequential` or `ModuleList` that is a 64th of the one before it, such as a norm between blocks,
-    joins that one. Modules with parameters of other units below them stay as they are: their units
-    are in use for longer. Nor do tiles join anything, which are small on purpose. Joining has no
-    effect on numbers.
+    unit has at most an eighth of the bytes of the largest unit, for which the smallest budget has
+    room anyway. A sixteenth of the model, or 1 MiB if that is less, is always allowed. An element
+    of a `Sequential` or `ModuleList` also joins the element before it if it has at most a 64th of
+    its bytes. A norm between blocks is an example. A unit joins none if its module contains
+    parameters of other units, because it is in use for longer. Tiles join none, because they are
+    small on purpose. Joining changes no numbers.
     """
     sizes = [group.dtype.itemsize * sum(p.numel() for _, p in group.parameters) for group in groups]
     most = max(max(sizes) // 8, min(sum(sizes) // 16, 1 << 20))
     owner_of = {id(p): group.owner for group in groups for _, p in group.parameters}
     containers = {owner: name.rpartition(".")[0] for name, owner in owners.items()}
     joined: list[list[int]] = []
-    # What the next one of the same kind may be joined to.
+    # The groups that the next one of the same kind may join.
     last: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
 
     def go_together(before: list[int], number: int) -> bool:
@@ -208,12 +208,12 @@ def _joined(groups: Sequence[Group]) -> Group:
 def find_users(
     model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]
 ) -> dict[nn.Module, list[int]]:
-    """For each module to be hooked, the numbers of the units that its forward uses, given the unit
-    of each parameter's id.
+    """For each module to be hooked, the numbers of the units that its forward uses. `unit_of` has
+    the unit of each parameter, by its id.
 
     Three kinds of modules are hooked: the model itself; the owners, with all parameters below them
-    but those of tiles; and every module with parameters of its own that can be reached without
-    passing through an owner. (A part of an owner that another module shares can be reached so.)
+    except those of tiles; and every module with parameters of its own that can be reached without
+    passing through an owner. (Such a module may be a part of an owner that another module shares.)
     """
     users: dict[nn.Module, list[int]] = {model: []}
     tiles = {id(owner) for owner in owners.values() if isinstance(owner, Tile)}
@@ -232,8 +232,8 @@ def find_users(
 def find_nestings(
     model: nn.Module, users: Mapping[nn.Module, Sequence[int]]
 ) -> set[frozenset[int]]:
-    """For every module the numbers of the units that its forward has in use, those of the modules
-    around it among them; each set once."""
+    """For every module, the numbers of the units in use during its forward: its own and those of
+    the modules around it. Each set occurs once."""
     found: set[frozenset[int]] = set()
     pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
     while pending:
@@ -247,8 +247,8 @@ def find_nestings(
 def _with_parents(
     model: nn.Module, without: Iterable[int] = ()
 ) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
-    """Every module once, with its path and its nearest ancestor that has a forward; not those whose
-    ids are in `without`, nor what is only below them."""
+    """Every module once, with its path, and its nearest ancestor that has a forward. Leaves out
+    modules with an id in `without`, and modules that are below these only."""
     seen = set(without)
     pending = [("", model, ("", model))]
     while pending:

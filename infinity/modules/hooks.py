@@ -1,41 +1,42 @@
-"""Ties units to an unmodified `nn.Module`: the only file on module hooks and autograd.
+"""Ties units to an unmodified `nn.Module`. Only this file registers hooks on modules and gradients.
 
-What is under way, and so begins and ends uses of units, is kept in `infinity.modules.execution`.
+`infinity.modules.execution` keeps the calls and passes under way, which begin and end uses of
+units.
 
 [Note: uses]
-Whatever points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`), which somebody
-ends:
+All code that points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`). This table
+says when it ends:
 
 | begun by | shows the parameters | ends |
 |---|---|---|
-| a call of a hooked module | yes | with the call; the one around it takes it while views are left |
+| a call of a hooked module | yes | with the call; while views remain, the outer call adopts it |
 | `Hooks.call`, for code that computes in its place | yes | the same |
-| a touch of a parameter in a forward whose hooks did not bring it | yes | with the call that runs |
+| a touch of a parameter in a forward, if no hook brought it | yes | with the call that runs |
 | a saved view that a backward unpacks | no | with the last reference to it: see `Execution.sweep` |
 | a touch of a parameter in a backward | yes | see [Note: recomputation] |
 
 A view that outlives the outermost forward, or a backward, is refused: its bytes would change.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward again inside the backward. What that saves of
-parameters is packed like anything else, so the unit may go with the call, however much a checkpoint
-spans. Where the checkpoint is inside of the module's call (transformers wraps `forward`), no hook
-runs again. Then the first touch of a parameter begins a use. The recomputed graph may refer to the
-parameter itself, which no count of references to its bytes shows. So this use stays until the
-gradient of that module's input is there: then the last node of the module has run. Without such a
-gradient it stays until the pass ends.
+Activation checkpointing runs a module's forward again inside the backward. Views of parameters that
+this forward saves are packed as in any forward. So the unit may leave with the call, even if a
+checkpoint spans many modules. If the checkpoint is inside the module's call (transformers wraps
+`forward`), no hook runs again. Then the first touch of a parameter begins a use. The recomputed
+graph may refer to the parameter itself, and no count of references to its bytes shows that. So this
+use stays until the input of the module has its gradient: then the last node of the module has run.
+Without such a gradient it stays until the pass ends.
 
 [Note: casts]
-Autocast keeps what it makes of each parameter until its context ends: a copy of the whole model on
-the compute device that no budget knows, and a stale one after an update. So casts are dropped when
-a unit leaves. A forward may use a weight twice while its unit is away in between. The weight is
-then cast twice, and its gradients are added in its own dtype, as with `cache_enabled=False`. What
-autograd saves of casts stays until the backward, unless the activations are checkpointed.
+Autocast keeps its cast of each parameter until its context ends. That is a copy of the whole model
+on the compute device. No budget counts it, and it is stale after an update. So casts are dropped
+when a unit leaves. A forward may use a weight twice, with its unit away in between. The weight is
+then cast twice, and its gradients are added in its own dtype, as with `cache_enabled=False`. Casts
+that autograd saves stay until the backward, unless the activations are checkpointed.
 
 [Note: graphs]
 torch.compile does not look into these hooks. They run before the guards of a compiled forward are
-looked at, which so see parameters of the same class, shape and dtype each time: nothing is compiled
-again. What the graph saves passes `Packer` as ever.
+checked. So the guards see parameters of the same class, shape and dtype each time, and torch
+compiles nothing again. Tensors that the graph saves pass through `Packer` as usual.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ _GRAD: Any = torch.Tensor.grad
 _AUTOCAST = ("cpu", "cuda")
 _OPAQUE = (nn.Module, type, FunctionType, ModuleType)
 _MOST_OBJECTS = 256
-"""In which `_tensors` looks: a configuration that a module is given may refer to anything."""
+"""How many objects `_tensors` searches: a configuration that a module gets may refer to anything.
+"""
 
 
 class Hooks(Border):
@@ -109,7 +111,7 @@ class Hooks(Border):
         first_batch: FirstBatch,
         only_runs: bool = False,
     ) -> None:
-        """Where the model `only_runs`, no forward trains, and a backward is refused."""
+        """If the model `only_runs`, no forward trains, and a backward raises `ConfigError`."""
         self._model = weakref.ref(model)
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
         self._units = tuple(units)
@@ -125,7 +127,7 @@ class Hooks(Border):
         self._shortage: BudgetError | None = None
         self._lost: dict[
             Unit, tuple[tuple[int, int], list[str]]
-        ] = {}  # what forwards have written, and when
+        ] = {}  # parameters that forwards have written, and `_writes` at that time
         self._packer = Packer(
             runtime.locate, offloader, self._bring, self._checkpointed, self._recomputed, *told
         )
@@ -140,8 +142,8 @@ class Hooks(Border):
     def _register(self) -> None:
         before, after = uncompiled(self._before_forward), uncompiled(self._after_forward)
         for module in self._units_of:
-            # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes
-            # the weight in one.
+            # First, because other pre-hooks may use the parameters: torch.nn.utils.weight_norm
+            # computes the weight in one.
             self._handles.append(
                 module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             )
@@ -167,13 +169,13 @@ class Hooks(Border):
 
     @contextmanager
     def interleaved(self, interleaver: Interleaving) -> Iterator[None]:
-        """Inside, `interleaver` decides which of several executions goes on; all are one cycle of
-        the trace. Not nested."""
+        """Inside the context, `interleaver` decides which of several executions runs. Together they
+        are one cycle of the trace. Not nested."""
         self._executions.end_interrupted()
         self._runtime.begin(True)
         self._executions.interleaver = interleaver
         # Before a gradient is accumulated, not after: autograd locks the parameter's node for that,
-        # and others could not use it.
+        # and other micro-batches could not use it.
         borders = [
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
             for unit in self._units
@@ -192,13 +194,9 @@ class Hooks(Border):
         self._refuse_kept("the model", kept)
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
-        caller wants to do."""
         self._executions.check_thread(what)
 
     def end_interrupted(self, what: str) -> None:
-        """End what an exception cut off, whose uses would be in the way; raises like
-        `check_thread`."""
         self._executions.check_thread(what)
         self._executions.end_interrupted()
 
@@ -212,7 +210,7 @@ class Hooks(Border):
         self, module: nn.Module, args: Any, kwargs: Any, is_forward: bool = True
     ) -> None:
         """A call begins: of `module` itself if it `is_forward`, else of another function that uses
-        its parameters, which is not recomputed."""
+        its parameters. The engine does not recompute the latter."""
         self._check(module)
         recomputing, compiling = in_backward(), is_compiling()
         if not recomputing:
@@ -255,9 +253,9 @@ class Hooks(Border):
     def _enter_checkpoint(
         self, entered: ExitStack, module: nn.Module, args: Any, kwargs: Any, compiling: bool
     ) -> None:
-        """Where a call of `module` is recomputed, enter the hooks of a checkpoint on top of ours,
-        which are for its inputs, and ours once more. Where it keeps what it saves, or is counted,
-        enter what does that."""
+        """If the call of `module` will be recomputed, enter the hooks of a checkpoint on top of
+        ours, and ours once more. The lower ones of ours get the inputs of the checkpoint. If the
+        call keeps its saved tensors, or is counted, enter the hooks for that."""
         checkpointed = self._packer.feeds_a_checkpoint()
         if self._first_batch.is_due:
             self._first_batch.look(module, (args, kwargs), checkpointed)
@@ -276,8 +274,8 @@ class Hooks(Border):
         entered.enter_context(around.counting or nullcontext())
 
     def _checkpointed(self) -> None:
-        """A checkpoint is entered: by the innermost call, or by us for one that is about to
-        begin."""
+        """A checkpoint is entered: by the innermost call, or by the engine for a call that is about
+        to begin."""
         if self._now.calls:
             self._now.calls[-1].checkpoints = True
 
@@ -315,7 +313,7 @@ class Hooks(Border):
             call.saving.__exit__(None, None, None)
         if not call.recomputing:
             self._recomputation.ended(module, call.checkpoints)
-        # Its frames refer to what they had.
+        # Frames of an exception refer to views.
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             complete(sys.exc_info()[1], self._shortage)
@@ -347,9 +345,9 @@ class Hooks(Border):
         return names
 
     def _refuse_lost(self) -> None:
-        """A module that has written to its parameters may not do so again, and compute with the old
-        ones: RWKV notes that it has rescaled them. So no forward runs before they are given out for
-        writing."""
+        """Raise `ShardedParameterError` if a forward has written to parameters, until they are
+        opened for writing or replaced. The write was dropped. The module may believe that it was
+        kept, and compute with the old values: RWKV notes that it has rescaled its weights."""
         for unit, (writes, names) in list(self._lost.items()):
             if _writes(unit) != writes:
                 del self._lost[unit]
@@ -371,8 +369,9 @@ class Hooks(Border):
             )
 
     def _end_uses(self, call: Call, output: Any, failed: bool) -> list[str]:
-        """End the uses of a call that has ended, or hand them to the one around it where views are
-        left; returns the names of those views that outlive the outermost forward."""
+        """End the uses of a call that has ended. If views of a unit remain, the call around it
+        adopts the use instead. Returns the names of the parameters with views that outlive the
+        outermost forward."""
         returned = {
             found[0]
             for tensor in _tensors(output)
@@ -395,8 +394,8 @@ class Hooks(Border):
         return kept
 
     def _pack_attributes(self, call: Call, output: Any) -> None:
-        """Views that nodes keep go with the `call`: behind what it gives, and behind what its
-        module has kept of it (a loss of a router)."""
+        """Take out the views that nodes of the `call` keep as attributes: nodes behind its
+        `output`, and behind tensors that its module has kept (a loss of a router)."""
 
         def referenced() -> bool:
             return any(use.unit.data.views.referenced() for use in call.uses)
@@ -416,8 +415,8 @@ class Hooks(Border):
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _begin_turn(self, module: nn.Module) -> None:
-        """A forward of `module` is about to be repeated: no other micro-batch runs until it uses
-        other units."""
+        """A forward of `module` is about to be repeated: no other micro-batch runs until that
+        forward uses other units."""
         if self._executions.interleaver is not None:
             for unit in self._units_of[module]:
                 self._executions.interleaver.switch_at(unit)
@@ -429,8 +428,8 @@ class Hooks(Border):
         unit.release()
 
     def call(self, module: nn.Module, function: Callable[..., Result], *inputs: Any) -> Result:
-        """`function(*inputs)`, with the parameters of `module` there as in a call of it. A module
-        that is not hooked has what those around it have."""
+        """`function(*inputs)`, with the parameters of `module` present as in a call of it. If
+        `module` is not hooked, only the parameters of the calls under way are present."""
         if module not in self._units_of:
             return function(*inputs)
         self._before_forward(module, inputs, {}, is_forward=False)
@@ -442,12 +441,13 @@ class Hooks(Border):
         return output
 
     def packing(self) -> AbstractContextManager[object]:
-        """The context in which autograd saves views of units so that these may move."""
+        """The context in which views of units that autograd saves are packed, so that units may
+        move."""
         return self._packer.context() or nullcontext()
 
     def _flat(self, unit: Unit) -> torch.Tensor:
-        """`Runtime.enter`, where views may be garbage of what the pass has left: a cycle of
-        objects, such as an exception and its frames, keeps them until Python collects it."""
+        """`Runtime.enter`. On a `BudgetError` it collects garbage and tries again: a reference
+        cycle, such as an exception and its frames, may keep views of the pass."""
         try:
             return self._runtime.enter(unit)
         except BudgetError:
@@ -460,8 +460,8 @@ class Hooks(Border):
                 raise
 
     def _bring(self, saved: PackedView) -> torch.Tensor:
-        """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd
-        saved."""
+        """The tensor of a saved view, for the node that runs or for code that reads a saved
+        tensor."""
         unit = saved.unit
         if self._only_runs:
             raise ConfigError(f"a backward needs parameters of {unit.name}, but {TRAINED}")
@@ -483,7 +483,7 @@ class Hooks(Border):
         else:
             use = Unpacking(unit, index, self._flat(unit), Unit.release)
             view = use.window.tensor(*geometry)
-            # A backward that is recorded keeps what it unpacks.
+            # A recorded backward keeps the tensors that it unpacks.
             if found is None or torch.is_grad_enabled():
                 view = view.clone()
                 use.end()
@@ -519,9 +519,10 @@ class Hooks(Border):
         return collect
 
     def touched(self, unit: Unit) -> bool:
-        """A parameter of a unit that is not there was touched: by a recomputation that no hook saw,
-        or by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls
-        its `out_proj`). False outside of both."""
+        """A parameter was touched while its unit is away: by a recomputation that no hook saw, or
+        by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls its
+        `out_proj`). Brings the unit and returns True. Outside of a forward and a backward it
+        returns False."""
         if not self._is_inside(unit):
             refuse_tracers()
             return False
@@ -535,9 +536,9 @@ class Hooks(Border):
         return True
 
     def records_backward(self) -> bool:
-        """Whether code of a backward runs now whose graph may outlive the backward: that of
-        `create_graph=True`, or of code of a user. What is recomputed ends with the backward, unless
-        that is recorded."""
+        """Whether code of a backward runs now and makes a graph that may outlive the backward: with
+        `create_graph=True`, or in code of a user. The graph of a recomputation ends with the
+        backward, unless the backward is recorded."""
         if not in_backward():
             return False
         calls = self._now.calls
@@ -546,13 +547,14 @@ class Hooks(Border):
         return torch.is_grad_enabled()
 
     def _recomputed(self) -> None:
-        """A node asks for what a checkpoint may have to recompute, which turns gradients on."""
+        """A node asks for a tensor that a checkpoint may recompute. The recomputation turns
+        gradients on, so the pass notes now whether it is recorded."""
         if in_backward():
             self._now.backward_pass().is_recorded = torch.is_grad_enabled()
 
     def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """A copy of parameter `index`, for what passes Python's API by; None outside of a forward
-        and a backward."""
+        """A copy of parameter `index`, for code that bypasses Python's API. None outside of a
+        forward and a backward."""
         if not self._is_inside(unit):
             return None
         self._now.sweep()
@@ -568,7 +570,7 @@ class Hooks(Border):
             unit.release()
 
     def _is_inside(self, unit: Unit) -> bool:
-        """Whether this thread is inside of a forward or a backward of the model."""
+        """Whether this thread is inside a forward or a backward of the model."""
         if in_backward():
             return True
         self.check_thread(f"a parameter of {unit.name} was touched")
@@ -577,12 +579,11 @@ class Hooks(Border):
 
 
 def _asked_by_hand() -> bool:
-    """Whether code of a user, and not a node of autograd or torch itself, asks for a saved
-    tensor."""
+    """Whether code of a user, and not torch, asks for a saved tensor."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        # `uncompiled` puts a frame of torch's between.
+        # `uncompiled` adds a frame of torch in between.
         if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
             return name.partition(".")[0] != "torch"
         frame = frame.f_back
@@ -590,7 +591,7 @@ def _asked_by_hand() -> bool:
 
 
 def _in_a_checkpoint() -> bool:
-    """Whether a checkpoint of torch's recomputes what runs now."""
+    """Whether the code that runs now is a recomputation of torch's checkpoint."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -600,7 +601,8 @@ def _in_a_checkpoint() -> bool:
 
 
 def _writes(unit: Unit) -> tuple[int, int]:
-    """How often the parameters of `unit` were replaced, and given out for writing."""
+    """How often the parameters of `unit` were replaced, and how often they were opened for
+    writing."""
     return unit.blocks[Kind.PARAM].home.updates, unit.data.views.grants
 
 

@@ -1,27 +1,27 @@
-"""Micro-batches that pass a unit one after the other, before any of them goes on to the next unit.
+"""Runs micro-batches unit by unit: all of them use a unit before one of them uses the next unit.
 
 [Note: one micro-batch at a time]
-A model is unmodified code, so only stopping a thread can interrupt it at a unit's border. Each
-micro-batch runs its forward and backward on a thread of its own. Exactly one of them runs at a
-time. Before it uses another unit than the current one, it hands the turn on, to a micro-batch that
-is about to use the same unit if there is one. So a unit is brought once for all micro-batches, in
-forward and in backward (autograd runs on the thread of each). The trace sees one cycle with each
-use once, and the planner needs to know nothing.
+A model is unmodified code, so only stopping its thread can interrupt it at the border of a unit.
+Each micro-batch runs its forward and backward on a thread of its own. One of these threads runs at
+a time. Before a micro-batch uses another unit than the current one, it passes the turn. A
+micro-batch that is about to use the current unit gets it, if there is one. So a unit is brought
+once for all micro-batches, in the forward and in the backward (autograd runs on the thread of each
+micro-batch). The trace sees one cycle with each use once, so the planner needs no special case.
 
-Whose turn it is depends on what the micro-batches want and on the trace, never on time: it is the
-same in every run, and on every rank. As a rule micro-batches want the same units in the same order.
-One that skips a block waits for the others if the trace predicts that they will come. Otherwise it
-runs ahead, which only costs a fetch.
+The choice of the next micro-batch depends on the units that they want and on the trace, never on
+time. So it is the same in every run and on every rank. Usually micro-batches want the same units in
+the same order. A micro-batch that skips a block waits for the others if the trace predicts that
+block first. Otherwise it runs ahead, which only costs a fetch.
 
 [Note: the order of gradients]
 Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first
-micro-batch first, then those of the second, as it would if one ran after the other. A gradient that
-comes before its turn is held until no earlier micro-batch owes one to the same parameter. What a
-micro-batch owes is read from its autograd graph when its backward begins; a use without autograd
-may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the
-micro-batch ends.
+micro-batch first, then those of the second, as if they ran one after the other. A gradient that
+comes before its turn is held until no earlier micro-batch owes a gradient to the same parameter.
+The autograd graph of a micro-batch shows the gradients that it owes; it is read when the backward
+begins. A use without autograd may also bring a gradient, when it is recomputed (re-entrant
+checkpointing). It counts as owed until the micro-batch ends.
 
-[Note: what a thread has of its own]
+[Note: state of a thread]
 Torch keeps some state per thread (`_carry`). Each micro-batch also has its own state of the random
 number generators, so its draws do not depend on the others. On the CPU it also has a team of OpenMP
 threads of its own: see `infinity.device`.
@@ -55,12 +55,12 @@ RandomState = list[torch.Tensor]
 
 
 class _Stopped(BaseException):
-    """Ends a micro-batch from inside, as Ctrl-C would; another one failed, or the caller was
+    """Ends a micro-batch from inside, as Ctrl-C would, because another one failed or the caller was
     interrupted."""
 
 
 class MicroBatch:
-    """One micro-batch, and what is under way of it. Used by the thread whose turn it is."""
+    """One micro-batch and its state. Used by the thread that has the turn."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class MicroBatch:
         self._alone = alone
         self.wakeup = _closed()
         self.wanted: int | None = None
-        """The unit that it is about to use; None before the first."""
+        """The index of the unit that it is about to use; None before the first."""
         self.scaled: Noted = []
         self.ended = False
-        # Ids of the parameters that its backward reaches; None before.
+        # Ids of the parameters that its backward reaches; None before the backward.
         self._reached: frozenset[int] | None = None
         self._hidden: Counter[int] = Counter()  # uses of each unit that autograd did not see
         self._brought: Counter[int] = Counter()  # gradients of each parameter, by id
@@ -96,7 +96,7 @@ class MicroBatch:
         self._hidden[unit.index] += 1
 
     def bring(self, parameter: int) -> None:
-        """It has a gradient of the parameter with this id."""
+        """Count a gradient of the parameter with this id."""
         self._brought[parameter] += 1
 
     def owes(self, unit: Unit, parameter: int) -> bool:
@@ -117,11 +117,11 @@ class _HeldGradient(NamedTuple):
 
 
 class Interleaver:
-    """Runs micro-batches, each until it is about to use another unit than the one that is there.
-    Lives for one `run`.
+    """Runs micro-batches, each until it is about to use another unit than the current one. Lives
+    for one `run`.
 
-    Everything is done by the thread whose turn it is; the caller's only waits, and may be
-    interrupted. `device` is the engine's.
+    The thread that has the turn does all work. The caller's thread only waits, and may be
+    interrupted. `device` is the engine's device.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class Interleaver:
         self._scales = scales
         self._micro_batches: list[MicroBatch] = []
         self._running: MicroBatch
-        self._at: int | None = None  # the unit that is there
-        self._idle = executions.new()  # the caller's, which has nothing under way
+        self._at: int | None = None  # the index of the current unit
+        self._idle = executions.new()  # the caller's execution, with nothing under way
         # By id of the parameter, in the order of the micro-batches.
         self._held: dict[int, list[_HeldGradient]] = {}
-        self._last: dict[int, int] = {}  # the micro-batch whose gradient a parameter took last
+        self._last: dict[int, int] = {}  # the micro-batch that last gave each parameter a gradient
         self._errors: list[BaseException] = []
         self._stopping = False
         self._over = _closed()
@@ -152,9 +152,10 @@ class Interleaver:
         """Run each of `works` as a micro-batch, together if `vertical`, else one after the other on
         the calling thread.
 
-        Each draws random numbers from a state of its own, the first one from the caller's state.
-        The caller continues from the last state that was drawn from. When every micro-batch has
-        ended, it raises the error of the first one that failed, or the caller's interrupt.
+        Each micro-batch draws random numbers from a state of its own. The first one has the
+        caller's state. The caller continues from the last state that was drawn from. With
+        `vertical`, raises the first error of a micro-batch, or the caller's interrupt, when all
+        micro-batches have ended.
         """
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))
@@ -189,10 +190,10 @@ class Interleaver:
                     thread.start()
                     threads.append(thread)
                     self._micro_batches.append(micro_batch)
-                except BaseException as error:  # no more threads: those that there are end at once
+                except BaseException as error:  # start no more threads: the others end at once
                     self._stop(error)
                     if micro_batch not in self._micro_batches:
-                        # An interrupt may have come when its thread had begun.
+                        # The interrupt may have come after its thread began.
                         micro_batch.wakeup.release()
                     break
             if self._micro_batches:
@@ -220,7 +221,7 @@ class Interleaver:
 
     def _live(self, micro_batch: MicroBatch, carry: Callable[[], None]) -> None:
         micro_batch.wakeup.acquire()
-        if micro_batch not in self._micro_batches:  # what started its thread was interrupted
+        if micro_batch not in self._micro_batches:  # its start was interrupted
             return
         try:
             self.device.begin_thread()
@@ -234,7 +235,7 @@ class Interleaver:
             self._stop(error)
         try:
             micro_batch.ended = True
-            self._executions.end_interrupted()  # what is left of it when it was cut off
+            self._executions.end_interrupted()  # its calls and passes, if it was cut off
             for parameter in () if self._stopping else list(self._held):
                 self._deliver(parameter)
         except BaseException as error:
@@ -245,7 +246,7 @@ class Interleaver:
             self._leave(micro_batch)
         except BaseException as error:
             self._stop(error)
-        finally:  # somebody goes on, whatever has failed: all others wait for their turn
+        finally:  # after any failure another one must continue, because all others wait
             following = following or next(
                 (other for other in self._micro_batches if not other.ended), None
             )
@@ -262,11 +263,11 @@ class Interleaver:
         self._scales.exchange(micro_batch.scaled)
         self._running = micro_batch
 
-    # Whose turn it is
+    # Turns
 
     def switch_at(self, unit: Unit) -> None:
-        """The micro-batch that runs is about to use `unit`, or to have a gradient of it: let others
-        use what is there first."""
+        """The running micro-batch is about to use `unit`, or to have a gradient of it. Let others
+        use the current unit first."""
         micro_batch = self._running
         if not torch.is_grad_enabled() and not in_backward():
             micro_batch.use_hidden(unit)
@@ -281,11 +282,11 @@ class Interleaver:
             raise _Stopped
 
     def _choose(self) -> MicroBatch | None:
-        """Who runs next: the first micro-batch that uses what is there, or else one that uses what
-        the trace says comes next.
+        """The micro-batch that runs next: the first one that wants the current unit or has not
+        begun. Otherwise the first one that wants the unit that the trace predicts first.
 
-        Where the trace does not know, the unit that most micro-batches want comes first. None when
-        all have ended.
+        Among units with the same prediction, the unit that most micro-batches want comes first.
+        None when all have ended.
         """
         micro_batches = [
             micro_batch for micro_batch in self._micro_batches if not micro_batch.ended
@@ -302,8 +303,9 @@ class Interleaver:
     # Gradients
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The micro-batch that runs has the gradient of parameter `index` of `unit`: add it when
-        its turn has come."""
+        """The running micro-batch has the gradient of parameter `index` of `unit`: add it when its
+        turn has come. Raises `InfinityError` if the parameter already took a gradient of a later
+        micro-batch."""
         micro_batch, parameter = self._running, id(unit.parameters[index])
         if self._last.get(parameter, 0) > micro_batch.index:
             raise InfinityError(
@@ -318,8 +320,8 @@ class Interleaver:
         self._deliver(parameter)
 
     def _deliver(self, parameter: int) -> None:
-        """Add what is held for the parameter with this id, as far as no earlier micro-batch owes it
-        a gradient."""
+        """Add the held gradients of the parameter with this id, in order, until an earlier
+        micro-batch owes it a gradient."""
         held = self._held[parameter]
         while held and not any(
             each.owes(held[0].unit, parameter)
@@ -333,7 +335,7 @@ class Interleaver:
 
 
 def _closed() -> threading.Lock:
-    """A lock that whoever acquires it waits for another thread to release."""
+    """A lock that is held: `acquire` waits until another thread releases it."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -355,17 +357,17 @@ def _leaves(loss: torch.Tensor) -> frozenset[int]:
 
 
 def _carry(device: ComputeDevice) -> Callable[[], None]:
-    """What torch keeps per thread, as the caller has it; the result puts the thread that calls it
-    into the same, for good.
+    """Read the state that torch keeps per thread. The result gives the thread that calls it this
+    state, permanently.
 
-    Autocast is not in it: it begins and ends with a forward (see `infinity.accumulate`).
+    Autocast is not part of it: it begins and ends with a forward (see `infinity.accumulate`).
     """
     function_modes = _get_current_function_mode_stack()
     dispatch_modes = _get_current_dispatch_mode_stack()
     saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     follow = device.follow()
     # OpenMP and MKL count threads per calling thread. Another count divides a product into other
-    # sums, with other bits.
+    # partial sums, with other bits.
     count = torch.get_num_threads()
 
     def carry() -> None:

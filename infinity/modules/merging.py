@@ -1,10 +1,10 @@
-"""Adapters of PEFT are merged into a base whose data the engine keeps.
+"""Merges PEFT adapters into a wrapped base model.
 
 [Note: unit by unit]
 PEFT merges one layer after the other, through `weight.data`. A released parameter has no data to
-change. So every layer of PEFT in a wrapped model merges inside of `gathered(write=True)`. While all
-layers are merged, a unit stays open until a layer needs others: each unit is read once and written
-once, and one is on the compute device at a time, with its adapters.
+change. So every PEFT layer in a wrapped model merges inside `gathered(write=True)`. While PEFT
+merges all layers, a unit stays open until a layer needs other units. So each unit is read once and
+written once. One unit at a time is on the compute device, with its adapters.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PEFT = "peft.tuners.tuners_utils"
 
 
 class Merges:
-    """The merges of one wrapped model. Its methods stand in for those of the layers, and of the
-    models, that PEFT made."""
+    """The merges of one wrapped model. Its methods replace the merge methods of PEFT's layers and
+    models."""
 
     def __init__(self, hand_over: Callable[[nn.Module], None]) -> None:
-        """`hand_over` is told what is left of a model without adapters."""
+        """`hand_over` gets the module that a method returns after it removed the adapters."""
         self._hand_over = hand_over
         self._depth = 0
         self._open = ExitStack()
 
     @classmethod
     def attach(cls, model: nn.Module, hand_over: Callable[[nn.Module], None]) -> None:
-        """Stand in for methods of modules of `model`, if PEFT made some."""
+        """Replace the merge methods of the PEFT modules in `model`."""
         peft = sys.modules.get(_PEFT)
         if peft is None:
             return
@@ -51,7 +51,7 @@ class Merges:
 
     @staticmethod
     def detach(model: nn.Module) -> None:
-        """The modules of `model` have their own methods again."""
+        """Give the modules of `model` their own methods again."""
         for module in model.modules():
             for name in (*_OF_LAYERS, *_OF_MODELS):
                 vars(module).pop(name, None)
@@ -78,7 +78,7 @@ class Merges:
     def _on_layer(self, layer: nn.Module, method: Callable[..., Any], *args: Any, **of: Any) -> Any:
         with self._under_way():
             away = [p for p in layer.parameters() if isinstance(p, ShardedParameter)]
-            if away:  # other units than those of the layer before
+            if away:  # its units are not open
                 self._open.close()
                 self._open.enter_context(gathered(list(layer.parameters()), write=True))
             with torch.no_grad():
@@ -86,7 +86,7 @@ class Merges:
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Inside of the outermost one, units stay open."""
+        """Units stay open until the outermost context ends."""
         self._depth += 1
         try:
             yield
@@ -97,14 +97,14 @@ class Merges:
 
 
 def _compared(model: Any) -> list[nn.Parameter]:
-    """The embeddings of what `model` adapts where they should be tied and are not: PEFT compares
-    their addresses in the end."""
+    """The embeddings of the base of `model`, if its configuration ties them but they have two
+    weights. PEFT compares their addresses at the end."""
     both = _embeddings(model.model)
     return [] if _is_one(both) else [p for each in both for p in each.parameters()]
 
 
 def _embeddings(inner: Any) -> list[nn.Module]:
-    """The first and the last layer of `inner`, if its configuration ties them."""
+    """The input and output embeddings of `inner`, if its configuration ties them."""
     if not getattr(getattr(inner, "config", None), "tie_word_embeddings", False):
         return []
     both = inner.get_input_embeddings(), inner.get_output_embeddings()
@@ -119,8 +119,8 @@ def _is_one(layers: list[nn.Module]) -> bool:
 
 @contextmanager
 def _tied(inner: Any) -> Iterator[None]:
-    """Inside, a model whose embeddings are one parameter has no last layer, whose address PEFT
-    would compare: the parameter need not be there."""
+    """Hide the output embeddings of `inner` while both embeddings are one parameter. PEFT would
+    compare its addresses, but the parameter may have no data."""
     own, name = vars(inner), "get_output_embeddings"
     given, ask = {name: own[name]} if name in own else {}, getattr(inner, name, lambda: None)
 

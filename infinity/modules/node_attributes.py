@@ -1,23 +1,23 @@
 """Views of parameters that nodes of custom autograd functions keep as attributes.
 
 [Note: attributes of nodes]
-`ctx.save_for_backward` passes the hooks on saved tensors, and `ctx.weight = weight.view(...)` does
-not. Some functions do the latter, such as the 4-bit product of bitsandbytes. So when a call of a
-hooked module has ended and something still refers to the bytes of its units, the graph that the
-call has made is walked, the nearest nodes first, until nothing does. Each view that an attribute of
-a custom function's node holds is replaced by its place in the unit. A hook of the node brings the
-views before its backward, and another one puts the places back. A graph may run again, also after a
-backward that failed.
+`ctx.save_for_backward` calls the hooks on saved tensors, but `ctx.weight = weight.view(...)` does
+not. Some functions do the latter, such as the 4-bit product of bitsandbytes. If something still
+refers to the bytes of a unit when a call of its module has ended, the engine walks the graph of the
+call. It takes the nearest nodes first, and stops when nothing refers to these bytes. It replaces
+each view in an attribute of a custom function's node by the view's place in the unit. A hook of the
+node brings the views before its backward. Another hook puts the places back, because a graph may
+run again, also after a failed backward.
 
 Containers are replaced by copies, because other code may hold them. The parameter itself stays
-where it is: it is touched in the backward as anywhere else.
+where it is: the backward touches it like any other code.
 
 Example: `ctx.tensors = (None, weight.t())` becomes `(None, _KeptView(...))` when the block ends.
 
 [Note: views that have a place in the graph]
-A function that is given a view of a parameter may keep that very tensor. The backward gets its
-bytes. The gradient of a gradient would have to go on from the tensor to the parameter, and a tensor
-that was brought has no such way. So a backward that is recorded is refused.
+A function may keep the same view of a parameter that its caller passed. The backward gets its
+bytes. A gradient of a gradient would have to continue from that view to the parameter, but a view
+that was brought has no connection to it. So a recorded backward is refused.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from infinity.errors import ShardedParameterError
 from infinity.modules.packing import PackedView, Packer
 
 _MOST_OBJECTS = 1 << 12
-"""In which views are looked for, of each attribute."""
+"""How many objects of each attribute are searched for views."""
 
 
 class _KeptView(NamedTuple):
-    """What a node keeps in the place of a view."""
+    """The value that a node keeps in the place of a view."""
 
     view: PackedView
     requires_grad: bool
@@ -53,11 +53,11 @@ _OPAQUE = (
     *(torch.Tensor, torch.Size, torch.dtype, torch.device, torch.Generator, _KeptView, PackedView),
     *(nn.Module, ModuleType, type, BuiltinFunctionType, str, bytes, int, float, complex),
 )
-"""Kinds of values that hold no views, or whose views belong to others."""
+"""Types that contain no views, or only views that other code manages."""
 
 
 def sequence_number() -> int:
-    """The number that autograd gives to the next node that this thread makes; later ones have
+    """The number that autograd gives to the next node that this thread makes. Later nodes have
     higher numbers."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
@@ -68,10 +68,10 @@ def pack_attributes(
     packer: Packer,
     referenced: Callable[[], bool],
 ) -> None:
-    """Take views out of the nodes behind `outputs` that were made since the sequence number
-    `begin`, until nothing is `referenced` any more. See [Note: attributes of nodes]."""
+    """Take views out of the nodes behind `outputs` with sequence number `begin` or higher, while
+    `referenced()` is true. See [Note: attributes of nodes]."""
     nodes = deque(tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None)
-    seen: set[Any] = set()  # the nodes, because the numbers of dead objects are given again
+    seen: set[Any] = set()  # the nodes, because ids of dead objects are used again
     while nodes and referenced():
         node: Any = nodes.popleft()
         if node in seen or node._sequence_nr() < begin:
@@ -83,11 +83,11 @@ def pack_attributes(
 
 
 class _NodeViews:
-    """The attributes of a node that have views of parameters, as they are while no backward runs
-    the node."""
+    """The attributes of a node that had views of parameters, with their places instead. The node
+    has these attributes while no backward runs it."""
 
     def __init__(self, node: Any, attributes: Mapping[str, Any], packer: Packer) -> None:
-        self._node = weakref.ref(node)  # which has the hooks
+        self._node = weakref.ref(node)  # weak, because the node has the hooks
         self._attributes, self._packer = attributes, packer
         self._put_back()
         node.register_prehook(self._bring)
@@ -96,7 +96,7 @@ class _NodeViews:
     @classmethod
     def pack(cls, node: Any, packer: Packer) -> None:
         """Take the views out of the attributes of `node`."""
-        places: dict[int, Any] = {}  # two names of one tensor stay that
+        places: dict[int, Any] = {}  # by id: names of one tensor share a place
 
         def place(tensor: torch.Tensor) -> Any:
             if id(tensor) not in places:
@@ -131,7 +131,7 @@ class _NodeViews:
 
 
 def _place_of(tensor: torch.Tensor, packer: Packer) -> Any:
-    """The place of a view of a parameter; any other tensor itself."""
+    """The place of `tensor` if it is a view of a parameter, else `tensor` itself."""
     found = packer.locate(tensor)
     if found is None or any(tensor is parameter for parameter in found[0].parameters):
         return tensor
@@ -140,7 +140,8 @@ def _place_of(tensor: torch.Tensor, packer: Packer) -> Any:
 
 
 def _brought(place: _KeptView, packer: Packer) -> torch.Tensor:
-    """The view at `place`. See [Note: views that have a place in the graph]."""
+    """The view at `place`. Raises `ShardedParameterError` in a recorded backward. See [Note: views
+    that have a place in the graph]."""
     unit, index = place.view.unit, place.view.place()[0]
     if place.requires_grad and torch.is_grad_enabled():
         raise ShardedParameterError(
@@ -156,21 +157,20 @@ def _brought(place: _KeptView, packer: Packer) -> torch.Tensor:
 
 
 def replaced(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to what is of `kind` in it: in tuples, lists, dicts, functions
-    and attributes of objects. Where nothing changes it is `value` itself, else a copy."""
+    """`value` with `change` applied to each object of `kind` in it: in tuples, lists, dicts,
+    functions and attributes of objects. Returns a copy, or `value` itself if nothing changes."""
     return _Replacing(kind, change).of(value)
 
 
 class _Replacing:
-    """One call of `replaced`. A function that calls itself would be a cycle with all that it has
-    seen, views among that."""
+    """One call of `replaced`. An inner function that calls itself would form a reference cycle with
+    the views that it has seen."""
 
     def __init__(self, kind: type, change: Callable[[Any], Any]) -> None:
         self._kind, self._change = kind, change
         self._seen: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """`value`, or its copy."""
         if isinstance(value, self._kind):
             return self._change(value)
         if value is None or isinstance(value, _OPAQUE):
@@ -178,7 +178,7 @@ class _Replacing:
         seen = self._seen
         if id(value) in seen or len(seen) >= _MOST_OBJECTS:
             return seen.get(id(value), value)
-        seen[id(value)] = value  # of a cycle, or shared
+        seen[id(value)] = value  # for cycles and shared objects
         parts = dict(_parts(value))
         changed = {key: new for key, old in parts.items() if (new := self.of(old)) is not old}
         if changed:
@@ -187,7 +187,7 @@ class _Replacing:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What `value` holds, each with what it is found by."""
+    """The parts of `value`, each with its index, key or name."""
     if isinstance(value, (tuple, list, deque)):
         yield from enumerate(value)
     elif isinstance(value, dict):
@@ -213,7 +213,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _with(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
-    """A copy of `value`, which holds `parts`, with those that have `changed`."""
+    """A copy of `value` with its `parts`, some of them replaced by those in `changed`."""
     new = {**parts, **changed}
     if isinstance(value, tuple):
         kind: Any = type(value)
@@ -232,7 +232,7 @@ def _with(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any]) -> A
         return functools.partial(new["func"], *new["args"], **new["keywords"])
     try:
         made = copy.copy(value)
-    except (TypeError, copy.Error):  # it stays, and so does the view
+    except (TypeError, copy.Error):  # it cannot be copied, so it keeps the view
         return value
     for key, part in changed.items():
         if isinstance(value, (list, deque, dict)):

@@ -1,31 +1,31 @@
-"""What autograd saves inside of a wrapped model's forward, and what comes back for the backward.
+"""Packs the tensors that autograd saves in a wrapped model's forward, and unpacks them for the
+backward.
 
 [Note: slots and saved tensors]
 A unit's parameters point into its run of the compute arena only during the forward of a module that
-uses them. Autograd saves views of them for the backward. To keep those views alive would pin the
-run. So `Packer` replaces each view by a `PackedView` (unit, geometry). Autograd gets the same view
-again from `bring`, wherever the unit then lies. Of a DTensor that is its local tensor.
+uses them. Autograd saves views of them for the backward. Keeping those views alive would pin the
+run. So `Packer` replaces each view by a `PackedView` (unit, geometry). `bring` gives autograd the
+same view again, wherever the unit lies then. For a DTensor it is a view of its local tensor.
 
 [Note: hooks under ours]
-Torch asks only the innermost hooks on saved tensors, and a model may enter some itself:
-non-reentrant checkpoints are such hooks, and `save_on_cpu`. They must not get views of parameters:
-they would keep them, and the bytes would change below them. So the packer goes on top of them again
-at each call of a hooked module. It keeps the parameters for itself and hands everything else down.
-Example: checkpoint(block, x) enters hooks that drop what they are given and recompute it in
-backward. With the packer on top, views of the block's weights never reach these hooks, in the
+Torch calls only the innermost hooks on saved tensors. A model may enter hooks itself: non-reentrant
+checkpoints and `save_on_cpu` are such hooks. These must not get views of parameters, because they
+would keep the views while the bytes change. So each call of a hooked module puts the packer on top
+of them again. The packer handles views of parameters itself and hands all other tensors down.
+Example: checkpoint(block, x) enters hooks that drop the tensors that they get and recompute them in
+the backward. With the packer on top, views of the block's weights never reach these hooks, in the
 forward or in the recomputation. So the counts that the checkpoint compares agree.
 
 [Note: hooks on top of ours]
-A module may enter hooks inside of its own forward, around an operation on its own parameter: what
-torch then gives them is the parameter itself, which no count of references shows. So while a packer
-is on top anywhere, `_Push` takes the place of torch's function that enters hooks. Where the packer
-of the thread is on top, it enters the hooks with the packer in front of them, as one pair. So the
-code that takes them off needs to know nothing. On other threads, and under no packer, it does the
-same as torch's.
+A module may enter hooks inside its own forward, around an operation on its own parameter. Torch
+would give these hooks the parameter itself, and no count of references shows that. So while a
+packer is on top on any thread, `_Push` replaces torch's function that enters hooks. On a thread
+with a packer on top, it enters the new hooks with the packer in front of them, as one pair. So the
+code that takes them off works unchanged. On other threads it does the same as torch's function.
 
-The hooks of a checkpoint get the parameters, too, where it is entered so. They keep nothing, and
-count what they are given, again in the recomputation, where no packer is on top. The packer stays
-in front of them for hooks that are entered in the checkpoint.
+The hooks of a checkpoint that is entered this way get parameters, too. They keep no tensor, but
+they count the tensors that they get. They count again in the recomputation, where no packer is on
+top. The packer stays in front of them for hooks that are entered inside the checkpoint.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PackedView(NamedTuple):
 
     unit: Unit
     kind: type[torch.Tensor]
-    # Need not be the unit's, nor need the bits below be clear: complex numbers are views of real
-    # ones.
+    # May differ from the unit's, and the bits below may be set: complex numbers are views of real
+    # numbers.
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -71,18 +71,18 @@ class PackedView(NamedTuple):
     conjugate: bool
     negative: bool
     updates: int  # of the unit, when it was saved
-    form: Form | None  # of the DTensor whose local tensor it is
+    form: Form | None  # of the DTensor, if it is a local tensor
 
     def place(self) -> tuple[int, int]:
-        """The index of the parameter that this is a view of, and the bytes from its start on."""
+        """The index of the parameter that this is a view of, and the byte offset in it."""
         size = self.unit.dtype.itemsize
         places = self.unit.layout.places
         index = bisect.bisect_right(places, self.offset, key=lambda place: place.offset * size) - 1
-        # Parameters without elements lie where the next one does.
+        # A parameter without elements has the offset of the next one.
         return index, self.offset - places[index].offset * size
 
     def is_whole(self) -> bool:
-        """Whether this is a view of all of a parameter, as it is."""
+        """Whether this is a view of a whole parameter, in its shape and dtype."""
         index, offset = self.place()
         shape = self.unit.layout.places[index].shape
         return (
@@ -93,7 +93,7 @@ class PackedView(NamedTuple):
         )
 
     def restore(self, view: torch.Tensor) -> torch.Tensor:
-        """What autograd saved, given the plain view of the same bytes."""
+        """The tensor that autograd saved, from the plain `view` of the same bytes."""
         if self.conjugate:
             view = view.conj()
         if self.negative:
@@ -103,16 +103,17 @@ class PackedView(NamedTuple):
 
 
 class HandedDown(NamedTuple):
-    """What the hooks under ours made of a tensor."""
+    """The object that the hooks under ours made of a tensor, and their unpack hook."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
 
 
 class Packer:
-    """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
-    gives the tensor of a view; `checkpointed` is told of checkpoints, `recomputed` before the hooks
-    under ours bring something back, and `saves` of all else that forwards save."""
+    """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset). `bring`
+    returns the tensor of a view. `checkpointed` is called when a checkpoint is entered,
+    `recomputed` before the hooks under ours unpack a tensor. `saves` is called with each other
+    tensor that a forward saves."""
 
     def __init__(
         self,
@@ -132,15 +133,14 @@ class Packer:
         self.unpack_hook = uncompiled(self.unpack)
         """`unpack`, for torch to call."""
         self.push = uncompiled(_push)
-        """What torch calls through a `_Push` while this packer is on top."""
+        """`_push`, for torch to call through a `_Push` while this packer is on top."""
 
     def context(self, recomputing: bool = False, keeps: bool = False) -> saved_tensors_hooks | None:
-        """Hooks to enter now, on top of those that are there; None where the packer is on top
-        already.
+        """Hooks to enter now, on top of the present ones; None if the packer is on top already.
 
-        What is saved while `recomputing` stays where it is, for its backward comes next. With
-        `keeps` it stays, too, in a forward; what is entered inside does the same. Raises
-        `RuntimeError` where hooks on saved tensors are disabled.
+        Tensors that are saved while `recomputing` stay where they are, because their backward comes
+        next. With `keeps`, those of a forward stay, too, also in calls inside it. Raises
+        `RuntimeError` if hooks on saved tensors are disabled.
         """
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if why is not None:
@@ -158,7 +158,7 @@ class Packer:
         return _OnTop(_Pack(self, top, recomputing, keeps=keeps))
 
     def feeds_a_checkpoint(self) -> bool:
-        """Whether what is saved now goes to the hooks of a checkpoint."""
+        """Whether saved tensors go to the hooks of a checkpoint now."""
         hooks = _top()
         while hooks is not None and isinstance(hooks[0], _Pack):
             hooks = hooks[0].under
@@ -172,8 +172,8 @@ class Packer:
         passes: bool,
         keeps: bool,
     ) -> Any:
-        """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, which
-        get all that `passes`."""
+        """The object that autograd keeps of `tensor`. `under` are the pack and unpack hooks below
+        ours. If it `passes`, they get all tensors, parameters among them."""
         found = None if passes else self.locate(tensor)
         if found is None:
             if under is None and isinstance(tensor, LazyTensor):
@@ -198,7 +198,7 @@ class Packer:
             )
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """What autograd gave to `pack`."""
+        """The tensor that autograd gave to `pack`."""
         if isinstance(saved, PackedView):
             return self._bring(saved)
         if isinstance(saved, HandedDown):
@@ -210,8 +210,8 @@ class Packer:
         return plain
 
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset
-        there."""
+        """The unit that contains the first byte of `tensor`, of any class, and the byte offset
+        there; None if there is no such unit."""
         handle = handled(tensor)
         if handle is not None:
             unit, index = handle
@@ -222,16 +222,16 @@ class Packer:
                 return None
             try:
                 address = tensor.data_ptr()
-            except RuntimeError:  # a tensor of no bytes: a fake or a functional one
+            except RuntimeError:  # a fake or functional tensor has no bytes
                 return None
         return self._locate(address)
 
 
 class _Pack(functools.partial[Any]):
-    """The pack hook, which can be told from those of others. `under` are the hooks below; they get
-    all that it `passes`.
+    """The pack hook, with a class of its own to recognize it. `under` are the hooks below. If it
+    `passes`, they get all tensors.
 
-    A partial, because a call of it has no frame of ours that torch.compile would look into.
+    It is a partial because its call has no Python frame that torch.compile would look into.
     """
 
     packer: Packer
@@ -257,7 +257,7 @@ class _Pack(functools.partial[Any]):
 
 
 class _OnTop(saved_tensors_hooks):
-    """Enters the hooks of a packer, and until its end keeps the packer in front of hooks that are
+    """Enters the hooks of a packer. Until its end, the packer stays in front of hooks that are
     entered meanwhile."""
 
     def __init__(self, hook: _Pack) -> None:
@@ -274,15 +274,15 @@ class _OnTop(saved_tensors_hooks):
 
     def __exit__(self, *args: object) -> None:
         top = _top()
-        # After a recomputation that Ctrl-C has cut off: autograd took its hooks off.
+        # If Ctrl-C has cut off a recomputation, autograd has taken its hooks off already.
         if not self._hook.recomputing or (top is not None and top[0] is self._hook):
             super().__exit__(*args)
         self._push.end()
 
 
 class _Push(functools.partial[None]):
-    """What is in the place of torch's function that enters hooks, from `begin` until as many calls
-    of `end`. A partial for the reason that `_Pack` is one."""
+    """Replaces torch's function that enters hooks, from `begin` until as many calls of `end`. It is
+    a partial for the reason that `_Pack` is one."""
 
     _changing: ClassVar = threading.Lock()
     _plain: Callable[..., None]
@@ -296,7 +296,7 @@ class _Push(functools.partial[None]):
 
     @classmethod
     def begin(cls, packer: Packer) -> _Push:
-        """What is there now; it belongs to one more user."""
+        """The present `_Push`, or a new one, with one more user."""
         with cls._changing:
             found = torch._C._autograd._push_saved_tensors_default_hooks
             push = found if isinstance(found, cls) else cls(packer, found)
@@ -305,8 +305,8 @@ class _Push(functools.partial[None]):
         return push
 
     def end(self) -> None:
-        """One user less: after the last one torch's function is back, if nobody has put another one
-        there."""
+        """Remove a user. The last one puts torch's function back, unless other code has replaced
+        this one."""
         with self._changing:
             self._users -= 1
             if not self._users and torch._C._autograd._push_saved_tensors_default_hooks is self:
@@ -318,8 +318,7 @@ def _push(
     pack_hook: Callable[[torch.Tensor], Any],
     unpack_hook: Callable[[Any], torch.Tensor],
 ) -> None:
-    """Enter these hooks with torch's function `plain`, with the packers in front of them that are
-    so now."""
+    """Enter these hooks with torch's function `plain`, behind the packers that are in front now."""
     hooks: _Pair = pack_hook, unpack_hook
     if not isinstance(pack_hook, _Pack):
         passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
@@ -334,13 +333,13 @@ def _push(
 
 
 def _top() -> _Pair | None:
-    """The hooks that torch asks now."""
+    """The hooks that torch calls now, if any."""
     found: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
 
 def _in_front() -> list[_Pack]:
-    """One hook of each packer in front of the hooks that torch asks now, the innermost first."""
+    """One hook of each packer in front of the hooks that torch calls now, the innermost first."""
     found: dict[Packer, _Pack] = {}
     hooks = _top()
     while hooks is not None and isinstance(hooks[0], _Pack):
@@ -350,7 +349,7 @@ def _in_front() -> list[_Pack]:
 
 
 def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """The class of what autograd saved, when it comes back with memory."""
+    """The class of the saved tensor when it comes back with memory."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter
     return torch.Tensor if isinstance(tensor, LazyTensor) else type(tensor)
@@ -359,5 +358,5 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
 def _as(kind: type[torch.Tensor], view: torch.Tensor) -> torch.Tensor:
     try:
         return view.as_subclass(kind)
-    except (RuntimeError, TypeError):  # a class that wants more than bytes
+    except (RuntimeError, TypeError):  # the class needs more than bytes
         return view

@@ -1,34 +1,35 @@
-"""Units inside of whose uses other units are used, and when their turns in a backward are on
-several ranks.
+"""Units that are in use around other units, and their turns in a backward on several ranks.
 
 [Note: turns that ranks agree on]
 All ranks run the same modules, so a forward uses the units in one order. A backward follows the
-graph of a rank's own data. A parameter that a branch leaves out has no node there. Where its unit
-is that of one block, other parameters of the block give the unit its turn. A unit that *spans*
-others, such as that of a parameter of the model itself, may have its turn between any two of them,
-or none. So its turn is fixed by the others: it begins with the first use of a unit that it spans,
-and ends with the first use of a unit outside of these, or with the backward. All of that time its
-parameters stay, so that no later use needs a collective. Its gradients wait in the tensors that
-autograd made (`GradientBuffer.park`), and are reduced at the end, once. A rank without any brings
+graph of the rank's own data. A parameter that a branch leaves out has no node in that graph. If its
+unit is that of one block, other parameters of the block give the unit its turn. A unit *spans*
+other units if it is in use around them. An example is the unit of a parameter of the model itself.
+Such a unit may have its turn between any two of the units that it spans, or no turn. So the spanned
+units determine the turn. It begins with the first use of a unit that it spans. It ends with the
+first use of a unit outside of these, or with the backward. Its parameters stay during the whole
+turn, so no later use needs a collective. Its gradients wait in the tensors that autograd made
+(`GradientBuffer.park`). They are reduced once, at the end. A rank without gradients contributes
 zeros, as with `find_unused_parameters` of DDP.
 
-A forward may use a unit several times, with others between. A parameter that only one of these uses
-takes has its gradient early, on the ranks that take it there. All ranks have the first of these
-uses, so gradients wait for the end of its turn, which is the last one in the backward.
+A forward may use a unit several times, with other units in between. If only one of these uses reads
+a parameter, its gradient comes early on the ranks that read it there. All ranks have the first of
+these uses. So the gradients wait for the end of its turn, the last turn of the unit in the
+backward.
 
-Interleaved micro-batches (`infinity.accumulate`) have their turns where their interleaver switches.
+Interleaved micro-batches (`infinity.accumulate`) have their turns where the interleaver switches.
 
-A unit that a whole backward leaves out on one rank, and that spans nothing, is an error at stage 3
-(`Exchange`): its ranks ran other modules, or dropped the output of one.
+At stage 3 it is an error (`Exchange`) if a whole backward of one rank leaves out a unit that spans
+no others. Then the ranks ran different modules, or dropped the output of a module.
 
 [Note: one line of reductions]
-Where every rank has whole parameters (stages 0 and 2) their uses need no collective, so ranks may
-leave out modules, as with LayerDrop. There each backward reduces every trainable unit once, in one
-order (`Line`). A unit whose turn has ended waits until those before it are reduced, and its
-gradients stay where autograd made them. What had no turn when the backward ends brings zeros. So a
-rank that leaves nothing out, and uses units in that order, keeps no more than without the line.
-The order is that of the first forwards of the first rank, backwards. A reduction to which no rank
-brings anything moves no data.
+At stages 0 and 2 every rank has whole parameters. Their uses need no collective, so a rank may
+leave out modules, as with LayerDrop. Each backward reduces every trainable unit once, in one order
+(`Line`). After its turn, a unit waits until the units before it are reduced. Meanwhile its
+gradients stay in the tensors that autograd made. A unit without a turn contributes zeros when the
+backward ends. A rank that leaves nothing out, and uses units in that order, keeps no more memory
+than without the line. The order is that in which the forwards of the first rank first used the
+units, reversed. A reduction to which no rank contributes moves no data.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Line:
             self._used[unit] = None
 
     def begin(self) -> None:
-        """The backward under way has a gradient, so it reduces all units."""
+        """The backward under way has a gradient: begin to reduce all units."""
         if self._begun:
             return
         if not self._order:
@@ -78,7 +79,7 @@ class Line:
         self._advance()
 
     def end(self) -> None:
-        """The backward has ended: reduce what is left."""
+        """The backward has ended: reduce the remaining units."""
         if self._begun:
             self._ended.update(self._order)
             self._advance()
@@ -87,7 +88,7 @@ class Line:
         self.open()
 
     def open(self) -> None:
-        """Have the buffer collect gradients of the next unit alone."""
+        """Let the buffer collect gradients of the next unit only."""
         order, at = self._order, self._position
         self._buffer.admit(order[at].gradients if at < len(order) else None)
 
@@ -112,8 +113,8 @@ class Line:
 
 
 class Spans:
-    """The turns of units that span others, in the backward that is under way. For the thread that
-    runs the model."""
+    """The turns of units that span others, in the backward under way. The thread that runs the
+    model calls all methods."""
 
     def __init__(
         self,
@@ -129,27 +130,29 @@ class Spans:
             for unit in sorted(inside, key=lambda each: each.index)
             if len(inside[unit]) > 1 and (_moves(unit) or _reduces(unit))
         }
-        """By spanning unit, itself and those that it spans."""
+        """For each spanning unit, itself and the units that it spans."""
         self._around: dict[Unit, list[Unit]] = {}
         for span, units in self._inside.items():
             for unit in units:
                 self._around.setdefault(unit, []).append(span)
         self._open: list[Unit] = []
-        self._latest: Unit | None = None  # that had a turn, beside spanning ones
-        # Uses in the last forward, if that will have a backward, and which unit was used last.
+        self._latest: Unit | None = None  # the last unit with a turn that spans no others
+        # How often the last forward used each unit, if it will have a backward, and the unit it
+        # used last.
         self._uses: Counter[Unit] | None = None
         self._last_used: Unit | None = None
         self._reused: set[Unit] = set()
-        # Of these, in the backward that is under way: turns that are left, and who has its last.
+        # Of these, in the backward under way: how many turns remain, and the unit that has its last
+        # turn.
         self._left: dict[Unit, int] = {}
         self._due: Unit | None = None
         self._line = self._line_of(users)
-        self._current: Unit | None = None  # whose turn it is in the line
+        self._current: Unit | None = None  # the unit that has its turn in the line
         self._rests = False
         self.rest(False)
 
     def rest(self, rests: bool) -> None:
-        """Whether micro-batches are interleaved from now on, which have turns of their own."""
+        """Set whether micro-batches are interleaved from now on. They have turns of their own."""
         self._rests = rests
         self._park()
 
@@ -198,7 +201,7 @@ class Spans:
                 self._buffer.begin_turn(unit.gradients)
             return
         around = self._around.get(unit, [])
-        # A use of a unit around an open one may come on some ranks alone, and says nothing.
+        # A unit around an open one may be used on some ranks only, so its use closes nothing.
         inside = self._inside.get(unit, ())
         closing = [
             span for span in self._open if unit not in self._inside[span] and span not in inside
@@ -223,8 +226,8 @@ class Spans:
             self._open.append(span)
 
     def _begin(self, unit: Unit) -> None:
-        """A use of a unit that spans no others; a turn of it begins where another one had the last
-        use."""
+        """Note a use of `unit`, which spans no others. It begins a turn if the use before was of
+        another unit."""
         if unit is self._latest:
             return
         self._latest = unit
@@ -234,13 +237,13 @@ class Spans:
                 self._due = unit
 
     def _begin_in_line(self, unit: Unit) -> None:
-        """As `GradientBuffer.begin_turn`: frozen units come and go between gradients."""
+        """As `GradientBuffer.begin_turn`: a use of a frozen unit ends no turn."""
         if unit.trainable and unit is not self._current:
             self._end_current()
             self._current = unit if _reduces(unit) and unit not in self._reused else None
 
     def _end_current(self) -> None:
-        """The turn of the unit whose gradients come has ended."""
+        """The turn of the unit that has gradients now has ended."""
         current, self._current = self._current, None
         if self._line is None and self._buffer is not None:
             self._buffer.flush()
@@ -261,9 +264,9 @@ class Spans:
             self._reduce(due)
 
     def collect(self, unit: Unit) -> None:
-        """A gradient of `unit` has come. The backward may have had no use of it before: a layer
-        whose input requires no gradient needs no weight. Where other parameters of the unit may be
-        left out, another rank may have had one: it is used here, too."""
+        """A gradient of `unit` has come. The backward may not have used the unit before: a layer
+        needs no weight if its input requires no gradient. Another rank may have used it for its
+        other parameters. So a unit with several parameters is used here, too."""
         if self._rests:
             return
         if self._line is not None and _reduces(unit):
@@ -276,8 +279,8 @@ class Spans:
             unit.release()
 
     def end(self) -> None:
-        """The backward has ended, well or not. Where the engine cannot go on, the next call that
-        needs it says so, and `Engine.close` does not."""
+        """The backward has ended or failed. If the engine is closed, nothing is raised here: the
+        next call that needs the engine raises, and `Engine.close` does not."""
         self._latest = None
         left, self._left = self._left, {}
         with suppress(EngineClosedError):
@@ -305,7 +308,8 @@ class Spans:
 
 
 def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]:
-    """For each unit all that are used while a module is called that uses it, itself among them."""
+    """For each unit, the units that are used during the calls of the modules that use it; also
+    itself."""
     found: dict[Unit, set[Unit]] = {}
     for module, units in users.items():
         below = {unit for inner in module.modules() for unit in users.get(inner, ())}
@@ -315,11 +319,11 @@ def _spanned(users: Mapping[nn.Module, Sequence[Unit]]) -> dict[Unit, set[Unit]]
 
 
 def _moves(unit: Unit) -> bool:
-    """Whether a use of the unit may need a collective. Where it stays whole, what follows a step is
-    gathered in the order of the trace, which its uses are part of."""
+    """Whether a use of the unit may need a collective. A unit that stays whole is gathered after a
+    step, in the order of the trace, and its uses are part of the trace."""
     return unit.facts.shared
 
 
 def _reduces(unit: Unit) -> bool:
-    """Whether the end of its turn is a reduction."""
+    """Whether the ranks reduce its gradients when its turn ends."""
     return unit.trainable and unit.facts.reduces_each_turn

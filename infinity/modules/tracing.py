@@ -1,6 +1,6 @@
-"""A wrapped model refuses what follows it to make a graph: its parameters have data during their
-forward alone, so a graph would have garbage in their place. And it refuses transforms of
-`torch.func` that its hooks, or the bytes of its parameters, cannot take part in."""
+"""Refuses code that makes a graph of a wrapped model. Its parameters have data only during their
+forward, so the graph would contain garbage in their place. Also refuses transforms of `torch.func`
+that do not work with its hooks or with its parameters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FOLLOWING = (
 
 
 def refuse_tracing() -> None:
-    """Raise `ShardedParameterError` where a graph is made of what runs now."""
+    """Raise `ShardedParameterError` if torch makes a graph of the code that runs now."""
     if is_traced():
         raise ShardedParameterError(_REFUSAL)
 
 
 def refuse_tracers() -> None:
-    """The same where a parameter is touched by what prepares a graph, before it runs anything."""
+    """`refuse_tracing`, also while a tracer touches a parameter before it runs the model."""
     refuse_tracing()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -42,7 +42,7 @@ def refuse_tracers() -> None:
 
 
 def refuse_transforms() -> None:
-    """Raise `RuntimeError` inside of a transform of `torch.func` other than vmap."""
+    """Raise `RuntimeError` inside a transform of `torch.func` other than vmap."""
     kinds = torch._C._functorch.TransformType
     found = [kind for kind in transforms() if kind != kinds.Vmap]
     if kinds.Grad in found:
@@ -60,8 +60,8 @@ def refuse_transforms() -> None:
 
 
 def complete(error: BaseException | None, shortage: BudgetError | None) -> None:
-    """Say in an error of a forward of a wrapped model what it has to do with that. `shortage` is
-    the last one: TorchScript leaves out the texts of Python's errors."""
+    """Add to an error of a forward of a wrapped model how the engine causes it. `shortage` is the
+    last one of that forward: TorchScript leaves out the texts of Python's errors."""
     if shortage is not None and "in the TorchScript interpreter" in str(error):
         error.args = (f"{str(error).rstrip()} {shortage}",)  # type: ignore[union-attr]
     if isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error):

@@ -1,1 +1,1 @@
-"""Large weights that are cut into tiles, and what computes with them."""
+"""Large weights that are cut into tiles, and the products with them."""

@@ -1,16 +1,17 @@
-"""Banks of experts in tiles: each tile has some experts, whole.
+"""Banks of experts in tiles: each tile has some whole experts.
 
 [Note: which uses of a bank]
 A bank is a parameter (experts, n, m) of a module with `num_experts`. Its module computes as before,
-and asks the `TiledBank` in the place of the bank. These uses go from tile to tile: one expert
-(`bank[i]`, `bank.unbind()`) as the second factor of `F.linear` and `@`, and all of them in
-`torch.bmm` and `grouped_mm`. Each product of an expert is on its own, so the bits are those of the
-whole bank. Another use of one expert gets a copy of it.
+with a `TiledBank` in the place of the bank. These uses run tile by tile: one expert (`bank[i]`,
+`bank.unbind()`) as the second factor of `F.linear` and `@`, and all experts in `torch.bmm` and
+`grouped_mm`. Each expert has a product of its own, so the bits are those of the whole bank. Any
+other use of one expert gets a copy of it.
 
 [Note: experts without tokens]
-The whole bank gets a gradient of zeros for them. So a tile that a forward has not used is used at
-its end, for a gradient of zeros. Ranks whose tokens go to other experts would bring the tiles in
-another order, so several ranks use `grouped_mm` or `torch.bmm`, which use all tiles in one order.
+For experts without tokens a whole bank gets a gradient of zeros. So the end of a forward uses each
+tile that the forward has not used, for a gradient of zeros. If the tokens of ranks go to different
+experts, the ranks would bring the tiles in different orders. So several ranks must use `grouped_mm`
+or `torch.bmm`, which use all tiles in one order.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class TiledBank(TiledWeight):
         return self.tiles[number](run, *given)
 
     def find(self, expert: int) -> tuple[int, int]:
-        """The tile of `expert`, and its place there. Raises `IndexError`."""
+        """The number of the tile of `expert`, and the index of the expert there. Raises
+        `IndexError` if there is no such expert."""
         count = self.shape[0]
         if not -count <= expert < count:
             raise IndexError(f"expert {expert} of a bank of {count}")
@@ -84,8 +86,8 @@ class TiledBank(TiledWeight):
 
 
 class BankView(LazyTensor):
-    """A bank, or one `expert` of it, maybe `turned` (its last two dimensions exchanged). It has no
-    memory."""
+    """A view of a bank, or of one `expert` of it, without memory. If it is `turned`, its last two
+    dimensions are exchanged."""
 
     way = _CHANGED
     bank: TiledBank
@@ -106,16 +108,17 @@ class BankView(LazyTensor):
         return view
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values, for what passes Python's API by."""
+        """A copy of the values, for code that bypasses Python's API."""
         values = self.bank.fetch()
         return _of(values if self.expert is None else values[self.expert], self.turned).clone()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Refused."""
+        """Raise `ConfigError`."""
         raise ConfigError(_CHANGED)
 
     def copied(self) -> torch.Tensor:
-        """The expert, as an ordinary tensor."""
+        """A copy of the expert, as an ordinary tensor. Raises `ConfigError` for a view of the whole
+        bank."""
         if self.expert is None:
             raise ConfigError(
                 "a bank of experts in tiles is used by one expert after the other, by torch.bmm or "
@@ -155,7 +158,7 @@ class BankView(LazyTensor):
 
 
 class _BankPart(torch.autograd.Function):
-    """A view of a bank, whose gradient is a part of the bank's."""
+    """A view of a bank. Its gradient is a part of the gradient of the bank."""
 
     @staticmethod
     def forward(ctx: Any, view: BankView, bank: TiledBank) -> BankView:
@@ -175,7 +178,7 @@ class _BankPart(torch.autograd.Function):
 
 
 def _is_watched(bank: TiledBank) -> bool:
-    """Whether autograd has to know of a view of `bank`."""
+    """Whether autograd must record a view of `bank`."""
     return (
         torch.is_grad_enabled()
         and bank.requires_grad
@@ -184,9 +187,9 @@ def _is_watched(bank: TiledBank) -> bool:
 
 
 def used_everywhere(output: Any, banks: Sequence[TiledBank]) -> Any:
-    """`output`, a tensor or a structure with tensors, in the first of which that needs a gradient
-    the tiles of `banks` that were not used have a part: a gradient of zeros.
-    See [Note: experts without tokens]."""
+    """`output`, a tensor or a structure with tensors. If a bank of `banks` was used, its unused
+    tiles are joined to the first tensor that needs a gradient, so that they get a gradient of
+    zeros. See [Note: experts without tokens]."""
     values, structure = trees.tree_flatten(output)
     joined = next((at for at, value in enumerate(values) if _is_differentiable(value)), None)
     if joined is None:
@@ -209,7 +212,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _name_of(func: Any) -> str:
-    """What is called; for an attribute that is read, its name."""
+    """The name of the called function, or of the attribute that is read."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(func.__self__, "__name__", name)
@@ -296,7 +299,7 @@ def _whole_product(
 def _grouped_product(
     weight: torch.Tensor, func: Any, given: torch.Tensor, turned: bool, offsets: Any, named: Any
 ) -> Any:
-    if len(given) == 0:  # not every kernel takes no rows
+    if len(given) == 0:  # some kernels refuse empty inputs
         return functional.linear(given, _of(weight[0], not turned))
     return func(given, _of(weight, turned), offs=offsets, **named)
 
@@ -320,7 +323,7 @@ class _Nothing(torch.autograd.Function):
 
 
 class _JoinNothing(torch.autograd.Function):
-    """An output, to which the tokens add nothing."""
+    """An output with tokens joined to it, which do not change its values."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:

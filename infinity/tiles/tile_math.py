@@ -1,16 +1,17 @@
 """Products with a weight in tiles, one tile after the other.
 
-[Note: what takes memory]
-The output is allocated once, and each tile writes its own columns. The nodes of autograd pass
-tensors along that have a shape and one element of memory: a token for what a tile has written, and
-a carrier for the gradient of the input. So backward knows the order of the tiles, and what a tile
-gets is a view of the gradient of the output.
+[Note: memory of a product]
+The output is allocated once. Each tile writes its own columns. The nodes of autograd pass tensors
+with a shape and one element of memory. A token stands for the columns that a tile has written. A
+carrier stands for the gradient of the input. So the backward knows the order of the tiles, and each
+tile gets a view of the gradient of the output.
 
 [Note: one rounding]
-The gradient of the input is a sum over the tiles. Each tile adds its product to the sum of those
-behind it, in fp32 where the input has 16 bits. The sum is rounded to the dtype of the input once,
-as one kernel for the whole weight does it. Products of 16-bit matrices are not rounded before: by
-`out_dtype` on a GPU, elsewhere from copies in fp32, of `_ROWS` outputs at a time.
+The gradient of the input is a sum over the tiles. Each tile adds its product to the sum of the
+tiles behind it, in fp32 if the input has 16 bits. The sum is rounded to the dtype of the input
+once, as in one kernel for the whole weight. Products of 16-bit matrices are not rounded before
+that. A GPU computes them with `out_dtype`, other devices with fp32 copies of `_ROWS` outputs at a
+time.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _ROWS = 1024
 def linear(
     given: torch.Tensor, tiles: Sequence[nn.Module], bias: torch.Tensor | None, across: bool
 ) -> torch.Tensor:
-    """`given` (..., n) times a weight (m, n) in `tiles` of its rows, or with `across` a weight
-    (n, m) in tiles of its columns, plus `bias` (m,): (..., m). Autocast as of `F.linear`."""
+    """`given` (..., n) times a weight (m, n) in `tiles` of its rows, or with `across` a weight (n,
+    m) in tiles of its columns, plus `bias` (m,): (..., m). Autocast applies as in `F.linear`."""
     kind = given.device.type
     lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     given = _cast(given, lower)
@@ -54,9 +55,10 @@ def embedding(
     ids: torch.Tensor, tiles: Sequence[nn.Module], padding: int | None, by_count: bool
 ) -> torch.Tensor:
     """The rows `ids` of a weight (n, m) in `tiles` of its rows: (*ids.shape, m). `padding` is a row
-    that gets no gradient; with `by_count` gradients are divided by how often an id occurs.
+    that gets no gradient. With `by_count`, gradients are divided by how often an id occurs. Raises
+    `IndexError` on the CPU for an id that is no row; on a GPU an assertion fails there.
 
-    Every tile is used, whichever ids there are: all ranks bring the same units in one order.
+    Every tile is used, whatever the ids are, so that all ranks bring the same units in one order.
     """
     every: list[Any] = list(tiles)
     first = every[0].weight
@@ -72,7 +74,7 @@ def embedding(
 
 
 def _cast(tensor: torch.Tensor, lower: torch.dtype | None) -> torch.Tensor:
-    """`tensor` as autocast to `lower` gives it to a product."""
+    """`tensor` as autocast to `lower` passes it to a product."""
     if lower is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(lower)
@@ -96,12 +98,12 @@ def _embedding_tile(weight: torch.Tensor, *rest: Any) -> Any:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of inputs of `dtype` are summed up in."""
+    """The dtype in which gradients of inputs of `dtype` are summed up."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _shape_alone(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the shape of `like`, of one element of memory."""
+    """A tensor of the shape of `like`, with one element of memory."""
     return torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
 
 
@@ -119,10 +121,10 @@ class _Carry(torch.autograd.Function):
 
 
 class _LinearTile(torch.autograd.Function):
-    """Writes the columns of one tile to `place`. Gives the carrier and a token.
+    """Writes the columns of one tile to `place`. Returns the carrier and a token.
 
-    The input has no gradient here: it comes through the carrier. It is an argument that autograd
-    knows, so that the gradient of a gradient finds it.
+    The gradient of the input comes through the carrier, not from here. The input is still an
+    argument that autograd knows, so that the gradient of a gradient finds it.
     """
 
     @staticmethod
@@ -170,8 +172,8 @@ class _LinearTile(torch.autograd.Function):
 
 
 class _EmbeddingTile(torch.autograd.Function):
-    """Writes the rows of those `ids` to `output` that lie in one tile, which begins at row `begin`.
-    Gives a token."""
+    """Writes to `output` the rows of the `ids` in one tile, which begins at row `begin`. Returns a
+    token."""
 
     @staticmethod
     def forward(
@@ -197,7 +199,7 @@ class _EmbeddingTile(torch.autograd.Function):
         here = (ids >= ctx.begin) & (ids < ctx.begin + ctx.rows)
         if ctx.padding is not None:
             here &= ids != ctx.padding
-        # One row more takes what belongs elsewhere, and counts as padding.
+        # One more row takes the gradients of other tiles, and counts as padding.
         local = torch.where(here, ids - ctx.begin, ctx.rows)
         found = _ATEN.embedding_dense_backward(
             gradient, local, ctx.rows + 1, ctx.rows, ctx.by_count
@@ -206,7 +208,7 @@ class _EmbeddingTile(torch.autograd.Function):
 
 
 class _JoinColumns(torch.autograd.Function):
-    """The output, of which each token stands for some columns."""
+    """The output. Each token stands for some of its columns."""
 
     @staticmethod
     def forward(
@@ -228,7 +230,7 @@ class _JoinColumns(torch.autograd.Function):
 
 
 class _JoinRows(torch.autograd.Function):
-    """The output, of which each token stands for some rows."""
+    """The output. Each token stands for some of its rows."""
 
     @staticmethod
     def forward(ctx: Any, output: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,17 @@
-"""Large weights become tiles, each of which the engine fetches, updates and sends home alone.
+"""Cuts large weights into tiles. The engine fetches, updates and sends home each tile alone.
 
-[Note: what a module in tiles is]
-A module that is tiled keeps its place, its attributes and its bias. It becomes of a class below its
-own, whose forward goes from tile to tile. Its weight leaves `_parameters` for a `ModuleList` of
-`Tile`s beside it, `weight_tiles`; `module.weight` is a `TiledWeight`. Modules that had one weight
-(tied ones) have one list. State dicts know the weight alone: under its name, and whole.
+[Note: modules in tiles]
+A module in tiles keeps its place, its attributes and its bias. Its class becomes a subclass of the
+old one, with a forward that runs tile by tile. Its weight leaves `_parameters`. Beside it a
+`ModuleList`, `weight_tiles`, has the `Tile`s, and `module.weight` is a `TiledWeight`. Modules with
+one tied weight share its tiles. State dicts have only the whole weight, under its name.
 
 [Note: which modules]
-`nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers. A class below these is taken where its
+`nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers. A subclass of these is cut if its
 forward is theirs, or calls theirs and touches no weight itself, as the scaled embeddings of Gemma
-do. Others compute with the weight in their own way, and are left as they are. Of a module with
-`num_experts` its banks of experts are taken, parameters (experts, n, m), unless its forward has an
-einsum: see `tiles/banks`.
+do. Other subclasses compute with the weight in their own way, and stay whole. In a module with
+`num_experts`, the banks of experts are cut: parameters (experts, n, m). They stay whole if the
+forward has an einsum. See `tiles/banks`.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MAX_BYTES = "256MiB"
 _EVEN = 64
-"""Rows that a tile is a multiple of where it has more: kernels then take a row in the same way as
-in the whole weight."""
+"""A tile with at least this many rows has a multiple of them, so that kernels compute a row in the
+same way as in the whole weight."""
 _SHOWN = 5  # names in a log
 _BEFORE = "_before_tiles"
-"""The attribute of a module in tiles with its class, and the names of its parameters, of before."""
+"""The attribute of a module in tiles with its old class and the old names of its parameters."""
 
 
 class InTiles(nn.Module):
-    """A module of which some weights lie in tiles, `tiled` by their names."""
+    """A module with some weights in tiles."""
 
     @property
     def tiled(self) -> dict[str, TiledWeight]:
-        """These weights."""
+        """The weights in tiles, by their names."""
         found: dict[str, TiledWeight] = vars(self)[IN_TILES]
         return found
 
@@ -78,7 +78,7 @@ class InTiles(nn.Module):
         held = vars(self).get("_parameters", {})
         if name not in vars(self).get(IN_TILES, {}) or name in held:  # a load puts it there
             super().__setattr__(name, value)
-        elif isinstance(value, TiledWeight):  # ties it to another one
+        elif isinstance(value, TiledWeight):  # ties it to another weight
             self.take(name, value)
         else:
             raise ConfigError(
@@ -94,11 +94,11 @@ class InTiles(nn.Module):
         vars(self)["_compute"] = uncompiled(type(self).compute)
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
-        """What its forward gives. torch.compile does not look into it."""
+        """The result of its forward. torch.compile does not look into it."""
         raise NotImplementedError
 
     def take(self, name: str, weight: TiledWeight) -> None:
-        """Have `weight` under `name`, and its tiles as a list of modules."""
+        """Store `weight` under `name`, and its tiles as a list of modules."""
         vars(self)["_compute"] = uncompiled(type(self).compute)
         self.tiled[name] = weight
         self._modules[f"{name}_tiles"] = nn.ModuleList(weight.tiles)
@@ -112,8 +112,8 @@ class InTiles(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """As of a module with these weights; the facade of a wrapped model has put stand-ins for
-        them among the parameters."""
+        """Load as a module with whole weights. In a wrapped model, the facade has put load targets
+        for them among the parameters."""
         load = partial(super()._load_from_state_dict, state_dict, prefix, *rest)
         if any(name in self._parameters for name in self.tiled):
             load()
@@ -127,52 +127,46 @@ class InTiles(nn.Module):
 
 
 class LinearInTiles(InTiles, nn.Linear):
-    """`nn.Linear` whose weight lies in tiles of its rows."""
+    """`nn.Linear` with its weight in tiles of its rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`."""
         output: torch.Tensor = self._compute(self, input)
         return output
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
-        """See `InTiles`."""
         return linear(given, self.tiled["weight"].tiles, self.bias, across=False)
 
 
 class EmbeddingInTiles(InTiles, nn.Embedding):
-    """`nn.Embedding` whose weight lies in tiles of its rows."""
+    """`nn.Embedding` with its weight in tiles of its rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As `nn.Embedding`."""
         output: torch.Tensor = self._compute(self, input)
         return output
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
-        """See `InTiles`."""
         tiles = self.tiled["weight"].tiles
         return embedding(given, tiles, self.padding_idx, self.scale_grad_by_freq)
 
 
 class ColumnsInTiles(InTiles):
-    """The `Conv1D` of transformers whose weight (inputs, outputs) lies in tiles of its columns."""
+    """The `Conv1D` of transformers with its weight (inputs, outputs) in tiles of its columns."""
 
     bias: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Conv1D`."""
         output: torch.Tensor = self._compute(self, x)
         return output
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
-        """See `InTiles`."""
         return linear(given, self.tiled["weight"].tiles, self.bias, across=True)
 
 
 class BanksInTiles(InTiles):
-    """A module whose banks of experts lie in tiles."""
+    """A module with banks of experts in tiles."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the class below."""
+        """As the module's own class. Also uses each tile that it has not used."""
         banks = [weight for weight in self.tiled.values() if isinstance(weight, TiledBank)]
         for bank in banks:
             bank.used.clear()
@@ -180,7 +174,8 @@ class BanksInTiles(InTiles):
 
 
 class _Tileable(NamedTuple):
-    """A class whose weight can be cut along `dimension`, and the class that computes with tiles."""
+    """A class with a weight that can be cut along `dimension`, and the class that computes with the
+    tiles."""
 
     kind: type[nn.Module]
     in_tiles: type[InTiles]
@@ -189,7 +184,7 @@ class _Tileable(NamedTuple):
 
 
 class _WeightHolder(NamedTuple):
-    """A module that has a weight under `name`, where the model calls it `path`."""
+    """A module that has a weight under `name`. In the model the weight has the name `path`."""
 
     path: str
     module: nn.Module
@@ -197,23 +192,23 @@ class _WeightHolder(NamedTuple):
 
 
 def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
-    """Cut every large weight of `model` into tiles of at most `max_bytes`, before `infinity.wrap`;
-    returns the same module.
+    """Cut every large weight of `model` into tiles of at most `max_bytes`, before `infinity.wrap`.
+    Returns the same module.
 
-    A weight is cut where it has more bytes than that, in the dtype that it has now: along its
-    outputs in `nn.Linear` and in the `Conv1D` of transformers, along the vocabulary in
-    `nn.Embedding`, and between the experts of a bank (experts, n, m). Each tile is a unit of the
-    engine, fetched, reduced and updated one after the other, so the compute device needs room for
-    tiles instead of weights.
+    `max_bytes` is a number of bytes, or a string such as "256MiB". A weight is cut if it has more
+    bytes than that in its present dtype. It is cut along its outputs in `nn.Linear` and in the
+    `Conv1D` of transformers, along the vocabulary in `nn.Embedding`, and between the experts of a
+    bank (experts, n, m). Each tile becomes a unit. The engine fetches, reduces and updates tiles
+    one after the other, so the compute device needs room for tiles instead of weights.
 
     Modules keep their names and classes (`isinstance` holds), and `module.weight` its shape. State
-    dicts and checkpoints have the weight whole, under its name. `named_parameters` has the tiles:
+    dicts and checkpoints have the whole weight, under its name. `named_parameters` has the tiles:
     `fc.weight_tiles.0.weight` and so on are rows of `fc.weight`.
 
     Works inside and outside of `infinity.init()`, takes no memory, and may be called again for
     smaller tiles. Modules that compute with their weight in another way than these classes stay
-    whole, and the log names them. Raises `ConfigError` for a wrapped model, for `max_bytes` that
-    are no number of bytes, and where one row of a weight has more.
+    whole, and the log names them. Raises `ConfigError` if the model is wrapped, if `max_bytes` is
+    no number of bytes, or if one row of a weight has more bytes.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"infinity.tile takes a module, not {in_words(model)}")
@@ -235,7 +230,7 @@ def tile(model: Model, max_bytes: str | int = MAX_BYTES) -> Model:
 
 
 class Tiled(NamedTuple):
-    """What `tile_largest` did."""
+    """The result of `tile_largest`."""
 
     names: list[str]
     """Weights that were cut."""
@@ -244,10 +239,10 @@ class Tiled(NamedTuple):
     """Weights that stay whole, and why."""
 
     most: int
-    """Bytes of a tile at most."""
+    """The most bytes of a tile."""
 
     apart: list[str]
-    """Weights that are cut inside of a group of int8 moments: see `_group_rows`."""
+    """Weights that are cut inside a group of int8 moments: see `_group_rows`."""
 
     def describe(self) -> str:
         """One line for a log."""
@@ -273,9 +268,9 @@ def tile_largest(
 ) -> Tiled:
     """Cut the weights of `model` with more than `most` bytes.
 
-    `itemsize_of` says what an element of each will take; then a row that has more stays in a weight
-    that is whole. Without it an element takes what it takes now, and such a row is refused with
-    `ConfigError`, before anything is changed.
+    `itemsize_of` returns the bytes that an element of each will take. With it, a weight with a row
+    of more bytes stays whole. Without it, the present bytes of an element count, and such a row
+    raises `ConfigError` before anything is changed.
     """
     cuts: list[tuple[torch.Tensor, list[_WeightHolder], _Tileable, list[int]]] = []
     whole: dict[str, str] = {}
@@ -314,7 +309,8 @@ def tile_largest(
 
 
 def relink(modules: Iterable[InTiles]) -> None:
-    """Have autograd find the tiles of the weights of `modules`, which `wrap` has changed."""
+    """Connect the weights of `modules` to their tiles in autograd again, after `wrap` has changed
+    the tiles."""
     with torch.enable_grad():
         for module in modules:
             for weight in module.tiled.values():
@@ -322,8 +318,8 @@ def relink(modules: Iterable[InTiles]) -> None:
 
 
 def refuse_retained(modules: Iterable[InTiles]) -> None:
-    """Raise `ConfigError` where a backward was asked for the gradient of a weight in tiles of
-    `modules` alone, which it has not computed."""
+    """Raise `ConfigError` if `backward(inputs=...)` got a weight in tiles of `modules`, because it
+    has not computed this gradient."""
     fresh: dict[int, TiledWeight] = {}
     for module in modules:
         for name, weight in module.tiled.items():
@@ -340,7 +336,7 @@ def refuse_retained(modules: Iterable[InTiles]) -> None:
 
 @cache
 def _kinds(columns: type[nn.Module] | None) -> tuple[_Tileable, ...]:
-    """What can be cut; `columns` is the `Conv1D` of transformers."""
+    """The classes that can be cut. `columns` is the `Conv1D` of transformers, if it is imported."""
     found = [
         _Tileable(nn.Linear, LinearInTiles, 0),
         _Tileable(nn.Embedding, EmbeddingInTiles, 0),
@@ -371,8 +367,8 @@ def _tileable(module: nn.Module, name: str) -> _Tileable | None:
 
 
 def _computes_as(module: nn.Module, known: _Tileable) -> bool:
-    """Whether the forward of `module` is that of the class that is known, or calls it and touches
-    no weight itself. See [Note: which modules]."""
+    """Whether the forward of `module` is that of the `known` class, or calls it and touches no
+    weight itself. See [Note: which modules]."""
     if "forward" in vars(module) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
     forward: Any = type(module).forward
@@ -383,7 +379,7 @@ def _computes_as(module: nn.Module, known: _Tileable) -> bool:
 
 
 def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHolder]]]:
-    """Every parameter, each weight in tiles as one, with all modules that have it."""
+    """Every parameter, with all modules that have it. A weight in tiles counts as one."""
     holders: dict[int, tuple[torch.Tensor, list[_WeightHolder]]] = {}
     for path, module in model.named_modules():
         if isinstance(module, Tile):
@@ -395,7 +391,7 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
 
 
 def _adapted(model: nn.Module) -> set[int]:
-    """The ids of the parameters that adapters of PEFT parametrize for the time of a forward."""
+    """The ids of the parameters that adapters of PEFT replace during a forward."""
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if kind is None:
         return set()
@@ -403,7 +399,7 @@ def _adapted(model: nn.Module) -> set[int]:
 
 
 def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
-    """Why `weight` cannot be cut; "" where it can."""
+    """Why `weight` cannot be cut; "" if it can."""
     if is_dtensor(weight):
         return "tensor parallel ranks divide it"
     kinds = [_tileable(holder.module, holder.name) for holder in holders]
@@ -429,9 +425,9 @@ def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:
 
 
 def _lengths(rows: int, row: int, most: int, even: int) -> list[int]:
-    """How many of `rows`, of `row` bytes each, the tiles have: as few tiles as possible, and about
-    alike. Each but the last has a multiple of 64 rows if there is room for so many, and else of
-    `even` rows, see `_group_rows`.
+    """How many of `rows`, of `row` bytes each, each tile has. There are as few tiles as possible,
+    of about the same length. Each tile except the last has a multiple of 64 rows if 64 rows fit,
+    else a multiple of `even` rows if these fit (see `_group_rows`).
 
     Example: 1000 rows of 4 KiB and most 1 MiB, which are 256 rows: four tiles of 250 rows, rounded
     up to 64, so 256, 256, 256 and 232 rows.
@@ -446,11 +442,11 @@ def _lengths(rows: int, row: int, most: int, even: int) -> list[int]:
 
 
 def _group_rows(shape: Sequence[int], dimension: int) -> int:
-    """Rows, along `dimension`, that a tile has a multiple of, so that no group of int8 moments,
-    `GROUP` elements of the whole weight one after the other, lies in two tiles.
+    """The rows along `dimension` that each tile has a multiple of, so that no group of int8 moments
+    lies in two tiles. A group is `GROUP` consecutive elements of the whole weight.
 
-    Of columns that is impossible where a row of the weight is no multiple of `GROUP`: then groups
-    are other ones in tiles. 64 rows are a multiple of all that this gives.
+    For columns this is impossible if a row of the weight is no multiple of `GROUP`: then the groups
+    in tiles differ. 64 is a multiple of every result.
     """
     if dimension:
         return GROUP
@@ -496,8 +492,8 @@ def _cut(
 def join_tiles(
     model: nn.Module, names: Iterable[str], whole: Callable[[TiledWeight], nn.Parameter]
 ) -> None:
-    """Put the parameter that `whole` makes of each of the weights `names` in its place again, in
-    all modules that have it."""
+    """Replace each weight in tiles of `names` by the parameter that `whole` makes of it, in all
+    modules that have it."""
     wanted = set(names)
     for weight, holders in list(_weights_of(model)):
         if isinstance(weight, TiledWeight) and holders[0].path in wanted:
@@ -507,14 +503,14 @@ def join_tiles(
 
 
 def _give_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
-    """`module` has `weight` instead of tiles; it has its class again when none are left."""
+    """Give `module` `weight` instead of tiles. Without other tiles, it gets its old class again."""
     kind, order = vars(module)[_BEFORE]
     tiled = vars(module)[IN_TILES]
     del tiled[name], module._modules[f"{name}_tiles"]
     held = module._parameters
     held[name] = weight
     for key in order:
-        if key in held:  # to its place among the others
+        if key in held:  # to its old place in the order
             held[key] = held.pop(key)
     if not tiled:
         module.__class__ = kind
@@ -523,7 +519,8 @@ def _give_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
 
 
 def _take_over(module: nn.Module, name: str, weight: TiledWeight) -> None:
-    """`module` becomes one whose `name` is `weight`."""
+    """Put `weight` in the place of parameter `name` of `module`, which becomes a module in
+    tiles."""
     if not isinstance(module, InTiles):
         known: Any = _tileable(module, name)
         kind: Any = type(module)
@@ -547,7 +544,7 @@ def _class_in_tiles(kind: type[nn.Module], known: _Tileable) -> type[nn.Module]:
 
 
 def _assign(weight: TiledWeight, value: torch.Tensor) -> None:
-    """The tiles of `weight` are views of `value` from now on."""
+    """Make the tiles of `weight` views of `value`."""
     with torch.no_grad():
         for tile, part in zip(weight.tiles, weight.divided(value.detach()), strict=True):
             tile.weight = nn.Parameter(part, requires_grad=tile.weight.requires_grad)

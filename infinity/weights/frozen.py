@@ -1,5 +1,5 @@
-"""Which parameters count as frozen, and which of these can stay in the files that their values come
-from: those that lie there as they are used."""
+"""Frozen parameters, and which of them can stay in the files that their values come from, because
+the model uses them exactly as they lie there."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ log = logging.getLogger("infinity")
 
 @contextmanager
 def all_frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter of `model` takes gradients.
+    """Inside the context, no parameter of `model` takes gradients.
 
-    For inference, and only while units are made. While the model runs, `requires_grad` is what it
-    was: torch multiplies by a weight that takes gradients in another order, also without grad mode.
+    Used for inference, and only while units are made. While the model runs, `requires_grad` has its
+    old value: torch multiplies by a weight that takes gradients in another order, also without grad
+    mode.
     """
     taking = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -40,16 +41,16 @@ def all_frozen(model: nn.Module) -> Iterator[None]:
 
 
 class StoredParameters(NamedTuple):
-    """What `find_stored` found."""
+    """The result of `find_stored`."""
 
     places: dict[int, StoredBytes]
-    """Where parameters lie in files, by their ids."""
+    """The places of parameters in files, by their ids."""
 
     copied: Counter[str]
-    """Bytes of other weights of files that are copied, by the reason."""
+    """Bytes of frozen parameters of files that must be copied, by the reason."""
 
     def tell(self) -> None:
-        """Log both."""
+        """Log the places and the reasons."""
         if self.places:
             files = sorted({place.file.path for place in self.places.values()})
             log.info(
@@ -68,11 +69,11 @@ def find_stored(
     weights: FirstValues | None,
     dtype: torch.dtype | None,
 ) -> StoredParameters:
-    """Where frozen parameters of `model` lie in safetensors files, if they are read from there: in
-    the dtype that they are kept in (`stored_as`), and in their own layout.
+    """The places of frozen parameters of `model` in safetensors files. A parameter has a place if
+    it lies there in the dtype that it is kept in (`stored_as`) and in its own layout.
 
-    Values come from `weights`, or from the origins in `empty`. Raises `WeightsError` where a file
-    has changed since it was opened.
+    Values come from `weights`, or from the origins in `empty`. Raises `WeightsError` if a file has
+    changed since it was opened.
     """
     found: dict[int, StoredBytes] = {}
     copied: Counter[str] = Counter()

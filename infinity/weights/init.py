@@ -1,4 +1,4 @@
-"""Models built without memory, and where the values of their parameters come from."""
+"""Builds models without memory, and notes where the values of their parameters come from."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from infinity.weights.taping import Taping
 
 log = logging.getLogger("infinity")
 
-_ATTRIBUTE = "_infinity_origins"  # of a module: by the names of its parameters
+_ATTRIBUTE = "_infinity_origins"  # of a module: the origin of each parameter, by name
 
 
 class Origin(NamedTuple):
-    """How the values of a parameter without memory are made: they are at `place` of `tape`.
+    """Where the values of a parameter without memory come from: `place` of `tape`.
 
     `number` is the id of the parameter when `init` ended.
     """
@@ -36,18 +36,18 @@ class Origin(NamedTuple):
     place: Place
     number: int = 0
     problem: str = ""
-    """Why these are not its values any more."""
+    """Why these are not its values any more; empty if they are."""
 
     def read(self) -> StoredRead | None:
-        """What reads the values from a file, where they are the stored tensor as it is, or some of
-        its rows; else None."""
+        """The operation that reads the values from a file, if they are a whole stored tensor or
+        some of its rows; else None."""
         return None if self.problem else stored_read(self.tape, self.place)
 
     def __deepcopy__(self, memo: object) -> Origin:
         return self
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The values of `parameter`, or of the part of it that this rank has; not to be written."""
+        """The values of `parameter`, or of this rank's part of it. They must not be written."""
         read = self.read()
         values = self.tape.values(self.place) if read is None else read()
         return part_of_values(values, parameter)
@@ -65,35 +65,37 @@ class _Origins(dict[str, Origin]):
 
 
 def part_of_values(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank has of `values`, which are those of all of `parameter`, or its own part."""
+    """This rank's part of `values`, which belong to all of `parameter` or to that part."""
     return values if values.shape == local(parameter).shape else part_in(values, parameter)
 
 
 @contextmanager
 def init(*, exact: bool = True) -> Iterator[None]:
-    """Build modules whose parameters take no memory: they are created on the meta device; buffers
-    are real.
+    """Build modules with parameters that take no memory: they are created on the meta device.
+    Buffers are real.
 
-    `infinity.wrap` gives them values unit by unit: from `weights=`, or those that the constructors
-    wrote (`reset_parameters`, `self.apply(fn)`, `nn.init`, writes to `.data` or under `no_grad`),
-    with the bits of the plain constructors after the same `torch.manual_seed`. What constructors do
-    is noted and done again for one parameter at a time. That takes the memory of one parameter, of
-    the temporary tensors it is made of, and about 10 KB for each that is drawn. Tensors from
-    elsewhere (NumPy, a file) stay in memory until `wrap` is done.
+    `infinity.wrap` gives the parameters values, unit by unit: from `weights=`, or those that the
+    constructors wrote (`reset_parameters`, `self.apply(fn)`, `nn.init`, writes to `.data` or under
+    `no_grad`). The latter have the bits of plain constructors after the same `torch.manual_seed`.
+    The operations of constructors are noted, and run again for one parameter at a time. That takes
+    the memory of one parameter, of the temporary tensors it is made of, and about 10 KB for each
+    parameter that is drawn. Tensors from elsewhere (NumPy, a file) stay in memory until `wrap` is
+    done.
 
-    Random numbers are drawn while models are built, to move the generator on as plain constructors
-    do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
-    that are needed: faster before `weights=`, but with other values than plain constructors give.
+    Random numbers are drawn while models are built, to advance the generator as plain constructors
+    do. `wrap` draws them again. With `exact=False` only `wrap` draws, and only the numbers that are
+    needed. This is faster before `weights=`, but the values differ from those of plain
+    constructors.
 
-    After `init` and before `wrap` a model can be read, copied, changed and run: parameters answer
-    as if they lay on the host, with values that are made for each use. What is written to them is
-    kept in unnamed files where `tempfile` puts files. Ranks that train one model have to draw the
-    same numbers: seed them alike, or give `wrap` a seed.
+    After `init` and before `wrap` a model can be read, copied, changed and run. Its parameters act
+    as if they were on the host, and their values are made for each use. Written values are kept in
+    unnamed files in the directory of `tempfile`. Ranks that train one model must draw the same
+    numbers: seed them alike, or give `wrap` a seed.
 
     `from_pretrained` of transformers reads no weights: `wrap` streams them from their files. Import
-    transformers before; otherwise the weights stay in memory until `wrap` is done.
+    transformers before `init`; otherwise the weights stay in memory until `wrap` is done.
 
-    Only for the thread that enters it. Inside of another one it does nothing.
+    Applies only to the thread that enters it. Inside another `init` it does nothing.
     """
     with nullcontext() if is_building() else _building(exact, named=False):
         yield
@@ -101,7 +103,7 @@ def init(*, exact: bool = True) -> Iterator[None]:
 
 @contextmanager
 def init_zero() -> Iterator[None]:
-    """`init` for what knows DeepSpeed: parameters have its names."""
+    """`init` for code that uses DeepSpeed: parameters have DeepSpeed's names."""
     with _building(exact=True, named=True):
         yield
 
@@ -140,8 +142,8 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Inside, this thread builds as outside of `init`, and what it has built until now can be
-    wrapped. Does nothing outside of `init`."""
+    """Inside the context, this thread builds as outside of `init`. Models that it has built so far
+    can be wrapped. Does nothing outside of `init`."""
     with ExitStack() as stack:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Taping):
@@ -152,20 +154,20 @@ def outside() -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Whether this thread is inside of `init`."""
+    """Whether this thread is inside `init`."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, Taping) and not mode.is_paused for mode in modes)
 
 
 def _note_all(taping: Taping) -> None:
-    """Tell all modules that were built where the values of their parameters come from."""
+    """Store in all modules that were built the origins of their parameters."""
     for module, names in taping.holders.items():
         for name in names:
             _note(module, name, taping)
 
 
 def _note(module: nn.Module, name: str, taping: Taping) -> None:
-    """Tell `module` where the values of its parameter `name` come from."""
+    """Store in `module` the origin of its parameter `name`."""
     parameter = module._parameters.get(name)
     if parameter is None or not taping.is_handle(local(parameter)):
         return
@@ -176,10 +178,11 @@ def _note(module: nn.Module, name: str, taping: Taping) -> None:
 
 
 def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
-    """Give every meta parameter a placeholder of its shape and dtype that takes no memory, tied
-    ones the same one.
+    """Give every meta parameter a placeholder of its shape and dtype that takes no memory. Tied
+    parameters share one.
 
-    Returns by the ids of the placeholders the origins of their values; None where nobody knows any.
+    Returns the origins of their values, by the ids of the placeholders; None if the origin is not
+    known.
     """
     made: dict[int, nn.Parameter] = {}
     origins: dict[int, Origin | None] = {}
@@ -236,8 +239,8 @@ def _origin_of(
 
 
 def divide_origin(module: nn.Module, name: str, weight: Any, tiles: Sequence[nn.Module]) -> None:
-    """The values of the `weight`s of `tiles`, which are parts of parameter `name` of `module`, come
-    from where those of this `weight` do."""
+    """Give the `weight`s of `tiles` their origins. They are parts of `weight`, parameter `name` of
+    `module`, and so are their values."""
     origin = _origin_of(module, name, weight, _tapes(module)) if weight.is_meta else None
     if origin is None:
         return
@@ -251,7 +254,8 @@ def divide_origin(module: nn.Module, name: str, weight: Any, tiles: Sequence[nn.
 
 
 def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:
-    """The buffers of `model` on the meta device, and where their values come from."""
+    """The origins of the buffers of `model` on the meta device, by name; None if the origin is not
+    known."""
     tapes = _tapes(model)
     return {
         name: next((Origin(tape, tape.place(buffer)) for tape in tapes if tape.cell(buffer)), None)
@@ -261,8 +265,8 @@ def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:
 
 
 def check_values(model: nn.Module, origins: Mapping[int, Origin | None]) -> None:
-    """Raise `ConfigError` for the first parameter of `origins` (by ids) that has no values, and log
-    a warning for those that no constructor wrote."""
+    """Raise `ConfigError` for the first parameter of `origins` (by ids) that has no values. Log a
+    warning for each parameter that no constructor wrote."""
     for name, parameter in model.named_parameters():
         if id(parameter) not in origins:
             continue
@@ -284,13 +288,14 @@ def check_values(model: nn.Module, origins: Mapping[int, Origin | None]) -> None
 
 
 def seed_values(origins: Mapping[int, Origin | None], seed: int) -> None:
-    """From now on, values are those of constructors after `torch.manual_seed(seed)`."""
+    """From now on, values are those of constructors after `torch.manual_seed(seed)`. Raises
+    `ConfigError` if a constructor read numbers that it drew."""
     for origin in origins.values():
         if origin is not None:
             origin.tape.seeded(seed)
 
 
 def forget(model: nn.Module) -> None:
-    """All parameters of `model` have values now."""
+    """Remove the origins from the modules of `model`: all parameters have values now."""
     for module in model.modules():
         vars(module).pop(_ATTRIBUTE, None)

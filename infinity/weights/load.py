@@ -1,14 +1,13 @@
-"""The first values of the units: from safetensors, from the model, or from the modules' own
-initialisation.
+"""Writes the first values of the units: from stored tensors, from the model, or from its
+constructors.
 
 [Note: low bits]
-`Config.precision` may store parameters in fewer bits than their values come with: an fp32 model, or
-fp32 safetensors, in bf16. A trainable unit has a master block, with room for these bits. So its
-master is written from the value in fp32, and takes the rounded parameter along: training goes on
-from the weights that were given. Everywhere else nothing but the parameter is written, and the
-master is the parameter, widened. The choice follows from dtypes alone, never from values, so that
-all ranks choose alike. It costs the bytes of the master once more, 2 or 4 per parameter, and the
-flat buffer of one unit in fp32.
+`Config.precision` may store parameters in fewer bits than their source: an fp32 model, or fp32
+safetensors, in bf16. A trainable unit has a master block with room for the other bits. So its
+master is written from the fp32 values, and the rounded parameter with it. Training then starts from
+the exact weights. In all other cases only the parameter is written, and the master is the
+parameter, widened. The choice depends on dtypes, never on values, so all ranks choose alike. It
+costs a write of the master, 2 or 4 bytes per parameter, and a flat buffer of one unit in fp32.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class FirstValues(Protocol):
         """The dtype in which `name` is stored."""
 
     def stored(self, name: str) -> StoredBytes | None:
-        """Where the bytes of `name` lie in a safetensors file, as the model wants them; None where
-        they do not. Raises `WeightsError` where that file has changed."""
+        """The place of the bytes of `name` in a safetensors file, if they lie there as the model
+        uses them; else None. Raises `WeightsError` if that file has changed."""
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
         """Copy `name`, or the part of it within `bounds`, into `target` of the same shape,
@@ -64,7 +63,8 @@ class FirstValues(Protocol):
 
 
 class Weights:
-    """The tensors of `where` for a model, by the names of its parameters and buffers."""
+    """The tensors of `where` for a model, by the names of its parameters and buffers; see
+    `FirstValues`."""
 
     def __init__(self, matches: Matches, names: Mapping[str, str], exact: set[str]) -> None:
         self.where = matches.tensors.where
@@ -76,21 +76,16 @@ class Weights:
         return name in self._exact or self._names.get(name, "") in self._matches
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which `name` is stored."""
         if name in self._exact:
             return self._matches.tensors.dtype(name)
         return self._matches.dtype(self._names[name])
 
     def stored(self, name: str) -> StoredBytes | None:
-        """Where the bytes of `name` lie in a safetensors file, as the model wants them; None where
-        they do not. Raises `WeightsError` as `Tensors.stored`."""
         if name in self._exact:
             return self._matches.tensors.stored(name)
         return self._matches.stored(self._names[name])
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
-        """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape,
-        converting the dtype."""
         if name in self._exact:
             target.copy_(self._matches.tensors.read(name, bounds))
         else:
@@ -98,11 +93,11 @@ class Weights:
 
 
 def open_weights(source: Source, model: nn.Module) -> Weights:
-    """Open the tensors of `source` (see `open_tensors`), and find those for `model`, under the
-    names and in the layouts that transformers and PEFT know.
+    """Open the tensors of `source` (see `open_tensors`) and match them with `model`, by the names
+    and layouts that transformers and PEFT use.
 
-    Logs what is missing, left over and renamed. Raises `ConfigError` where nothing can be read, or
-    a shape differs, and `WeightsError` where nothing fits.
+    Logs missing, unused and renamed tensors. Raises `ConfigError` if nothing can be read or a shape
+    differs, and `WeightsError` if no tensor fits.
     """
     tensors = open_tensors(source)
     prefix, pretrained = pretrained_in(model)
@@ -134,8 +129,8 @@ def open_weights(source: Source, model: nn.Module) -> Weights:
 
 
 def missing_in(weights: Weights, model: nn.Module) -> list[str]:
-    """The parameters of `model` that `weights` lack, adapters of PEFT aside; tied ones count
-    once."""
+    """The names of the parameters of `model` that `weights` lack, without adapters of PEFT. Tied
+    parameters count once."""
     lacking = [
         names[0].name
         for names in sources_of(model).values()
@@ -145,7 +140,7 @@ def missing_in(weights: Weights, model: nn.Module) -> list[str]:
 
 
 def check_complete(weights: Weights, model: nn.Module) -> None:
-    """Raise `WeightsError` where `weights` lack a parameter of `model`."""
+    """Raise `WeightsError` if `weights` lack a parameter of `model` that PEFT has not added."""
     absent = missing_in(weights, model)
     if absent:
         raise WeightsError(
@@ -158,7 +153,8 @@ def _some(names: Sequence[str], most: int) -> str:
 
 
 def _report(weights: Weights, matches: Matches, model: nn.Module) -> None:
-    """Log how names differ. Raises `WeightsError` where no parameter has a tensor."""
+    """Log missing, unused and renamed tensors. Raises `WeightsError` if no parameter has a
+    tensor."""
     absent = missing_in(weights, model)
     if not any(name in weights for name, _ in named_wholes(model)):
         check_complete(weights, model)
@@ -213,8 +209,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def buffer_names(model: nn.Module) -> dict[str, str]:
-    """By every name of a persistent buffer the one of `persistent_buffers`. A module in several
-    places gives its buffers several."""
+    """For every name of a persistent buffer, its name in `persistent_buffers`. A buffer of a module
+    in several places has several names."""
     first: dict[int, str] = {}
     names = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -232,13 +228,14 @@ def fill_units(
     seed: int | None,
     kept: bool = False,
 ) -> None:
-    """Move every unit to its tier, one after the other, so that no more than one is whole at a
-    time. Those that are `kept` are there already, and what their parameters hold is let go.
+    """Move the units to their tiers, one after the other, so that only one at a time is whole in
+    memory. If they are `kept`, they are on their tiers already, and only the data of the parameters
+    is released.
 
-    Values come from `weights`; without them from the parameters, and for those whose ids are in
-    `empty` from what their constructors wrote, drawn anew where a `seed` is given. Raises
-    `ConfigError` before anything is moved where there are none. What the parameters held is freed
-    if nobody else holds it. See [Note: low bits].
+    Values come from `weights`. For a parameter that `weights` lack, they come from the parameter
+    itself, or from its constructor if its id is in `empty`. With a `seed`, constructors draw again.
+    Raises `ConfigError` before any move if a parameter or buffer has no values. The old data of a
+    parameter is freed unless other code refers to it. See [Note: low bits].
     """
     buffers = meta_buffers(model)
     sources = sources_of(model)
@@ -313,11 +310,11 @@ def _kept_of(
     empty: Mapping[int, Origin | None],
     weights: FirstValues | None,
 ) -> tuple[Kind, torch.dtype]:
-    """What of `unit` is written first, its parameters or its masters, and the dtype in which its
-    values are put together.
+    """The block of `unit` that is written first, PARAM or MASTER, and the dtype of the flat buffer
+    for its values.
 
-    `names` are those of its parameters in `weights`. Parameters of the modules' own initialisation
-    are drawn in their own dtype, as without the engine, and rounded after that.
+    `names` has the names of its parameters in `weights`, or "". Constructors draw parameters in
+    their own dtype, as without the engine. The values are rounded after that.
     """
     sources = [
         p.dtype if weights is None or not name else weights.dtype(name)
@@ -336,8 +333,8 @@ def _kept_of(
 
 
 def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether `stored` cannot hold every value of `source`, a type of floating-point numbers. fp16
-    and bf16 hold neither all values of the other."""
+    """Whether `source`, a floating-point dtype, has values that `stored` lacks. This is true for
+    fp16 and bf16 both ways."""
     return (
         source.is_floating_point
         and source.itemsize > 1
@@ -346,27 +343,27 @@ def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
 
 
 class _DrawnValues:
-    """The values that constructors gave parameters. Those of a weight in tiles are made once for
-    all tiles that follow each other."""
+    """The values that constructors gave parameters. The values of a weight in tiles are made once
+    for consecutive tiles."""
 
     def __init__(self) -> None:
         self._cell: Cell | None = None
         self._memory: torch.UntypedStorage | None = None
 
     def of(self, origin: Origin, parameter: nn.Parameter) -> torch.Tensor:
-        """The values of `parameter`; not to be written."""
+        """The values of `parameter`. They must not be written."""
         cell = origin.place.cell
         if origin.read() is not None or origin.place.is_whole():
             self._cell = self._memory = None
             return origin.values(parameter)
         if self._memory is None or self._cell is not cell:
-            self._memory = None  # freed before the next one is made
+            self._memory = None  # freed before the next memory is made
             self._cell, self._memory = cell, origin.tape.memory(cell)
         return part_of_values(origin.place.over(self._memory), parameter)
 
 
 class SourceName(NamedTuple):
-    """A name under which there may be values, and the indices that take those of a parameter out of
+    """A name that may have values, and the indices that take the values of a parameter out of
     them."""
 
     name: str
@@ -374,7 +371,7 @@ class SourceName(NamedTuple):
 
 
 def sources_of(model: nn.Module) -> dict[int, list[SourceName]]:
-    """Where values of each parameter may be found, by its id: first in what it is a tile of."""
+    """The possible sources of each parameter, by its id: first the weight that it is a tile of."""
     found = {
         number: [SourceName(place.name, place.bounds) for place in places]
         for number, places in tile_places(model).items()

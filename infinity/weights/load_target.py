@@ -1,4 +1,4 @@
-"""What stands for a parameter while torch loads a state dict."""
+"""Stand-ins for parameters while torch loads a state dict."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 
 class LoadTarget(torch.Tensor):
-    """Stands for a parameter while torch loads a state dict: it has its shape, and keeps what is
-    copied into it."""
+    """Stands for a parameter while torch loads a state dict. It has its shape, and keeps the tensor
+    that is copied into it."""
 
     _is_param = True  # for `isinstance(target, nn.Parameter)`
     given: torch.Tensor | None = None
-    """What was copied into it."""
+    """The tensor that was copied into it."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> LoadTarget:
-        """One for `parameter`."""
+        """A target for `parameter`."""
         some = torch.empty((), dtype=parameter.dtype, device=parameter.device)
         target = some.expand(parameter.shape).as_subclass(cls)
         target.requires_grad_(parameter.requires_grad)
@@ -35,7 +35,8 @@ class LoadTarget(torch.Tensor):
 
 
 class Loaded(NamedTuple):
-    """What a load has for `parameter`: `value`, which takes its place where it is `assigned`."""
+    """The `value` that a load has for `parameter`. If it is `assigned`, it replaces the
+    parameter."""
 
     parameter: torch.Tensor
     value: torch.Tensor
@@ -45,8 +46,8 @@ class Loaded(NamedTuple):
 def load_into_targets(
     module: nn.Module, kept: Mapping[str, torch.Tensor], load: Callable[[], object]
 ) -> list[Loaded]:
-    """What `load` of a state dict has for those parameters of `module` that are `kept`, by their
-    names. Meanwhile targets stand for them; `load` writes the others."""
+    """Run `load` of a state dict into `module`, with targets in the place of the parameters that
+    are `kept`, by name. Returns the values for these. `load` writes the other parameters."""
     held = module._parameters
     targets: dict[str, Any] = {name: LoadTarget.of(each) for name, each in kept.items()}
     vars(module)["_parameters"] = after = {**targets, **held, **targets}

@@ -1,8 +1,9 @@
-"""Buffers of a model of `from_pretrained` that neither its files nor its `_init_weights` have.
+"""Restores buffers of a model of `from_pretrained` that neither its files nor its `_init_weights`
+have.
 
-transformers builds the model on the meta device. So what a constructor computes for such a buffer
-is lost, and transformers leaves what was in memory. Here the constructor runs once more, with
-parameters alone on the meta device, and the buffers are those that it makes.
+transformers builds the model on the meta device. So the values that a constructor computes for such
+a buffer are lost, and transformers leaves it uninitialized. Here the constructor runs once more,
+with only parameters on the meta device. The model gets the buffers of that run.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ log = logging.getLogger("infinity")
 
 _MOVE = "_move_missing_keys_from_meta_to_device"
 _MARK = 0xA5
-"""The bytes of a buffer until something is written."""
+"""Each byte of a buffer until the buffer is written."""
 
 
 @dataclass(frozen=True)
 class PretrainedCall:
-    """How `from_pretrained` was called: for a class, with arguments beside the configuration."""
+    """A call of `from_pretrained`: its class, and its arguments."""
 
     kind: type[nn.Module]
     values: Sequence[Any]
     options: Mapping[str, Any]
 
     def build(self, config: Any, dtype: torch.dtype | None) -> nn.Module:
-        """The model once more, with buffers in memory and parameters on the meta device. Random
-        numbers that it draws leave the generator where it was."""
+        """Build the model once more, with buffers in memory and parameters on the meta device. The
+        CPU generator keeps its state."""
         from transformers import initialization
         from transformers.modeling_utils import local_torch_dtype
 
@@ -55,7 +56,7 @@ class PretrainedCall:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, parameters lose their memory as modules register them."""
+    """Inside the context, parameters lose their memory as modules register them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -75,9 +76,9 @@ def _parameters_on_meta() -> Iterator[None]:
 def found_again(
     taping: Taping, model: nn.Module, call: PretrainedCall, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Inside, transformers gives `model` what its files do not have. At the end, buffers that got
-    nothing are those of another run of its constructor; where that fails, a warning names them, and
-    they are zeros."""
+    """Inside the context, transformers gives `model` the values that its files lack. At the end,
+    buffers that were not written get the values of another run of its constructor. If it gives
+    none, they are zeros, and a warning names them."""
     names = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     move = getattr(model, _MOVE)
 
@@ -120,12 +121,12 @@ def _fill(
     made: dict[str, torch.Tensor] = {}
     try:
         made = dict(call.build(getattr(model, "config", None), dtype).named_buffers())
-    except Exception as error:  # of the constructor, which is not ours
+    except Exception as error:  # of the constructor, which is foreign code
         problem = f" ({type(error).__name__}: {error})"
     for name, buffer in lost.items():
         value = made.get(name, buffer)
         is_good = value is not buffer and value.shape == buffer.shape and not value.is_meta
-        with taping.paused(False):  # what follows may compute a parameter of it
+        with taping.paused(False):  # noted, because a parameter may be computed of it
             buffer.copy_(value if is_good else torch.zeros_like(buffer))
         if is_good:
             continue

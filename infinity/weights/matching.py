@@ -1,15 +1,15 @@
-"""Which stored tensors become which parameters.
+"""Matches stored tensors with the parameters that they become.
 
 [Note: names]
-Files of transformers have the names and layouts of the day they were made. `transformers` renames
-and converts them as it loads (`WeightRenaming`, `WeightConverter`): the experts of Mixtral lie in
-files of one matrix each, and in one tensor in the model. We ask for these rules and apply them to
-names first. A conversion then runs on the meta device, to see which parameters come of it and with
-which shapes; and on values only when one of them is wanted. It takes the memory of the tensors of
-one conversion, twice.
+Files of transformers have the names and layouts of the version that wrote them. `transformers`
+renames and converts them as it loads (`WeightRenaming`, `WeightConverter`). Example: each expert of
+Mixtral is a matrix of its own in files, and all are one tensor in the model. This file gets these
+rules and applies them to names first. A conversion then runs on the meta device, to find the names
+and shapes of its parameters. It runs on values only when one of these parameters is read. That
+takes twice the memory of the tensors of one conversion.
 
 PEFT puts a model into `base_model.model`, its linear layers into `base_layer`, and copies of heads
-into `modules_to_save`. Files of the plain model know none of these, so they are left out of names.
+into `modules_to_save`. Files of the plain model have none of these, so they are removed from names.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from infinity.tiers.originals import StoredBytes
 from infinity.weights.tensors import Tensors
 
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-"""What PEFT adds to names."""
+"""The parts that PEFT adds to names."""
 
 
 @dataclass
 class Conversion:
-    """A `WeightConverter` of transformers, and the tensors that it takes, by its patterns."""
+    """A `WeightConverter` of transformers, and its `sources`: a pattern and a stored name for each
+    tensor."""
 
     rule: Any
     target: str
-    """The first parameter that comes of it."""
+    """The first parameter that it makes."""
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self, pretrained: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters that come of `tensors`, by name. Raises what the conversion raises."""
+        """The parameters that it makes of `tensors`, by name. Raises the errors of the
+        conversion."""
         rule = deepcopy(self.rule)
         for pattern, name in self.sources:
             rule.add_tensor(self.target, name, pattern, tensors[name])
@@ -54,10 +56,11 @@ class Conversion:
 
 
 class Matches:
-    """Where each parameter and persistent buffer of a model comes from.
+    """The stored tensors of each parameter and persistent buffer of a model.
 
-    `missing`, `unexpected` and `renamed` (by the names in the files) say what differs. `wrong` has
-    the name, stored shape and wanted shape of tensors that do not fit.
+    `missing` has the names that only the model has, `unexpected` the names that only the files
+    have. `renamed` has names of the model by names in the files. `wrong` has the name, stored shape
+    and wanted shape of tensors that do not fit.
     """
 
     def __init__(self, tensors: Tensors, pretrained: Any) -> None:
@@ -76,32 +79,31 @@ class Matches:
         return name in self.direct or name in self.converted
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `name` is stored in."""
         direct = self.direct.get(name)
         return self._dtypes[name] if direct is None else self.tensors.dtype(direct)
 
     def stored(self, name: str) -> StoredBytes | None:
-        """Where the bytes of `name` lie in a file; None where it is converted, or in no safetensors
-        file. Raises `WeightsError` as `Tensors.stored`."""
+        """The place of the bytes of `name` in a safetensors file. None if it is converted, or lies
+        in no such file. Raises `WeightsError` as `Tensors.stored`."""
         direct = self.direct.get(name)
         return None if direct is None else self.tensors.stored(direct)
 
     def read(self, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The values of `name`, or the part of them within `bounds`; not to be written."""
+        """The values of `name`, or the part of them within `bounds`. They must not be written."""
         direct = self.direct.get(name)
         if direct is not None:
             return self.tensors.read(direct, bounds)
         conversion = self.converted[name]
         if self._last[0] is not conversion:
-            self._last = (None, {})  # frees those of the one before
-            # Copies, because nobody says that transformers does not convert in place.
+            self._last = (None, {})  # frees the tensors of the conversion before
+            # Copies, because transformers may convert in place.
             read = {source: self.tensors.read(source).clone() for _, source in conversion.sources}
             self._last = (conversion, conversion.run(self.pretrained, read))
         values = self._last[1][name]
         return values[bounds] if bounds else values
 
     def convert(self, conversion: Conversion, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Note what comes of `conversion`. Raises `ConfigError` where it cannot work."""
+        """Note the parameters that `conversion` makes. Raises `ConfigError` if it fails."""
         tensors = self.tensors
         empty = {
             name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
@@ -126,8 +128,8 @@ class Matches:
 
 @dataclass(frozen=True)
 class StoredRead:
-    """Reads parameter `name` of `matches`, or what `bounds` take out of it, when it is called, in
-    `dtype`."""
+    """Reads parameter `name` of `matches`, or the part of it within `bounds`, in `dtype`, when it
+    is called."""
 
     matches: Matches
     name: str
@@ -145,11 +147,11 @@ def match(
     wanted: Mapping[str, tuple[int, ...]],
     rules: Sequence[Any] | None = None,
 ) -> Matches:
-    """Find the tensors for `wanted`, the shapes of parameters and buffers by their names in
-    `pretrained`, a model of transformers, or in any other model (None). Stored names may begin with
-    `prefix`.
+    """Find the tensors for `wanted`: the shapes of the parameters and buffers of a model, by their
+    names. `pretrained` is the model, if it is one of transformers, else None. Stored names may
+    begin with `prefix`. Raises `ConfigError` if a conversion fails.
 
-    `rules` are those of transformers for this model, unless others are given.
+    By default `rules` are those of transformers for this model.
     """
     found = Matches(tensors, pretrained)
     converters, rename, in_order = _rules_of(pretrained, prefix, wanted, rules)
@@ -180,8 +182,8 @@ def match(
 def _rules_of(
     pretrained: Any, prefix: str, wanted: Mapping[str, object], rules: Sequence[Any] | None
 ) -> tuple[list[Any], Callable[[str], tuple[str, str | None]], Callable[[str], Any]]:
-    """The converters for a model, what renames a stored name (and says by which pattern of a
-    converter), and the order in which names are taken."""
+    """The converters for a model, a function `rename`, and the sort key of stored names. `rename`
+    returns the new name of a stored name, and the pattern of its converter."""
     if pretrained is None:
         return [], lambda key: (plain_name(key, prefix), None), lambda key: key
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -208,7 +210,8 @@ def _rules_of(
 
 
 def pretrained_in(model: nn.Module) -> tuple[str, Any]:
-    """The outermost model of transformers in `model`, and its prefix there; None without one."""
+    """The name prefix of the outermost model of transformers in `model`, and that model; `""` and
+    None without one."""
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is not None:
         for path, module in model.named_modules():
@@ -218,7 +221,7 @@ def pretrained_in(model: nn.Module) -> tuple[str, Any]:
 
 
 def plain_name(name: str, prefix: str = "") -> str:
-    """The name of a parameter without `prefix` and without what PEFT adds."""
+    """The name of a parameter without `prefix` and without the parts that PEFT adds."""
     return _PEFT.sub("", name.removeprefix(prefix))
 
 
@@ -230,8 +233,7 @@ def is_adapter(model: nn.Module, name: str) -> bool:
 
 @contextmanager
 def all_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, every adapter of PEFT counts as trainable if any does, also one that is not active
-    now."""
+    """Inside the context, every adapter of PEFT is trainable if any is, also an inactive one."""
     adapters = {n: p for n, p in model.named_parameters() if is_adapter(model, n)}
     resting = [n for n, p in adapters.items() if not p.requires_grad and p.is_floating_point()]
     if len(resting) == len(adapters):
@@ -241,6 +243,6 @@ def all_adapters(model: nn.Module) -> Iterator[None]:
     del adapters
     try:
         yield
-    finally:  # by name, because others may stand in for them by now
+    finally:  # by name, because they may have been replaced
         for name in resting:
             model.get_parameter(name).requires_grad_(False)

@@ -1,10 +1,10 @@
-"""`from_pretrained` of transformers inside of `infinity.init()`: its parameters are read from their
+"""`from_pretrained` of transformers inside `infinity.init()`: its parameters are read from their
 files later, one at a time.
 
-transformers builds the model on the meta device, loads its weights, and initialises what the files
-lack. We replace the second of these steps: to read a tensor becomes an operation on the tape. So
-what comes after it (heads that are initialised, embeddings that are resized) works as with any
-other constructor. transformers ties, initialises and reports as usual.
+transformers builds the model on the meta device, loads its weights, and initializes the parameters
+that the files lack. This file replaces the second step: a read of a tensor becomes an operation on
+the tape. So later code, which initializes heads or resizes embeddings, works as after any other
+constructor. transformers ties, initializes and reports as usual.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _ALL = "from_pretrained"
 _LOAD = "_load_pretrained_model"
 _FINISH = "_finalize_model_loading"
 _INITIALIZED = "_is_hf_initialized"
-"""By which transformers knows what it must not initialise."""
+"""The attribute of tensors that transformers must not initialize."""
 
 
 @contextmanager
 def streamed(taping: Taping) -> Iterator[None]:
-    """Inside, `from_pretrained` notes on the tape of `taping` from which files the values of each
-    parameter come.
+    """Inside the context, `from_pretrained` notes on the tape of `taping` which files have the
+    values of each parameter.
 
-    Does nothing where transformers was not imported.
+    Does nothing if transformers was not imported.
     """
     if "transformers" not in sys.modules:
         yield
@@ -58,7 +58,7 @@ def streamed(taping: Taping) -> Iterator[None]:
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         calls.append(PretrainedCall(cls, args[1:], options))
         try:
-            with taping.paused():  # what the model draws while it is built is not used
+            with taping.paused():  # numbers drawn while it is built are not used
                 return whole(cls, *args, **options)
         finally:
             calls.pop()
@@ -91,7 +91,8 @@ def streamed(taping: Taping) -> Iterator[None]:
 
 
 def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, options: Any) -> Any:
-    """Note where the values of `model` come from; returns what `_load_pretrained_model` does."""
+    """Note where the values of `model` come from. Returns the result of
+    `_load_pretrained_model`."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     _check(model, options)
@@ -106,7 +107,7 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
     with taping.paused():
         there = model.state_dict()
         wanted = {name: tuple(value.shape) for name, value in there.items()}
-        # Conversions look into the model, where other modules may be by the time that they run.
+        # Conversions read the model when they run, and its modules may be replaced before that.
         outline = model if options.hf_quantizer is None else deepcopy(model)
         matches = match(tensors, outline, "", wanted, rules)
         wrong = {name for name, _, _ in matches.wrong}
@@ -126,7 +127,7 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
 
 
 def _check(model: Any, options: Any) -> None:
-    """Raise `ConfigError` for what cannot be put off."""
+    """Raise `ConfigError` for options that do not allow reads later."""
     name = f"{type(model).__name__}.from_pretrained inside infinity.init()"
     if options.hf_quantizer is not None and not _is_dense(options.hf_quantizer):
         config = options.hf_quantizer.quantization_config
@@ -152,12 +153,12 @@ def _is_dense(quantizer: Any) -> bool:
     """Whether parameters are plain tensors after `quantizer` has loaded them."""
     if not quantizer.pre_quantized:
         return False
-    keeps_blocks = getattr(quantizer, "supported", True)  # of a GGUF file; else unpacks them all
+    keeps_blocks = getattr(quantizer, "supported", True)  # of GGUF: False if it unpacks all blocks
     return not keeps_blocks or getattr(quantizer.quantization_config, "dequantize", False)
 
 
 def _convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
-    """Give the parameters that stay in fp32 that dtype, as transformers does."""
+    """Give parameters the dtypes in `plan`, as transformers does: some stay in fp32."""
     if not plan:
         return
     from transformers.core_model_loading import build_glob_alternation
@@ -170,7 +171,8 @@ def _convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
 
 
 def _read_later(taping: Taping, model: nn.Module, name: str, matches: Matches) -> None:
-    """Have the parameter or buffer `name` read from its file when its values are needed."""
+    """Have the parameter `name` read from its file when its values are needed. A buffer is read
+    now."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     given = module._parameters.get(key)
@@ -186,15 +188,15 @@ def _read_later(taping: Taping, model: nn.Module, name: str, matches: Matches) -
         handle = torch.empty_like(given, device="meta", requires_grad=False)
         place = taping.tape.place(handle, torch.device("cpu"))
         taping.tape.note(Operation(read, [], {}, [place], []))
-        # As transformers does, whatever the constructor has frozen.
+        # As transformers does, also if the constructor has frozen it.
         parameter = taping.parameter_kind(handle, requires_grad=given.is_floating_point())
         vars(parameter)[_INITIALIZED] = True
     setattr(module, key, parameter)
 
 
 def _equal_to_tied(model: Any, matches: Matches) -> set[str]:
-    """The parameters that are tied to another one whose stored values are the same: transformers
-    ties them when it takes them for missing."""
+    """The parameters that are tied to a parameter with the same stored values. transformers ties
+    them if they count as missing."""
     return {
         target
         for target, source in getattr(model, "all_tied_weights_keys", {}).items()

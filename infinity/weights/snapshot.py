@@ -1,4 +1,4 @@
-"""A model as `infinity.wrap` found it, to be put back exactly so when that fails."""
+"""The state of a model before `infinity.wrap`, to be restored exactly if `wrap` fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 class Snapshot:
-    """Keeps what `model` is made of: classes, attributes and tables of its modules, classes and
-    data of its parameters.
+    """Keeps the classes, attributes and tables of the modules of `model`, and the classes and data
+    of its parameters.
 
-    Data is kept by reference, so its memory is given back when the last step of `wrap` is done, and
-    not before. That adds nothing to the peak of host memory: the arenas are there as a whole before
-    the first parameter moves.
+    Data is kept by reference, so its memory is freed only when the last step of `wrap` is done.
+    That does not raise the peak of host memory: the arenas are allocated as a whole before the
+    first parameter moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,11 +40,11 @@ class Snapshot:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of before."""
+        """The parameters of the model before `wrap`."""
         return [parameter for parameter, _, _ in self._parameters]
 
     def keep_contents(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Copy what is in `buffers`, which are going to be written in place."""
+        """Copy the content of `buffers`, which will be written in place."""
         self._contents = [(local(buffer), local(buffer).clone()) for buffer in buffers]
 
     def restore(self) -> None:
@@ -53,7 +53,7 @@ class Snapshot:
             if type(module) is not kind:  # it was put into tiles
                 module.__class__ = kind
         for table, entries in self._tables:
-            table.clear()  # what comes back to it keeps its place
+            table.clear()  # entries that come back keep their order
             table.update(entries)
         for parameter, form, data in self._parameters:
             if isinstance(parameter, ShardedParameter):

@@ -1,20 +1,28 @@
-"""What constructors did to tensors, written down so that the values of one parameter can be made
-again later, alone and to the bit.
+"""Notes the operations of constructors on tensors, so that the values of one parameter can be made
+again later, alone and bit for bit.
 
 [Note: replay]
-A `Tape` is a list of operations in the order in which they ran. Tensors in it are places in
-`Cell`s: a cell is the memory of one storage. To make the values of a cell, `Tape.values` walks the
-list backward and takes each operation that wrote a cell that is still needed; what it read is
-needed, too. An operation that writes a whole cell ends the need for it. The operations taken run
-forward on real memory, and a cell is dropped after its last use. So it takes the memory of one
-parameter and of the temporary tensors it is made of.
+A `Tape` is a list of operations in the order in which they ran. A tensor in it is a `Place` in a
+`Cell`, the memory of one storage. To make the values of a cell, `Tape.slice` walks the list
+backward. It takes each operation that wrote a needed cell. The cells that this operation read are
+needed, too. An operation that overwrites a whole cell ends the need for it. The operations taken
+then run forward on real memory. Each cell is dropped after its last use. So a replay takes the
+memory of one parameter and of the temporary tensors it is made of.
+
+Example: the slice of w has operations 3, 2 and 0. Number 2 overwrites w, so number 1 is not needed.
+
+    0  t.normal_()    writes t
+    1  w.zero_()      writes w
+    2  w.copy_(t)     reads t, overwrites w
+    3  w.mul_(2)      reads and writes w
+    4  u.fill_(1)     writes u
 
 [Note: random numbers]
 The CPU generator of torch cannot skip numbers. So an operation that draws keeps the state of the
-generator before it (5 KB), which the replay sets. Where draws were put off (`infinity.init(
-exact=False)`), there is no state: the first replay takes the generator as it is, and keeps that
-state for another one. Under a seed (`seeded`) all draws of the tape run once more, one after the
-other, to find the states of a plain constructor after `torch.manual_seed(seed)`.
+generator before it (5 KB), and the replay sets this state. With `infinity.init(exact=False)` there
+is no state: the first replay draws from the present state, and keeps it for later replays. `seeded`
+runs all draws of the tape once more, in order, to find the states of a plain constructor after
+`torch.manual_seed(seed)`.
 """
 
 from __future__ import annotations
@@ -40,14 +48,14 @@ UNINITIALISED = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
-"""Operators whose results hold nothing."""
+"""Operators with results that have no values."""
 _CPU = torch.device("cpu")
 
 
 class Cell:
-    """The memory of one storage, or of a parameter's handle and of the tensor it was made from.
+    """The memory of one storage, or of a parameter's handle and the tensor it was made from.
 
-    `given` is a tensor over memory that no operation of the tape made, and `version` its version
+    `given` is a tensor over memory that no operation of the tape made, and `version` is its version
     when it was first used.
     """
 
@@ -59,16 +67,16 @@ class Cell:
         self.handle: torch.UntypedStorage | None = None
         """The storage without memory that stands for this cell in parameters."""
         self.is_ahead = False
-        """Whether the handle was written, and the memory it was made from was not."""
+        """Whether the handle was written, but not the memory it was made from."""
         self.is_shown = False
-        """Whether others may write the memory, out of sight."""
+        """Whether other code may write the memory without an operation on the tape."""
         self.is_taken = False
         """Whether a wrapped model has its values, and changes them."""
         self._is_kept = False
         self._reserved: np.ndarray | None = None
 
     def address(self) -> int:
-        """An address that no other memory has while the cell lives. Nothing can be read there."""
+        """An address that no other memory has while the cell lives. It cannot be read."""
         if self._reserved is None:
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             memory = mmap.mmap(-1, max(self.nbytes, 1), flags=private, prot=0)
@@ -76,7 +84,7 @@ class Cell:
         return self._reserved.ctypes.data
 
     def keep(self) -> None:
-        """The memory is going to be written: keep what it holds, if no operation made it."""
+        """The memory will be written: keep its content, if no operation made it."""
         if self.given is not None and not self._is_kept:
             self.given = torch.empty(0, dtype=torch.uint8, device=self.device).set_(
                 self.given.untyped_storage().clone()
@@ -107,15 +115,16 @@ class Place:
         )
 
     def is_whole(self) -> bool:
-        """Whether it has every byte of the cell."""
+        """Whether it has every byte of the cell, once."""
         elements = torch.Size(self.size).numel()
         return elements * self.dtype.itemsize == self.cell.nbytes and elements == 1 + sum(
             (size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)
         )
 
     def rows_of(self, whole: Place) -> tuple[slice, ...] | None:
-        """The indices that take it out of `whole`, a plain tensor over the whole cell: () for all
-        of that; None where it is anything else than some rows."""
+        """The indices that take it out of `whole`. () if it is all of `whole`. None if it is
+        anything else than a range of rows, or if `whole` is not a contiguous tensor over the whole
+        cell."""
         if not whole._is_plain() or self.dtype is not whole.dtype or self.stride != whole.stride:
             return None
         if self.size == whole.size:
@@ -126,15 +135,16 @@ class Place:
         return None if left else (slice(begin, begin + self.size[0]),)
 
     def _is_plain(self) -> bool:
-        """Whether it is the whole cell, row after row."""
+        """Whether it is a contiguous tensor over the whole cell."""
         shape = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
         return self.is_whole() and self.offset == 0 and shape.is_contiguous()
 
 
 @dataclass
 class Operation:
-    """One call on tensors: `args` and `kwargs` have places for them, `results` the places of the
-    tensors it made (None for others), `written` those that it wrote."""
+    """One call on tensors. `args` and `kwargs` have places instead of tensors. `results` has the
+    places of the tensors that it made, and None for other results. `written` has the places that it
+    wrote."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -142,62 +152,64 @@ class Operation:
     results: list[Place | None]
     written: list[Place]
     overwrites: bool = False
-    """Whether what `written` held before does not matter."""
+    """Whether it replaces the content of `written` and does not read it."""
     draws: bool = False
     generator: torch.Generator | None = None
-    """The one that a constructor gave; else draws are from the default one of their device."""
+    """The generator that a constructor gave; None for the default generator of the device."""
     state: torch.Tensor | None = None
-    """Of the generator, before it ran."""
+    """The state of the generator before it ran."""
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that it runs on."""
         return next((p.cell.device for p in (*self.written, *_there(self.results))), _CPU)
 
     @property
     def is_uninitialised(self) -> bool:
-        """Whether it makes a tensor that holds nothing."""
+        """Whether it makes a tensor without values."""
         return getattr(getattr(self.function, "_schema", None), "name", "") in UNINITIALISED
 
     def read(self) -> Iterator[Cell]:
-        """The cells whose content it needs."""
+        """The cells that it reads."""
         used = [] if self.is_uninitialised else list(places((self.args, self.kwargs)))
         for place in self.written if self.overwrites else ():
-            used.remove(place)  # once: it may be copied from, too
+            used.remove(place)  # once: it may also be read
         yield from (place.cell for place in used)
 
     def changed(self) -> Iterator[Cell]:
-        """The cells that hold something else after it ran."""
+        """The cells that it changes."""
         yield from {place.cell for place in (*self.written, *_there(self.results))}
 
     def made(self) -> Iterator[Cell]:
-        """The cells that hold nothing of what they held before it ran."""
+        """The cells that it fills, so that their content before does not matter."""
         yield from (place.cell for place in self.results if place is not None)
         if self.overwrites:
             yield from (place.cell for place in self.written if place.is_whole())
 
 
 class _ReplayMemory:
-    """The real memory of cells during a replay, which writes those with numbers in `written`."""
+    """The real memory of cells during a replay. `written` has the ids of the cells that the replay
+    writes."""
 
     def __init__(self, written: set[int]) -> None:
         self._written = written
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def of(self, cell: Cell) -> torch.UntypedStorage:
-        """That of `cell`; zeros where nothing was written to it."""
+        """The memory of `cell`; zeros if it was never written."""
         if id(cell) not in self._storages:
             self._storages[id(cell)] = self._first(cell)
         return self._storages[id(cell)]
 
     def put(self, cell: Cell, storage: torch.UntypedStorage, is_fresh: bool) -> None:
-        """An operation has given the memory of `cell`; a fresh one is nobody else's."""
+        """An operation returned `storage` as the memory of `cell`. If it `is_fresh`, no other
+        tensor has it."""
         may_keep = is_fresh or id(cell) not in self._written
         self._storages[id(cell)] = storage if may_keep else storage.clone()
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Free the memory of the cells with these numbers."""
+        """Free the memory of the cells with these ids."""
         for number in numbers:
             self._storages.pop(number, None)
 
@@ -215,14 +227,15 @@ class _ReplayMemory:
 
 
 class Tape:
-    """The operations of one `infinity.init()`; see [Note: replay]. For one thread."""
+    """The operations of one `infinity.init()`; see [Note: replay]. Used by one thread."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.was_read = False
-        """Whether a constructor saw a number that was drawn, so that others cannot replace it."""
+        """Whether a constructor read a number that was drawn, so that other draws cannot replace
+        it."""
         self.versions: dict[int, int] = {}
-        """Those of parameters, by their ids, when all that was done to them had been noted."""
+        """The version counters of parameters, by their ids, when their origins were stored."""
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}  # by the numbers of storages
         self._writers: dict[int, list[int]] = {}  # by the ids of cells: numbers of operations
         self._seed: int | None = None
@@ -238,11 +251,12 @@ class Tape:
         return None if found is None or found[0].expired() else found[1]
 
     def tie(self, storage: torch.UntypedStorage, cell: Cell) -> None:
-        """`storage` is the memory of `cell`."""
+        """Note that `storage` is the memory of `cell`."""
         self._cells[int(storage._cdata)] = (StorageWeakRef(storage), cell)
 
     def place(self, tensor: torch.Tensor, device: torch.device | None = None) -> Place:
-        """Where `tensor` is; it is given a cell, of memory on `device`, where it has none."""
+        """The place of `tensor`. A tensor without a cell gets one, with memory on `device` or else
+        on its own device."""
         cell = self.cell(tensor)
         if cell is None:
             storage = tensor.untyped_storage()
@@ -265,8 +279,8 @@ class Tape:
         return place.over(place.cell.handle)
 
     def end(self) -> None:
-        """Constructors are done: forget what neither the values of handles depend on nor the states
-        of the generator."""
+        """Constructors are done: drop the operations that affect neither the values of handles nor
+        the states of the generator."""
         for _, cell in self._cells.values():
             cell.handle = None
         self._cells = {
@@ -283,14 +297,14 @@ class Tape:
                 live -= {id(cell) for cell in each.made()}
                 live.update(id(cell) for cell in each.read() if is_live or not each.written)
             if each.draws and not is_live and each.generator is None:
-                each.state = None  # it only moves the generator on, for `seeded`
+                each.state = None  # it only advances the generator, for `seeded`
         self.operations = []
         self._writers.clear()
         for each in reversed(kept):
             self.note(each)
 
     def note(self, operation: Operation) -> None:
-        """`operation` ran."""
+        """Add `operation`, which ran."""
         for cell in operation.changed():
             self._writers.setdefault(id(cell), []).append(len(self.operations))
         self.operations.append(operation)
@@ -307,8 +321,8 @@ class Tape:
         )
 
     def catch_up(self, tensor: torch.Tensor) -> None:
-        """Write to the memory of `tensor` what its handle was written since; and note what others
-        wrote to it."""
+        """Write to the memory of `tensor` the values that were written to its handle. If other code
+        may have written the memory, note its content."""
         cell = self.cell(tensor)
         if cell is None or tensor.is_meta or not (cell.is_ahead or cell.is_shown):
             return
@@ -323,7 +337,7 @@ class Tape:
             self.note(Operation(lambda: kept, [], {}, [whole], []))
 
     def slice(self, cell: Cell) -> list[Operation]:
-        """The operations that make the content of `cell`, in their order."""
+        """The operations that make the content of `cell`, in the order of the tape."""
         taken: set[int] = set()
         seen: set[tuple[int, int]] = set()
         pending = [(cell, len(self.operations))]
@@ -344,13 +358,13 @@ class Tape:
         return [self.operations[number] for number in sorted(taken)]
 
     def values(self, place: Place) -> torch.Tensor:
-        """The content of `place`, not to be written. Raises `ConfigError` as `memory`."""
+        """The content of `place`. It must not be written. Raises `ConfigError` as `memory`."""
         return place.over(self.memory(place.cell))
 
     def memory(self, wanted: Cell) -> torch.UntypedStorage:
-        """The content of a cell, not to be written.
+        """The content of a cell. It must not be written.
 
-        Raises `ConfigError` where a tensor that it was made from was changed since.
+        Raises `ConfigError` if a tensor that it was copied from has changed since.
         """
         operations = self.slice(wanted)
         last = {}
@@ -367,7 +381,6 @@ class Tape:
         return memory.of(wanted)
 
     def _run(self, each: Operation, memory: _ReplayMemory) -> None:
-        """Run one operation of a replay."""
         if each.is_uninitialised:
             return  # the memory is zeros until it is written
         args, kwargs = real(
@@ -399,10 +412,10 @@ class Tape:
     def seeded(self, seed: int) -> None:
         """From now on, values are those of a constructor after `torch.manual_seed(seed)`.
 
-        Raises `ConfigError` where the constructor looked at numbers that it drew.
+        Raises `ConfigError` if the constructor read numbers that it drew.
         """
         if all(each.state is None for each in self._drawing()):
-            self._states.clear()  # of an earlier replay: draws are put off, and made anew
+            self._states.clear()  # of an earlier replay: no draw was made yet, so draw again
         if self._seed == seed or not any(each.state is not None for each in self._drawing()):
             return
         if self.was_read:
@@ -427,7 +440,7 @@ class Tape:
         return [each for each in self.operations if each.draws and each.generator is None]
 
     def draw(self, each: Operation) -> None:
-        """Move the generator on as `each` does."""
+        """Advance the generator as `each` does."""
         written = {id(place) for place in each.written}
         args, kwargs = real(
             (each.args, each.kwargs),
@@ -437,7 +450,7 @@ class Tape:
 
 
 def number_of(tensor: torch.Tensor) -> int | None:
-    """The number of the storage of a tensor; None where it has none, as some subclasses."""
+    """The number of the storage of a tensor; None if it has no storage, as some subclasses."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
@@ -445,12 +458,12 @@ def number_of(tensor: torch.Tensor) -> int | None:
 
 
 def _storage(reference: StorageWeakRef) -> torch.UntypedStorage:
-    """The storage of a reference that is not expired."""
+    """The storage of a `reference` that has not expired."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def state_of(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The state of a generator, or of the default one of `device`."""
+    """The state of `generator`, or of the default generator of `device`."""
     if generator is not None:
         return generator.get_state()
     if device.type == "cpu":
@@ -460,7 +473,8 @@ def state_of(device: torch.device, generator: torch.Generator | None = None) -> 
 
 @contextmanager
 def _drawing_from(device: torch.device, state: torch.Tensor) -> Iterator[None]:
-    """Inside, the default generator of `device` goes on from `state`; then it is as before."""
+    """Inside the context, the default generator of `device` continues from `state`. Then it has its
+    old state again."""
     before = state_of(device)
     _set_state(device, state)
     try:
@@ -477,17 +491,17 @@ def _set_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def places(tree: Any) -> Iterator[Place]:
-    """The places in arguments."""
+    """The places in `tree`, the arguments of an operation."""
     yield from (x for x in tree_iter(tree) if isinstance(x, Place))
 
 
 def real(tree: Any, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
-    """Arguments with tensors for places."""
+    """The arguments `tree` with tensors instead of places."""
     return tree_map(lambda x: tensor_at(x) if isinstance(x, Place) else x, tree)
 
 
 def tensors_of(results: Any) -> list[Any]:
-    """What a function returned, as a list."""
+    """The results of a function, as a list."""
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 

@@ -1,21 +1,21 @@
-"""What a parameter that was built in `infinity.init` answers until its model is wrapped.
+"""How a parameter that was built in `infinity.init` acts until its model is wrapped.
 
 [Note: before wrap]
-A parameter without memory is a handle on a tape. To the constructors that run inside of `init` it
-is a tensor on the meta device, and their operators are noted (`taping`). Outside of `init` it
-answers as if it lay on the host, with its values:
+A parameter without memory is a handle on a tape. For constructors inside `init` it is a tensor on
+the meta device, and their operators are noted (`taping`). Outside of `init` it acts as if it were
+on the host, with its values:
 
     a function that                            gets
     asks for shape, dtype, hooks and so on     the handle
     views the parameter, or takes its `.data`  the handle; the result is a `TapedTensor`
-    distributes it (tensor parallelism)        what it is: a tensor on the meta device
+    distributes it (tensor parallelism)        the handle: a tensor on the meta device
     writes the parameter, or such a view       the handle: the operator is noted
     converts the parameter (`half`, `to`)      the same; nothing is moved to another device
-    does anything else                         the values, which are made anew each time
+    does anything else                         the values, which are made again each time
 
 So a model can be read, copied, changed and run before it is wrapped, with the memory of one
-parameter. Values that lie in a safetensors file are mapped from there. What is written is kept in
-unnamed files (`directories/mapped`). Memory addresses are refused, but for `data_ptr()` of a
+parameter. Values that lie in a safetensors file are mapped from there. Written values are kept in
+unnamed files (`directories/mapped`). Memory addresses are refused, except `data_ptr()` of a
 parameter of `init_zero`: scripts for DeepSpeed tell parameters apart by it.
 """
 
@@ -59,9 +59,9 @@ _VIEWS = {
     *("tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
     *("view_as", "__getitem__"),
 }
-"""Functions whose results share memory with what they get."""
+"""Functions with results that share memory with their first argument."""
 _VIEWING = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that do."""
+"""Attributes that share memory with their tensor."""
 _CONVERSIONS = {
     *("bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as"),
 }
@@ -98,7 +98,7 @@ _SIGHT = _Sight()
 
 @contextmanager
 def as_built() -> Iterator[None]:
-    """Inside, parameters without memory are to this thread what they are: tensors on the meta
+    """Inside the context, this thread sees parameters without memory as tensors on the meta
     device."""
     _SIGHT.as_built += 1
     try:
@@ -167,12 +167,13 @@ def _is_transformed(frame: FrameType | None) -> bool:
 
 
 def _makes_shards(frame: FrameType) -> bool:
-    """Whether tensor parallelism asks, in `frame`. Its shards have no memory, either."""
+    """Whether `frame` is code of tensor parallelism. Shards that it makes have no memory,
+    either."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.tensor")
 
 
 def _makes_parameter(frame: FrameType | None) -> bool:
-    """Whether `nn.Parameter(...)` asks, in `frame` or below a mode for functions."""
+    """Whether `nn.Parameter(...)` runs in `frame`, or in its caller below a mode for functions."""
     for _ in range(2):
         if frame is not None and frame.f_code is nn.Parameter.__new__.__code__:
             return True
@@ -201,25 +202,25 @@ class TapedParameter(_Taped, nn.Parameter):
         return repr(nn.Parameter(values_of(self), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """That of a plain parameter with its values."""
+        """Pickle a plain parameter with its values."""
         values = values_of(self).clone()
         return nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
 
 
 class NamedTapedParameter(TapedParameter, ZeroNames):
-    """One that was built in `init_zero`, and has the names of DeepSpeed."""
+    """A parameter that was built in `init_zero` and has the names of DeepSpeed."""
 
     @property
     def ds_status(self) -> ZeroStatus:  # type: ignore[override]
-        """Whether it is inside of a block that reads it."""
+        """AVAILABLE inside `init_zero` and inside a block that gathers it."""
         taping = type(self).taping
         inside = taping in _get_current_dispatch_mode_stack() or taping.gathered[id(self)]
         return ZeroStatus.AVAILABLE if inside else ZeroStatus.NOT_AVAILABLE
 
 
 def kinds_for(taping: Taping, named: bool) -> tuple[type[TapedTensor], type[TapedParameter]]:
-    """The classes of tensors and of parameters on the tape of `taping`; `named` ones have the names
-    of DeepSpeed."""
+    """The classes of tensors and of parameters on the tape of `taping`. If `named`, parameters have
+    the names of DeepSpeed."""
     parameter = NamedTapedParameter if named else TapedParameter
     own = {"taping": taping, "__torch_dispatch__": classmethod(_past_functions)}
     return type("TapedTensor", (TapedTensor,), own), type("TapedParameter", (parameter,), own)
@@ -227,7 +228,7 @@ def kinds_for(taping: Taping, named: bool) -> tuple[type[TapedTensor], type[Tape
 
 @contextmanager
 def shown(parameters: Sequence[NamedTapedParameter]) -> Iterator[None]:
-    """Inside, the status of `parameters` is that they are there."""
+    """Inside the context, the status of `parameters` is AVAILABLE."""
     marks: list[tuple[Counter[int], int]] = [(type(p).taping.gathered, id(p)) for p in parameters]
     for counts, number in marks:
         counts[number] += 1
@@ -239,15 +240,15 @@ def shown(parameters: Sequence[NamedTapedParameter]) -> Iterator[None]:
 
 
 def writes_of(parameter: TapedParameter) -> int:
-    """How many operations have written the values of `parameter` until now."""
+    """How many operations have written the values of `parameter` so far."""
     with as_built():
         tape = type(parameter).taping.tape
         return tape.writes(tape.place(parameter).cell)
 
 
 def give_up(parameters: Sequence[torch.Tensor], undo: ExitStack) -> None:
-    """`wrap` replaces `parameters`, unless it is undone: those without memory must not be read any
-    more, because their values are what was before it."""
+    """`wrap` replaces `parameters`: from now on reads of those without memory raise, because their
+    values are out of date. `undo` ends that."""
     with as_built():
         for parameter in parameters:
             if isinstance(parameter, TapedParameter):
@@ -257,16 +258,15 @@ def give_up(parameters: Sequence[torch.Tensor], undo: ExitStack) -> None:
 
 
 def address_of(parameter: TapedParameter) -> int:
-    """An address by which parameters that share memory are alike, and others are not. Nothing can
-    be read there."""
+    """An address that only parameters at the same place in memory share. It cannot be read."""
     with as_built():
         place = type(parameter).taping.tape.place(parameter)
     return place.cell.address() + place.offset * place.dtype.itemsize
 
 
 def stored_read(tape: Tape, place: Place) -> StoredRead | None:
-    """What reads the values at `place` from a file, where they are the stored tensor as it is, or
-    some of its rows; else None."""
+    """The operation that reads the values at `place` from a file, if they are a whole stored tensor
+    or some of its rows; else None."""
     operations = tape.slice(place.cell)
     if len(operations) != 1:
         return None
@@ -300,7 +300,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _all_paused() -> Iterator[None]:
-    """Inside, no `init` that is under way notes anything."""
+    """Inside the context, no `init` under way notes anything."""
     with ExitStack() as stack:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Taping):
@@ -309,18 +309,18 @@ def _all_paused() -> Iterator[None]:
 
 
 def _is_raw(taping: Taping) -> bool:
-    """Whether handles of `taping` are what they are to this thread now."""
+    """Whether this thread sees handles of `taping` as tensors on the meta device now."""
     return bool(_SIGHT.as_built or taping.is_paused or taping in _get_current_dispatch_mode_stack())
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Any, caller: FrameType) -> Any:
-    """What `func` gives to `caller` outside of `init`; see [Note: before wrap]."""
+    """The result of `func`, which `caller` called outside of `init`; see [Note: before wrap]."""
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
-    if func in (torch.autograd.backward, torch.autograd.grad):  # given handles, or loss of one
+    if func in (torch.autograd.backward, torch.autograd.grad):  # with handles, or the loss of one
         raise ConfigError(_NO_GRADIENT)
     if isinstance(kwargs.get("out"), _Taped):
         return _noted(func, args, kwargs, is_write=True)
@@ -357,9 +357,9 @@ def _attribute(func: Any, name: str, tensor: torch.Tensor, caller: FrameType) ->
         with as_built():
             return cast("Any", type(tensor)).taping.tape.place(tensor).cell.device
     if name == "is_meta" and caller.f_code.co_name == "_load_from_state_dict":
-        return False  # it would warn that the load does nothing
+        return False  # else torch warns that the load does nothing
     if name == "is_meta" and caller.f_globals.get("__name__") == "torch.nn.init":
-        with as_built():  # it would do nothing
+        with as_built():  # else the function does nothing
             cast("Any", type(tensor)).taping.call(*call_of(caller))
     return _plainly(func, (tensor,), {})
 
@@ -370,7 +370,8 @@ def _plainly(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Of a handle, its values. A backward that comes to them raises."""
+    """The values of a handle; any other value itself. A backward that comes to the values
+    raises."""
     if not isinstance(value, _Taped) or _is_raw(type(value).taping):
         return value
     if is_traced():
@@ -392,8 +393,8 @@ def _read(value: Any) -> Any:
 
 
 def _owes_a_gradient() -> bool:
-    """Whether a custom function, whose backward runs, would give a gradient to a handle: torch says
-    that its device is wrong."""
+    """Whether the backward of a custom function runs that would give a gradient to a handle. Torch
+    would only say that the device of the gradient is wrong."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
         frame = frame.f_back
@@ -404,16 +405,14 @@ def _owes_a_gradient() -> bool:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Values in a graph that must not go backward to them."""
+    """Puts values into a graph. A backward that comes to them raises."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The `values`."""
         return values.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Raise `ConfigError`."""
         raise ConfigError(_NO_GRADIENT)
 
 
@@ -427,7 +426,7 @@ def _noted(func: Any, args: Sequence[Any], kwargs: Any, is_write: bool) -> Any:
         values_of(cast("Any", first))  # raises
 
     def kept(value: Any) -> Any:
-        """What others may change after this call is written as it is now."""
+        """A copy of a tensor that other code may change after this call; any other value itself."""
         if not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, _Taped):
@@ -450,7 +449,7 @@ def _noted(func: Any, args: Sequence[Any], kwargs: Any, is_write: bool) -> Any:
 
 
 def _converted(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """A parameter that is converted stays without memory, and on no device."""
+    """Convert a parameter to another dtype, without memory. It moves to no device."""
     parameter: TapedParameter = args[0]
     with as_built():
         wanted = _plainly(func, (torch.empty(0, dtype=parameter.dtype), *args[1:]), kwargs)

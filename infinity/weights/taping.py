@@ -1,22 +1,23 @@
-"""Modules built without memory, while a `Tape` notes what their constructors do.
+"""Notes the operations of constructors on a `Tape`, while modules are built without memory.
 
 [Note: handles]
-A parameter that a constructor registers becomes a *handle*: a tensor on the meta device of the same
-geometry. What constructors do with handles is not done. It is noted, and done when values are
-needed:
+A parameter that a constructor registers becomes a *handle*: a tensor of the same geometry on the
+meta device. Operations of constructors on handles are not run. They are noted, and run when values
+are needed:
 
     an operation that                          runs on
     views a handle                             the handle
     writes a handle, or makes a tensor of it   the meta device; its results are handles
     draws into a handle                        the same, and on scratch memory, for the generator
     shows values (item, a loop that rejects)   the values, which are made for it
-    touches no handle                          what it was given; noted, as a handle may come of it
+    touches no handle                          its arguments; noted, because a handle may come of it
 
-What is asked for on the meta device, which is where constructors see handles, is made on the CPU.
+Constructors see handles on the meta device. A tensor that they ask for on that device is made on
+the CPU.
 
-`trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` of `torch.nn.init` return at once for the
-meta device, and draw in loops that depend on values. Each is noted as one operation, seen when it
-asks `tensor.is_meta`.
+`trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` of `torch.nn.init` return at once on the meta
+device. On other devices they draw in loops that depend on values. Each call is noted as one
+operation when it reads `tensor.is_meta`.
 """
 
 from __future__ import annotations
@@ -51,25 +52,26 @@ _OVERWRITES = {
     "aten::uniform_",
     "aten::zero_",
 }
-"""Operators that do not read what they write."""
+"""Operators that do not read the tensor that they write."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _PASSED = {"aten::lift_fresh", "aten::set_"}
 """Operators that no values depend on."""
 _OF_DATA = {torch.as_tensor, torch.asarray, torch.tensor, torch.Tensor.new_tensor}
-"""Functions that make a tensor of Python's numbers, out of sight of `Taping` on the meta device."""
+"""Functions that make a tensor of Python's numbers. On the meta device `Taping` does not see them.
+"""
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-"""Methods that make tensors of the numbers in an index, in the same way."""
+"""Methods that do the same with the numbers in an index."""
 _OUT_OF_SIGHT = {torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist}
-"""Methods that give values away, or memory that others may write."""
+"""Methods that return values, or memory that other code may write."""
 _SHOWS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Taping(TorchDispatchMode):
-    """Inside, operators of the thread that entered it are noted in `tape`. With `exact`, draws move
-    the generator on."""
+    """Notes in `tape` the operators of the thread that entered it. With `exact`, draws advance the
+    generator."""
 
     def __init__(self, tape: Tape, exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +84,7 @@ class Taping(TorchDispatchMode):
         self.parameter_kind: type[nn.Parameter] = nn.Parameter
         """The classes of its handles; see `weights/taped`."""
         self.gathered: Counter[int] = Counter()
-        """How often parameters, by their ids, are shown now."""
+        """How many blocks show each parameter now, by its id."""
         self._functions = _Functions(self)
 
     def __enter__(self) -> Taping:
@@ -96,7 +98,7 @@ class Taping(TorchDispatchMode):
 
     @contextmanager
     def paused(self, pause: bool = True) -> Iterator[None]:
-        """Inside, nothing is noted; or something is again."""
+        """Inside the context, nothing is noted. With `pause=False`, operators are noted again."""
         before = self.is_paused
         self.is_paused = pause
         try:
@@ -117,7 +119,7 @@ class Taping(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, or do as though, and note it."""
+        """Run `func`, or only its shapes on the meta device, and note it."""
         kwargs = kwargs or {}
         if self.is_paused or func._schema.name in _PASSED:
             return func(*args, **kwargs)
@@ -139,7 +141,7 @@ class Taping(TorchDispatchMode):
             return self._show(func, args, kwargs)
 
     def _check_strange(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` where a handle would get values of a tensor that has none."""
+        """Raise `ConfigError` if a handle would get values of a tensor that has none."""
         if any(self.is_handle(tensor) for tensor in _written(func, args, kwargs)):
             raise ConfigError(
                 "a constructor inside infinity.init() copies from a tensor on the meta device that "
@@ -153,7 +155,7 @@ class Taping(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> bool:
-        """Whether all that `func` makes and writes are handles, whatever values there are."""
+        """Whether `func` makes and writes only handles, and its results do not depend on values."""
         (handle, *_) = (t for t in tensors if self.is_handle(t))
         device = kwargs.get("device")
         return (
@@ -183,12 +185,12 @@ class Taping(TorchDispatchMode):
         return result
 
     def _pretend(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note an operator on handles, and give results on the meta device."""
+        """Note an operator on handles. Returns results on the meta device."""
         given, named = tree_map(_without_memory, (args, kwargs))
         named.pop("device", None)
         try:
             result = func(*given, **named)
-        except (NotImplementedError, RuntimeError):  # not for the meta device, or wrong: the same
+        except (NotImplementedError, RuntimeError):  # not supported on the meta device, or an error
             return self._show(func, args, kwargs)
         operation = cast("Operation", self._operation(func, args, kwargs))
         home = next(_places_of(operation)).cell.device
@@ -199,7 +201,7 @@ class Taping(TorchDispatchMode):
         return result
 
     def _show(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator that needs the values of handles on them."""
+        """Run an operator that needs values, on the values of handles."""
         made: dict[int, torch.Tensor] = {}
         handles: dict[int, torch.Tensor] = {}
 
@@ -222,7 +224,7 @@ class Taping(TorchDispatchMode):
     def _operation(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Operation | None:
-        """`func`, called so, for the tape; None where it neither makes nor writes tensors."""
+        """The operation of this call of `func`; None if it neither makes nor writes tensors."""
         spec = self._spec((args, kwargs))
         makes_none = not func._schema.is_mutable and not _makes_tensors(func)
         if makes_none or not _SHOWS.isdisjoint(func.tags):
@@ -252,7 +254,8 @@ class Taping(TorchDispatchMode):
             return self.tape.handle(tensor)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, or the values of a handle, for others to see and write."""
+        """`tensor`, or the values of a handle, for code that may read and write them without an
+        operation on the tape."""
         with self.paused():
             cell = self._spec(tensor).cell
             self.tape.was_read |= any(each.draws for each in self.tape.slice(cell))
@@ -262,7 +265,7 @@ class Taping(TorchDispatchMode):
             return tensor
 
     def _spec(self, tree: Any) -> Any:
-        """Arguments with places for tensors, one for each."""
+        """Arguments with places instead of tensors; each tensor has one place."""
         made: dict[int, Place] = {}
 
         def spec(value: Any) -> Any:
@@ -273,14 +276,15 @@ class Taping(TorchDispatchMode):
                 self.tape.catch_up(value)
                 made[id(value)] = place = self.tape.place(value)
                 if not is_known:
-                    place.cell.given = value  # not detached, which would count versions apart
+                    place.cell.given = value  # not detached: that would have its own version
                     place.cell.version = value._version
             return made[id(value)]
 
         return tree_map(spec, tree)
 
     def _note(self, operation: Operation, result: Any, home: torch.device | None) -> None:
-        """`operation` gave `result`, of handles where `home` is the device of their memory."""
+        """Note `operation` with its `result`. If `home` is given, the result consists of handles of
+        memory on that device."""
         used = {id(place.cell) for place in _places_of(operation)}
         for each in tensors_of(result):
             place = None
@@ -293,7 +297,7 @@ class Taping(TorchDispatchMode):
         self.tape.note(operation)
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Note `function` of `torch.nn.init`, which writes its argument `tensor`, and run it where
+        """Note `function` of `torch.nn.init`, which writes its argument `tensor`, and run it if
         that has memory."""
         tensor = arguments["tensor"]
         with self.paused():
@@ -322,9 +326,9 @@ class Taping(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Tells `taping` of what is no operator: functions of `torch.nn.init` that ask whether a tensor
-    is on the meta device, tensors of Python's numbers, also in an index, and assignments to
-    `.data`."""
+    """Handles calls for `taping` that are no operators. These are functions of `torch.nn.init` that
+    ask whether a tensor is on the meta device, tensors of Python's numbers (also in an index),
+    methods that return values out of sight, and assignments to `.data`."""
 
     def __init__(self, taping: Taping) -> None:
         super().__init__()
@@ -333,7 +337,6 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`."""
         taping = self._taping
         kwargs = kwargs or {}
         if func in _OF_DATA and not taping.is_paused:
@@ -357,7 +360,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _with_values(index: Any, is_outermost: bool = True) -> Any:
-    """`index`, with tensors in host memory for its lists of numbers."""
+    """`index`, with tensors in host memory instead of its lists of numbers."""
     if isinstance(index, (torch.Tensor, str)) or not hasattr(index, "__len__"):
         return index
     if is_outermost and not all(isinstance(each, (int, np.integer)) for each in index):
@@ -378,7 +381,7 @@ def call_of(frame: FrameType) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that `func`, called so, writes: tensors, or places for them."""
+    """The arguments that this call of `func` writes: tensors, or places."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -390,7 +393,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _is_view(func: Any) -> bool:
-    """Whether `func` gives another tensor of the same memory."""
+    """Whether `func` returns another tensor of the same memory."""
     schema = func._schema
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
 
@@ -401,7 +404,7 @@ def _makes_tensors(func: Any) -> bool:
 
 
 def _without_memory(value: Any) -> Any:
-    """Of a tensor, one on the meta device."""
+    """A tensor of the same geometry on the meta device; any other value itself."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

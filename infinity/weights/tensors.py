@@ -1,11 +1,11 @@
-"""Tensors by name, wherever a person keeps them: files, a directory, an index, the cache of the
-hub, a state dict. Nothing is read before it is asked for.
+"""Stored tensors by name: of files, a directory, an index, the cache of the hub, or a state dict. A
+tensor is read only when it is requested.
 
 [Note: shards are mapped for reading]
-All shards of a model are open at once. A writable private mapping of them, as `safe_open` makes one
-for torch, counts as memory of the process where `RLIMIT_DATA` or strict overcommit limits that: as
-much as the model. So files are mapped for reading here. A file whose header `nvme/safetensors`
-refuses is left to `safe_open`.
+All shards of a model are open at once. `safe_open` makes a writable private mapping of each for
+torch. Under `RLIMIT_DATA` or strict overcommit that counts as memory of the process: as much as the
+model. So files are mapped read-only here. If `nvme/safetensors` refuses the header of a file,
+`safe_open` reads it.
 """
 
 from __future__ import annotations
@@ -35,34 +35,31 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _IN_A_DIRECTORY = (INDEX, SINGLE, f"{_PICKLED}.index.json", _PICKLED)
-"""What is looked for, the first one first."""
+"""The files that are searched for, in this order."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Source = str | Path | Mapping[str, torch.Tensor]
-"""What `infinity.wrap` takes as `weights`."""
+"""The type of `weights` in `infinity.wrap`."""
 
 
 class _MappedFile:
-    """A safetensors file that is mapped for reading. Raises `WeightsError` for a damaged one."""
+    """A safetensors file that is mapped read-only. Raises `WeightsError` if it is damaged."""
 
     def __init__(self, file: OriginalFile) -> None:
         with os.fdopen(file.open(), "rb") as opened:
             self._entries = {entry.name: entry for entry in _entries_in(opened, file)}
             memory = mmap.mmap(opened.fileno(), file.nbytes, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nobody writes to it
+            warnings.simplefilter("ignore", UserWarning)  # it is never written
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def keys(self) -> Iterable[str]:
-        """The names of its tensors."""
         return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of tensor `name`."""
         return self._entries[name].dtype
 
     def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
@@ -76,27 +73,23 @@ class _MappedFile:
 
 
 class _OtherFile:
-    """A safetensors file as `safe_open` reads it. Raises `SafetensorError`."""
+    """A safetensors file that `safe_open` reads. Raises `SafetensorError` if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self._opened: Any = safe_open(str(path), framework="pt")
 
     def keys(self) -> Iterable[str]:
-        """The names of its tensors."""
         found: list[str] = self._opened.keys()
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`."""
         return tuple(self._opened.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of tensor `name`."""
         code = str(self._opened.get_slice(name).get_dtype())
         return DTYPES[code] if code in DTYPES else self._opened.get_tensor(name).dtype
 
     def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
-        """Tensor `name`, or the part of it within `bounds`."""
         opened = self._opened
         found: torch.Tensor = opened.get_slice(name)[bounds] if bounds else opened.get_tensor(name)
         return found
@@ -109,22 +102,20 @@ class _Sliced:
         self._given = given
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(self._given.shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype, for which it is read."""
+        """Its dtype. Reads the tensor."""
         return self.read(name, ()).dtype
 
     def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
-        """The tensor, or the part of it within `bounds`."""
         found: torch.Tensor = self._given[...]
         return found[bounds]
 
 
 class Tensors:
-    """The tensors of `where`, which errors name. Those of safetensors files stay there until they
-    are read, and files of `torch.save` are mapped."""
+    """The tensors of one source. Errors call it `where`. Tensors of safetensors files are read when
+    they are requested. Files of `torch.save` are mapped."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -134,31 +125,29 @@ class Tensors:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def names(self) -> set[str]:
-        """All names."""
         return {*self._files, *self._tensors}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`."""
         if name in self._tensors:
             return tuple(self._tensors[name].shape)
         return self._files[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of tensor `name`."""
         if name in self._tensors:
             return self._tensors[name].dtype
         return self._files[name].dtype(name)
 
     def read(self, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Tensor `name`, or the part of it within `bounds`; not to be written."""
+        """Tensor `name`, or the part of it within `bounds`. It must not be written."""
         if name in self._tensors:
             return self._tensors[name][bounds] if bounds else self._tensors[name]
         return self._files[name].read(name, bounds)
 
     def stored(self, name: str) -> StoredBytes | None:
-        """Where tensor `name` lies in a safetensors file; None where it is in no such file.
+        """The place of tensor `name` in a safetensors file. None if it lies in no such file, or if
+        `nvme/safetensors` refuses the header.
 
-        Raises `WeightsError` where the file has changed since it was opened.
+        Raises `WeightsError` if the file has changed since it was opened.
         """
         file = self._originals.get(name)
         if file is None or name in self._tensors:
@@ -169,7 +158,7 @@ class Tensors:
         return None if entry is None else StoredBytes(file, entry.begin, entry.nbytes)
 
     def add(self, path: Path) -> None:
-        """Also those of the file `path`. Raises `ConfigError` where it cannot be read."""
+        """Add the tensors of the file `path`. Raises `ConfigError` if it cannot be read."""
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             self.give(_load(path), str(path))
             return
@@ -182,7 +171,8 @@ class Tensors:
             raise ConfigError(f"{path} cannot be read as safetensors: {reason(error)}") from error
 
     def give(self, tensors: Mapping[Any, Any], where: str) -> None:
-        """Also those of a state dict. Raises `ConfigError` for what is none."""
+        """Add the tensors of a state dict, which errors call `where`. Raises `ConfigError` if a key
+        is no string or a value is no tensor."""
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
@@ -192,33 +182,34 @@ class Tensors:
             self._tensors[name] = tensor.detach()
 
     def offer(self, sliced: Mapping[str, Any]) -> None:
-        """Also those that are read when they are indexed, and have a `shape` before."""
+        """Add tensors that have a `shape` and are read when they are indexed."""
         self._files.update({name: _Sliced(each) for name, each in sliced.items()})
 
 
 def _opened(path: Path, file: OriginalFile) -> _MappedFile | _OtherFile:
-    """The safetensors file at `path`, which is `file`. Raises `SafetensorError` for a damaged
-    one."""
+    """The safetensors file at `path`, which is `file`. Raises `SafetensorError` if it is
+    damaged."""
     try:
         return _MappedFile(file)
-    except WeightsError as error:  # another reader may take it, and says what is wrong
+    except WeightsError as error:  # safetensors may read it, or explain the error
         log.debug("%s is left to safetensors: %s", path, error)
         return _OtherFile(path)
 
 
 def _entries_of(file: OriginalFile) -> Mapping[str, Entry]:
-    """What the header of `file` says, by name; nothing where it is not as the format wants it."""
+    """The entries in the header of `file`, by name. Empty if the header is damaged."""
     with os.fdopen(file.open(), "rb") as opened:
         try:
             entries = _entries_in(opened, file)
-        except WeightsError as error:  # another reader took it
+        except WeightsError as error:  # safetensors reads it
             log.debug("%s is copied: %s", file.path, error)
             return {}
     return {entry.name: entry for entry in entries}
 
 
 def _entries_in(opened: BinaryIO, file: OriginalFile) -> list[Entry]:
-    """What the header of `file`, which was `opened`, says. Raises `WeightsError`."""
+    """The entries in the header of `file`, which was `opened`. Raises `WeightsError` if it is
+    damaged."""
     length = opened.read(safetensors.LENGTH_BYTES)
     start = safetensors.data_start(length, file.nbytes, str(file.path))
     header = opened.read(start - len(length))
@@ -229,7 +220,7 @@ def open_tensors(source: Source) -> Tensors:
     """The tensors of `source`: a safetensors file or one of `torch.save`, an index or a directory
     with them, the id of a model in the cache of the hub, or a state dict.
 
-    Raises `ConfigError` where there are none.
+    Raises `ConfigError` if there are none, or if they cannot be read.
     """
     if isinstance(source, Mapping):
         tensors = Tensors("the state dict")
@@ -248,7 +239,7 @@ def open_tensors(source: Source) -> Tensors:
 
 
 def open_files(files: Iterable[str | Path]) -> Tensors:
-    """The tensors of `files`."""
+    """The tensors of `files`. Raises `ConfigError` if a file cannot be read."""
     paths = [Path(file) for file in files]
     tensors = Tensors(str(paths[0] if len(paths) == 1 else paths[0].parent))
     for path in paths:
@@ -257,8 +248,8 @@ def open_files(files: Iterable[str | Path]) -> Tensors:
 
 
 def cached(name: str) -> Path | None:
-    """Where the model of the hub with the id `name` is in the cache; None for a path that exists,
-    and where it is not."""
+    """The directory of the model with the hub id `name` in the cache. None if it is not there, or
+    if `name` is an existing path."""
     if Path(name).exists() or not _HUB_ID.fullmatch(name):
         return None
     try:
@@ -273,7 +264,8 @@ def cached(name: str) -> Path | None:
 
 
 def _located(source: str | Path) -> Path:
-    """The path of `source`, which may be in the cache of the hub. Raises `ConfigError`."""
+    """The path of `source`, which may be in the cache of the hub. Raises `ConfigError` if it may be
+    a hub id but is not in the cache."""
     path = Path(source)
     found = cached(str(source))
     if found is None and not path.exists() and _HUB_ID.fullmatch(str(source)):
@@ -285,7 +277,8 @@ def _located(source: str | Path) -> Path:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files with the tensors of `path`."""
+    """The files with the tensors of `path`. Raises `ConfigError` if there are none, or several
+    without an index."""
     if path.name.endswith(".index.json"):
         return _indexed(path)
     if path.is_file():
@@ -316,7 +309,8 @@ def _indexed(path: Path) -> list[Path]:
 
 
 def _load(path: Path) -> Mapping[Any, Any]:
-    """What `torch.save` wrote to `path`, mapped; nothing in it is run. Raises `ConfigError`."""
+    """The state dict that `torch.save` wrote to `path`, mapped. Runs no code of the file. Raises
+    `ConfigError` if it has no state dict."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:

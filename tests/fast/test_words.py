@@ -47,19 +47,15 @@ TURNS = (
 )
 UNREAD = {
     "",  # the files beside the rooms
-    "activations",
     "bench",
     "deepspeed",
     "directories",
     "durable",
     "measure",
-    "modules",
     "optim",
     "plan",
     "sharding",
     "tiers",
-    "tiles",
-    "weights",
 }
 """Rooms whose words were not yet read once through."""
 
