@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.deepspeed.communication import get_rank, get_world_size
+from infinity.deepspeed.communication import get_local_rank, get_rank, get_world_size
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine
@@ -137,6 +137,11 @@ class Answers:
         """Whether ranks share gradients."""
         return self.zero_optimization_stage() >= 2
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are exchanged as sparse tensors: none."""
+        return set()
+
     # Ranks
 
     @property
@@ -150,3 +155,8 @@ class Answers:
     def global_rank(self) -> int:
         """The number of this rank."""
         return get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return get_local_rank()

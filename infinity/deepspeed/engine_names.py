@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infinity.deepspeed.communication import get_local_rank
 from infinity.deepspeed.errors import MissingNameError
 from infinity.deepspeed.groups import all_ranks
 from infinity.deepspeed.keys import KEYS
@@ -32,12 +31,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "data_parallel_group": lambda engine: all_ranks(),
     "has_moe_layers": lambda engine: False,
     "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
-    "local_rank": lambda engine: get_local_rank(),
     "mp_world_size": lambda engine: 1,
     "seq_data_parallel_group": lambda engine: all_ranks(),
     "seq_dp_world_size": lambda engine: engine.world_size,
     "sequence_parallel_size": lambda engine: 1,
-    "sparse_tensor_module_names": lambda engine: set(),
 }
 """By name: a function of the engine that gives the value."""
 
