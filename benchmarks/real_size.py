@@ -60,6 +60,8 @@ from infinity.bench.step.train import shape_of
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.checkpoint.digest import as_text, crc32c
 from infinity.device import ComputeDevice
+from infinity.measure import speed
+from infinity.measure.rates import copies, formats_of, threads_of, updates
 from infinity.models.source import ModelSource
 from infinity.nvme import safetensors
 from infinity.plan.forecast import plan
@@ -68,7 +70,6 @@ from infinity.plan.measure import measured
 from infinity.plan.memory import Training
 from infinity.plan.model import of_source
 from infinity.quantities import format_bytes, parse_bytes
-from infinity.rates import copies, formats_of, threads_of, updates
 from infinity.weights.tensors import INDEX
 
 QUESTION = (
@@ -386,8 +387,8 @@ def measure_roofline(options: argparse.Namespace) -> dict[str, Any]:
         config = config_of(options, folder)
         say("measuring the drive")
         rates = copies(ComputeDevice("cpu"), options.probe_bytes, ROUNDS)
-        with limits.DriveProbe(config.nvme, "auto", options.probe_bytes) as probe:
-            rates |= limits.drives(probe, ROUNDS)
+        with speed.DriveProbe(config.nvme, "auto", options.probe_bytes) as probe:
+            rates |= speed.drives(probe, ROUNDS)
         formats = formats_of(config, torch.bfloat16)
         few = max(1 << 16, options.probe_bytes // 8)
         rates["adam"] = updates(formats, few, threads_of(None), 2 * ROUNDS)

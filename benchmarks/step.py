@@ -540,7 +540,7 @@ def bandwidth(options: argparse.Namespace) -> dict[str, Any]:
             result[name].append(BANDWIDTH_BYTES / 1e9 / (time.perf_counter() - start))
     speeds = {name: statistics.median(values) for name, values in result.items()}
     if options.device == "cuda":
-        from infinity.bench.step.limits import multiplications
+        from infinity.measure.rates import multiplications
 
         device = torch.device(options.device)
         speeds["flops"] = statistics.median(multiplications(device, torch.bfloat16, rounds=3))

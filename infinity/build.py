@@ -39,6 +39,7 @@ from infinity.durability import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, most_of_device, read_host
+from infinity.measure.rates import DTYPES, copies, formats_of, updates
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.division import Division, divisions, first_fitting
 from infinity.modules.execution import Executions
@@ -58,7 +59,6 @@ from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, describe_choice
 from infinity.placement.demand import Demand, demand_of, in_one_pool
 from infinity.placement.treatment import ActivationRoom
-from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace

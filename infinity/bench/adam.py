@@ -30,7 +30,7 @@ import torch
 from infinity import native
 from infinity.device import HostMemory
 from infinity.errors import ConfigError
-from infinity.rates import ADAM_STEP, DTYPES, Formats, apart, pieces_of, threads_of
+from infinity.measure.rates import ADAM_STEP, DTYPES, Formats, apart, pieces_of, threads_of
 
 LOOP_BYTES = 20.0
 SHADOW_LOOP = "loop to a shadow copy"

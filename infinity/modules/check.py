@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from infinity.config import Config, Tuning
 from infinity.device import is_graphed
 from infinity.errors import ConfigError, in_words
-from infinity.rates import DTYPES
+from infinity.measure.rates import DTYPES
 from infinity.sharding.codec import stored_as
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor

@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.measure.rates import DTYPES
 from infinity.modules.grouping import (
     Group,
     Units,
@@ -31,7 +32,6 @@ from infinity.modules.grouping import (
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
 from infinity.quantities import format_bytes
-from infinity.rates import DTYPES
 from infinity.sharding.codec import stored_as
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tensor_parallel import local, part_of

@@ -12,10 +12,10 @@ import torch
 from infinity import native
 from infinity.device import add_alone, device_of, read_values, stream_of
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.measure.rates import DTYPES, threads_of
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import Format, Kind
 from infinity.quantities import round_up
-from infinity.rates import DTYPES, threads_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store

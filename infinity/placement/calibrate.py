@@ -1,5 +1,5 @@
-"""What a machine gives, as measured, in the form that decisions take it. `infinity.rates` and
-`tiers/speed` measure."""
+"""What a machine gives, as measured, in the form that decisions take it. `infinity.measure`
+measures."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError
 from infinity.free_memory import read_host
+from infinity.measure import rates, speed
 from infinity.models.source import ModelSource
 from infinity.plan.hardware import DriveSpec, Hardware, checked
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, PlannedModel
-from infinity.rates import DTYPES, copies, formats_of, threads_of, updates
 from infinity.tiers.drives import check_directories
 
 ROUNDS = 3
@@ -55,14 +55,16 @@ def measured(
         raise ConfigError(
             "/proc/meminfo does not say how much memory there is; describe the machine"
         )
-    dtype = DTYPES.get(config.precision) or torch.float32
+    dtype = rates.DTYPES.get(config.precision) or torch.float32
     device = ComputeDevice(config.tuning.device)
     try:
         gpu = device.memory()
         say("measuring copies and updates")
-        links = copies(ComputeDevice(config.tuning.device), PROBE_BYTES, ROUNDS)
-        formats = formats_of(config, dtype)
-        update = updates(formats, PROBE_PARAMETERS, threads_of(config.tuning.threads), ROUNDS)
+        links = rates.copies(ComputeDevice(config.tuning.device), PROBE_BYTES, ROUNDS)
+        formats = rates.formats_of(config, dtype)
+        update = rates.updates(
+            formats, PROBE_PARAMETERS, rates.threads_of(config.tuning.threads), ROUNDS
+        )
         say("measuring compute")
         compute = _Compute(model, source, training, device.torch, dtype, host.free)
         blocks, head = compute.rates()
@@ -101,7 +103,7 @@ class _Compute:
     ) -> None:
         shape, self._training = model.shape, training
         self.on_cpu = device.type == "cpu"
-        self._products = statistics.median(limits.multiplications(device, dtype, ROUNDS))
+        self._products = statistics.median(rates.multiplications(device, dtype, ROUNDS))
         block = shape.in_blocks // max(shape.layers, 1)
         rest = model.parameters - shape.in_blocks
         room = free // BLOCK_SHARE // (2 * dtype.itemsize)  # parameters and gradients
@@ -174,20 +176,20 @@ def _drives(
     if not directories:
         return (), 1.0
     say("measuring the drives")
-    with limits.DriveProbe(directories, config.tuning.io_engine, 4 * PROBE_BYTES) as probe:
-        rates = {
+    with speed.DriveProbe(directories, config.tuning.io_engine, 4 * PROBE_BYTES) as probe:
+        found = {
             name: statistics.median(each) / len(directories)
-            for name, each in limits.drives(probe, ROUNDS).items()
+            for name, each in speed.drives(probe, ROUNDS).items()
         }
         together = [1.0]
         if compute.on_cpu and compute.has_blocks:
-            together = limits.beside_drives(compute.seconds, probe, ROUNDS)
+            together = speed.beside_drives(compute.seconds, probe, ROUNDS)
     drives = tuple(
         DriveSpec(
-            read=rates["nvme_read"],
-            write=rates["nvme_write"],
+            read=found["nvme_read"],
+            write=found["nvme_write"],
             capacity=shutil.disk_usage(directory).free,
-            both=rates["nvme_both"],
+            both=found["nvme_both"],
         )
         for directory in directories
     )

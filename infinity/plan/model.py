@@ -23,12 +23,12 @@ from infinity.bench.step.flops import Shape
 from infinity.bench.step.train import shape_of
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.measure.rates import DTYPES
 from infinity.models.source import PRESETS, ModelSource
 from infinity.modules.check import check_model
 from infinity.modules.division import Division, divisions
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
-from infinity.rates import DTYPES
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tiles import Tile, pieces_of
 from infinity.weights.init import init

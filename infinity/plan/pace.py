@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 from infinity.bench.step import flops
 from infinity.config import Config
+from infinity.measure.rates import DTYPES, formats_of
 from infinity.observe import Span
 from infinity.placement.calibrate import Rates
 from infinity.placement.spec import units_of
@@ -28,7 +29,6 @@ from infinity.plan.steps import (
     UnitWork,
     Uses,
 )
-from infinity.rates import DTYPES, formats_of
 from infinity.schedule.planner import SLOT_BYTES, Traffic, cost_of, predict
 
 SIMULATED_STEPS = 5

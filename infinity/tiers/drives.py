@@ -19,12 +19,12 @@ from infinity import native
 from infinity.directories.directory import Directory, file_limit, limit_text
 from infinity.directories.lock import lock
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NvmeError, with_way_out
+from infinity.measure import speed
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
-from infinity.tiers import speed
 from infinity.tiers.durable import (
     MANIFEST_NAME,
     STATES_NAME,

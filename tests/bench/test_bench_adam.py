@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from infinity.bench.adam import CASES, NORMS, SHADOW_LOOP, SUMS, Bench, Subject, rows
 from infinity.cli.main import app
 from infinity.errors import ConfigError
-from infinity.rates import Formats
+from infinity.measure.rates import Formats
 
 
 def run(*arguments: object) -> Any:

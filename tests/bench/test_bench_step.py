@@ -24,8 +24,8 @@ from infinity.bench.step.measure import bounds, clipped, drift_problems, parts_u
 from infinity.cli.main import app
 from infinity.config import Config, Tuning
 from infinity.free_memory import Memory
+from infinity.measure.rates import formats_of, updates
 from infinity.plan.prediction import prediction
-from infinity.rates import formats_of, updates
 from infinity.report import Report
 from support.configs import config_of
 from support.discrete import DiscreteDevice

@@ -186,7 +186,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/committer.py Committer.close": COMMIT,
     "optim/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
-    "rates.py updates.step": DEVICE,
+    "measure/speed.py DriveProbe._run": DRIVE,
+    "measure/speed.py _move": DRIVE,
+    "measure/rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
     "sharding/collectives.py _wait": RANKS,
     "sharding/exchange.py Collective._await": COLLECTIVE,
@@ -247,7 +249,6 @@ WAITS: dict[str, tuple[str, str]] = {
         "`PinnedStates.release`, which each end of a snapshot calls, and `Latch`",
         "test_snapshots.py::test_writes_outside_of_steps_wait_for_it",
     ),
-    "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Residency.await_idle": DEVICE,
     "tiers/resident.py _Leaving.await_end": DEVICE,
     "tiers/staging.py Staging.in_turn": DRIVE,

@@ -19,8 +19,8 @@ LAYERS = """\
 1 directories
 2 infinity: backward compilation device native observe pinning
 2 placement
+3 measure
 3 nvme
-4 infinity: rates
 4 tiers
 5 sharding
 6 schedule

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity
-from infinity import native, rates
+from infinity import native
 from infinity.free_memory import Budgets
+from infinity.measure import rates
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, Placement
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind

@@ -37,7 +37,8 @@ from infinity.build import Build
 from infinity.directories import directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.errors import InfinityError
-from infinity.tiers import drives, speed, store
+from infinity.measure import speed
+from infinity.tiers import drives, store
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, DurableStates
 from infinity.tiers.store import Store

@@ -25,9 +25,10 @@ import infinity
 from infinity import native
 from infinity.directories.directory import Directory
 from infinity.errors import BudgetError, NvmeError
+from infinity.measure import speed
 from infinity.observe import Recorder
 from infinity.placement.calibrate import levelled
-from infinity.tiers import drives, speed, states_files
+from infinity.tiers import drives, states_files
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, UNNAMED, NvmeTier
 from infinity.tiers.states_files import Extent
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of

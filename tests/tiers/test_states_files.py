@@ -20,8 +20,9 @@ from infinity.directories import directory as directory_module
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.errors import BudgetError, ConfigError, NvmeError
+from infinity.measure import speed
 from infinity.observe import Recorder
-from infinity.tiers import drives, speed
+from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
 from infinity.tiers.durable import DurableStates
 from infinity.tiers.states_files import Claims, Extent, StatesFiles

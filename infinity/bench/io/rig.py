@@ -26,10 +26,10 @@ from infinity import native
 from infinity.bench.io.patterns import ReplayStage, Transfer
 from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
+from infinity.measure.speed import finish_all
 from infinity.placement.budget import STAGED_SETS
 from infinity.quantities import round_up
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
-from infinity.tiers.speed import finish_all
 from infinity.tiers.stripes import Stripes
 
 PIECE_BYTES = 4 << 20

@@ -37,8 +37,16 @@ from infinity.bench.step import flops, limits
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
+from infinity.measure import speed
+from infinity.measure.rates import (
+    Formats,
+    copies,
+    formats_of,
+    multiplications,
+    threads_of,
+    updates,
+)
 from infinity.observe import Span
-from infinity.rates import Formats, copies, formats_of, threads_of, updates
 from infinity.report import Report
 from infinity.tiers.drives import check_directories
 
@@ -130,8 +138,8 @@ def measure(
         rates = copies(ComputeDevice(config.tuning.device), probe_bytes, ROUNDS)
         if not on_nvme:
             return rates
-        with limits.DriveProbe(config.nvme, config.tuning.io_engine, probe_bytes) as probe:
-            return rates | limits.drives(probe, ROUNDS)
+        with speed.DriveProbe(config.nvme, config.tuning.io_engine, probe_bytes) as probe:
+            return rates | speed.drives(probe, ROUNDS)
 
     try:
         before = links()
@@ -156,7 +164,7 @@ def measure(
             for (name, values), then in zip(before.items(), links().values(), strict=True)
         }
         say("measuring matrix multiplication and the update")
-        rates["matmul"] = limits.multiplications(device.torch, trained.dtype, ROUNDS)
+        rates["matmul"] = multiplications(device.torch, trained.dtype, ROUNDS)
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):

@@ -1,5 +1,5 @@
-"""How fast this machine copies to and from the compute device, and updates states, in the engine's
-own memory and formats.
+"""How fast this machine copies to and from the compute device, updates states, in the engine's own
+memory and formats, and multiplies.
 
 Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function
 gives one figure per round, in units per second.
@@ -24,6 +24,8 @@ from infinity.quantities import round_up
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 _ALIGNMENT = 1 << 21
+_MATRIX = 8192
+_LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
 ADAM_STEP = {
     "lr": 1e-3,
     "beta1": 0.9,
@@ -232,3 +234,24 @@ def updates(
 
         step()
         return [parameters / seconds_of(step) for _ in range(rounds)]
+
+
+def multiplications(device: torch.device, dtype: torch.dtype, rounds: int) -> list[float]:
+    """Operations per second of a square matrix multiplication, as large as takes 50 ms, of at most
+    8192 rows."""
+    rows = 512
+    while True:
+        left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+
+        def multiply(times: int, left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            for _ in range(times):
+                product = left @ right
+            product[0, 0].item()  # waits for the device
+
+        multiply(1)
+        once = seconds_of(lambda: multiply(1))
+        if rows == _MATRIX or once > _LONG_ENOUGH:
+            break
+        rows *= 2
+    times = max(1, int(2 * _LONG_ENOUGH / once))
+    return [2.0 * rows**3 * times / seconds_of(lambda: multiply(times)) for _ in range(rounds)]

@@ -1,0 +1,1 @@
+"""Meters of links, drives and kernels, which placement, plans and benchmarks read."""
