@@ -15,6 +15,20 @@ from infinity.deepspeed.errors import MissingNameError
 from infinity.free_memory import read_host
 
 
+def _always(value: Any) -> Any:
+    """A method that gives `value` on every device."""
+    return lambda self: value
+
+
+def _of_torch(function: Callable[[int | None], Any], on_cpu: Any = None) -> Any:
+    """A method that calls `function` of a device; on CPUs it gives `on_cpu`."""
+
+    def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
+        return on_cpu if self._kind == "cpu" else function(device_index)
+
+    return method
+
+
 class DeepSpeedAccelerator:
     """The compute device. Functions of devices that this one has not do nothing, or give 0."""
 
@@ -26,8 +40,6 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:
             return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._kind)
-        if name in _OTHERS:
-            return _OTHERS[name](self._kind)
         raise MissingNameError(
             f"get_accelerator() of `infinity run` has no {name!r}; use torch.accelerator, or "
             f"torch.{vars(self).get('_kind')}"
@@ -65,13 +77,12 @@ class DeepSpeedAccelerator:
             return len(os.sched_getaffinity(0))
         return torch_accelerator.device_count()
 
-    def is_available(self) -> bool:
-        """Always: where there is no other device, it is the CPU."""
-        return True
-
     def is_synchronized_device(self) -> bool:
         """Whether operations are done when their call returns."""
         return self._kind == "cpu"
+
+    handles_memory_backpressure = resolves_data_dependency = is_synchronized_device
+    use_host_timers = is_synchronized_device
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on such a device."""
@@ -81,59 +92,40 @@ class DeepSpeedAccelerator:
         """The backend of torch.distributed."""
         return "nccl" if self._kind == "cuda" else "gloo"
 
+    def visible_devices_envs(self) -> list[str]:
+        """The variables of the environment that say which devices a process has."""
+        return [] if self._kind == "cpu" else [f"{self._kind.upper()}_VISIBLE_DEVICES"]
+
     # What it can
 
     def is_triton_supported(self) -> bool:
         """Whether kernels of Triton run."""
         return self._kind != "cpu"
 
-    def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
-        return True
-
-    def is_fp64_supported(self) -> bool:
-        """Whether it computes in fp64."""
-        return True
+    is_available = is_bf16_supported = is_fp16_supported = is_fp64_supported = _always(True)
+    preferred_dtype = _always(torch.bfloat16)
+    get_compile_backend = _always("inductor")
+    is_current_stream_capturing = _always(False)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes of parameters."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
-    def preferred_dtype(self) -> torch.dtype:
-        """The one to train in."""
-        return torch.bfloat16
-
     # Time, memory and random numbers
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until all operations are done."""
-        if self._kind != "cpu":
-            torch_accelerator.synchronize(device_index)
+    synchronize = _of_torch(torch_accelerator.synchronize)
+    current_stream = _of_torch(torch_accelerator.current_stream)
+    memory_allocated = _of_torch(torch_accelerator.memory_allocated, 0)
+    max_memory_allocated = _of_torch(torch_accelerator.max_memory_allocated, 0)
+    memory_reserved = memory_cached = _of_torch(torch_accelerator.memory_reserved, 0)
+    max_memory_reserved = max_memory_cached = _of_torch(torch_accelerator.max_memory_reserved, 0)
+    reset_peak_memory_stats = _of_torch(torch_accelerator.reset_peak_memory_stats)
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def empty_cache(self) -> None:
         """Give back memory that torch keeps."""
         if self._kind != "cpu":
             torch_accelerator.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use."""
-        return 0 if self._kind == "cpu" else torch_accelerator.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes in use."""
-        return 0 if self._kind == "cpu" else torch_accelerator.max_memory_allocated(device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that torch keeps."""
-        return 0 if self._kind == "cpu" else torch_accelerator.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most bytes that torch kept."""
-        return 0 if self._kind == "cpu" else torch_accelerator.max_memory_reserved(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """What torch counts of its memory."""
@@ -153,21 +145,18 @@ class DeepSpeedAccelerator:
         host = read_host()
         return (0, 0) if host is None else (host.free, host.total)
 
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Count the most bytes from now on."""
-        if self._kind != "cpu":
-            torch_accelerator.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
-
-    def current_stream(self, device_index: int | None = None) -> torch.Stream | None:
-        """The queue of operations in use; None on CPUs."""
-        return None if self._kind == "cpu" else torch_accelerator.current_stream(device_index)
-
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         """A context in which `stream` is the one in use."""
         return nullcontext() if stream is None else stream
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The queue of operations of a device; None on CPUs."""
+        found = getattr(getattr(torch, self._kind), "default_stream", None)
+        return None if found is None else found(device_index)
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """What `callback` gives, at once."""
+        return callback()
 
     @property
     def Stream(self) -> Any:
@@ -179,19 +168,14 @@ class DeepSpeedAccelerator:
         """The class of events; on CPUs a function that gives None."""
         return (lambda *_, **__: None) if self._kind == "cpu" else torch.Event
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed all generators."""
-        torch.manual_seed(seed)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
+    random = _always(torch.random)
 
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        """What the generator of the CPU was seeded with."""
-        return torch.initial_seed()
-
-    def random(self) -> Any:
-        """The module of random numbers."""
-        return torch.random
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        """The generator of a device."""
+        generators = getattr(getattr(torch, self._kind), "default_generators", None)
+        return torch.default_generator if generators is None else generators[device_index]
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """The state of the generator of the CPU."""
@@ -232,37 +216,6 @@ _TENSORS = {
     "LongTensor": torch.int64,
 }
 """What makes a tensor of values on the compute device, by dtype."""
-
-
-def _default_generator(kind: str) -> Any:
-    generators = getattr(getattr(torch, kind), "default_generators", None)
-    return lambda device_index=0: (
-        torch.default_generator if generators is None else generators[device_index]
-    )
-
-
-def _default_stream(kind: str) -> Any:
-    return getattr(getattr(torch, kind), "default_stream", lambda device_index=None: None)
-
-
-def _are_done(kind: str) -> Any:
-    return lambda: kind == "cpu"
-
-
-_OTHERS: dict[str, Callable[[str], Any]] = {
-    "default_generator": _default_generator,
-    "default_stream": _default_stream,
-    "get_compile_backend": lambda kind: lambda: "inductor",
-    "handles_memory_backpressure": _are_done,
-    "is_current_stream_capturing": lambda kind: lambda: False,
-    "lazy_call": lambda kind: lambda callback: callback(),
-    "resolves_data_dependency": _are_done,
-    "use_host_timers": _are_done,
-    "visible_devices_envs": lambda kind: (
-        lambda: [] if kind == "cpu" else [f"{kind.upper()}_VISIBLE_DEVICES"]
-    ),
-}
-"""Methods that few scripts call, by name: what makes one for a kind of device."""
 
 
 @functools.cache

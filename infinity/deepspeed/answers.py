@@ -64,15 +64,6 @@ class Answers:
         """Forwards of a rank for each optimizer step."""
         return self.settings.batches.accumulation
 
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; else every `step` is one of the optimizer."""
-        return self.settings.managed_accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """The three numbers above."""
-        batches = self.settings.batches
-        return batches.train, batches.micro, batches.accumulation
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of samples of one step, by that of the forwards. Raises `ConfigError`
         where it is no multiple of those that the ranks take together."""
@@ -99,18 +90,6 @@ class Answers:
         self.settings = dataclasses.replace(self.settings, batches=batches)
 
     # Precision and gradients
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are in fp16."""
-        return self.settings.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
-        return self.settings.precision == "bf16"
-
-    def amp_enabled(self) -> bool:
-        """Never: apex is refused."""
-        return False
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of parameters, and that in which gradients are accumulated."""
@@ -157,19 +136,6 @@ class Answers:
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether ranks share gradients."""
         return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether ranks share parameters."""
-        return self.zero_optimization_stage() >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights may be asked for at stage 3."""
-        return self.settings.gather_16bit_weights_on_save
-
-    def steps_per_print(self) -> float:
-        """What the configuration says; nothing is printed."""
-        steps: float = self.settings.raw.get("steps_per_print") or 10
-        return steps
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

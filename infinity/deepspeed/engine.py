@@ -8,6 +8,7 @@ and the step was left out.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -104,6 +105,8 @@ class DeepSpeedEngine(Answers, nn.Module):
                 raise
         if name in engine_names.VALUES:
             return engine_names.VALUES[name](self)
+        if name in engine_names.METHODS:
+            return functools.partial(engine_names.METHODS[name], self)
         try:
             return getattr(self.module, name)
         except AttributeError:

@@ -3,6 +3,7 @@ values, and for all others the reason why there are none."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ _KEYS = ("dataloader_drop_last", "dump_state", "memory_breakdown", "wall_clock_b
 """Methods that give the value of a key of their name, at the top of the configuration."""
 
 
-def _key(name: str, engine: Any) -> Callable[[], Any]:
+def _key(name: str, engine: Any) -> Any:
     value = engine.settings.raw.get(name)
-    return lambda: KEYS[name].default if value is None else value
+    return KEYS[name].default if value is None else value
 
 
 VALUES: dict[str, Callable[[Any], Any]] = {
@@ -28,20 +29,34 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
     "basic_optimizer": lambda engine: engine.client_optimizer or engine.optimizer,
     "data_parallel_group": lambda engine: all_ranks(),
-    "get_data_parallel_rank": lambda engine: lambda: engine.global_rank,
-    "get_model_parallel_rank": lambda engine: lambda: 0,
-    "get_tensor_parallel_rank": lambda engine: lambda: 0,
     "has_moe_layers": lambda engine: False,
     "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
     "mp_world_size": lambda engine: 1,
     "seq_data_parallel_group": lambda engine: all_ranks(),
     "seq_dp_world_size": lambda engine: engine.world_size,
     "sequence_parallel_size": lambda engine: 1,
-    "torch_autocast_dtype": lambda engine: lambda: engine.settings.autocast,
-    "torch_autocast_enabled": lambda engine: lambda: engine.settings.autocast is not None,
-    **{name: functools.partial(_key, name) for name in _KEYS},
 }
 """By name: a function of the engine that gives the value."""
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "amp_enabled": lambda engine: False,
+    "bfloat16_enabled": lambda engine: engine.settings.precision == "bf16",
+    "fp16_enabled": lambda engine: engine.settings.precision == "fp16",
+    "get_batch_info": lambda engine: dataclasses.astuple(engine.settings.batches),
+    "get_data_parallel_rank": lambda engine: engine.global_rank,
+    "get_model_parallel_rank": lambda engine: 0,
+    "get_tensor_parallel_rank": lambda engine: 0,
+    "managed_gradient_accumulation": lambda engine: engine.settings.managed_accumulation,
+    "steps_per_print": lambda engine: engine.settings.raw.get("steps_per_print") or 10,
+    "torch_autocast_dtype": lambda engine: engine.settings.autocast,
+    "torch_autocast_enabled": lambda engine: engine.settings.autocast is not None,
+    "zero_gather_16bit_weights_on_model_save": lambda engine: (
+        engine.settings.gather_16bit_weights_on_save
+    ),
+    "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
+    **{name: functools.partial(_key, name) for name in _KEYS},
+}
+"""By name: what a method without arguments gives for the engine."""
 
 CONFIGURATION = DeepSpeedConfig.instead
 COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"

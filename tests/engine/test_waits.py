@@ -124,7 +124,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "closing.py await_closings": ("gives up after a minute", CLOSING[1]),
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
-    "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
+    "deepspeed/accelerator.py DeepSpeedAccelerator": DEVICE,
     "deepspeed/timers.py _now": DEVICE,
     "device.py read_values": DEVICE,
     "device.py Copy.wait": DEVICE,
