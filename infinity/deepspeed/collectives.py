@@ -46,7 +46,8 @@ def _taking(name: str) -> Callable[..., Any]:
         taken = {renamed.get(key, key): named[key] for key in named if key not in _LOGGED}
         return function(*values, **taken)
 
-    call.__name__, call.__doc__ = name, function.__doc__
+    call.__name__ = call.__qualname__ = name  # by which it is pickled
+    call.__doc__ = function.__doc__
     return call
 
 

@@ -120,7 +120,8 @@ def _fill(module: ModuleType, name: str) -> None:
         return sorted({*vars(module), *sources})
 
     classes = {
-        each: refused(each, sentence(f"{start}{each}")) for each in REFUSED.get(name, "").split()
+        each: refused(each, module.__name__, sentence(f"{start}{each}"))
+        for each in REFUSED.get(name, "").split()
     }
     vars(module).update(CONSTANTS.get(name, {}), **classes)
     vars(module).update(__getattr__=find, __dir__=listed, __all__=[*sources, *classes])

@@ -22,11 +22,12 @@ class Refused(type):
         raise MissingNameError(cls.sentence)
 
 
-def refused(name: str, sentence: str) -> type:
-    """A class that stands for the class or the function `name`. Calling it raises `ConfigError`
-    with `sentence`; so does each of its attributes, with an error that is an `AttributeError`,
-    too."""
-    return Refused(name, (), {"sentence": sentence, "__doc__": f"Refused: {sentence}."})
+def refused(name: str, module: str, sentence: str) -> type:
+    """A class that stands for the class or the function `name` of `module`. Calling it raises
+    `ConfigError` with `sentence`; so does each of its attributes, with an error that is an
+    `AttributeError`, too."""
+    members = {"sentence": sentence, "__doc__": f"Refused: {sentence}.", "__module__": module}
+    return Refused(name, (), members)
 
 
 class Lacking:

@@ -9,12 +9,14 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -109,6 +111,14 @@ def test_all_modules_import_and_have_what_they_promise(package: Any) -> None:
         missing = [each for each in module.__all__ if not hasattr(module, each)]
         assert missing == [], name
         assert set(module.__all__) <= set(dir(module))
+
+
+def test_classes_and_functions_are_pickled_by_name(package: Any) -> None:
+    for name in ["", *sorted(MODULES)]:
+        module = importlib.import_module(dotted(name))
+        for each in (getattr(module, word) for word in module.__all__):
+            if isinstance(each, (type, FunctionType)):
+                assert pickle.loads(pickle.dumps(each)) is each
 
 
 def test_modules_are_attributes_of_their_packages(package: Any) -> None:
