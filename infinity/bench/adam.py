@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ import torch
 from infinity import native
 from infinity.device import HostMemory
 from infinity.errors import ConfigError
-from infinity.measure.rates import ADAM_STEP, DTYPES, Formats, apart, pieces_of, threads_of
+from infinity.free_memory import read_host
+from infinity.measure.rates import DTYPES, Formats, apart, pieces_of, threads_of, update_of
 
 LOOP_BYTES = 20.0
 SHADOW_LOOP = "loop to a shadow copy"
@@ -79,11 +79,11 @@ class Bench:
         self._kernels = native.cpu_adam()
         self._pool = self._kernels.Pool(self.threads)
         self._most = max(sum(map(apart, case.sizes(parameters).values())) for case in CASES)
-        available = _available_bytes()
-        if available is not None and self._most > 0.9 * available:
+        host = read_host()
+        if host is not None and self._most > 0.9 * host.free:
             raise ConfigError(
                 f"{parameters} parameters need {self._most >> 20} MiB and "
-                f"{available >> 20} MiB are free; measure fewer"
+                f"{host.free >> 20} MiB are free; measure fewer"
             )
         self._memory = HostMemory(self._most)
         self.subjects = [self._loop(), *map(self._ours, CASES)]
@@ -139,35 +139,8 @@ class Bench:
                 piece.zero_()
 
     def _ours(self, case: Formats) -> Subject:
-        at = {
-            name: piece.data_ptr() if piece.numel() else 0
-            for name, piece in self._pieces(case).items()
-        }
-        isa = self._kernels.best_isa()
-        targets = {name: place for name, place in at.items() if name.startswith("to_")}
-
-        def step() -> None:
-            self._kernels.update(
-                "adam",
-                at["grad"],
-                case.grad,
-                at["param"],
-                case.param,
-                at["master"],
-                case.master,
-                at["first"],
-                at["second"],
-                case.moments,
-                0,
-                self.parameters,
-                position=0,
-                key=1,
-                isa=isa,
-                pool=self._pool,
-                **targets,
-                **ADAM_STEP,
-            )
-
+        update = update_of(case, self._pieces(case), self.parameters, self._kernels)
+        step = partial(update, isa=self._kernels.best_isa(), pool=self._pool)
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
 
     def _norm(self, name: str) -> Subject:
@@ -246,16 +219,6 @@ def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
         "DeepSpeed CPUAdam",
         lambda parameter: deepspeed.DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True),
     )
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(
-            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
-        )
-    except (OSError, StopIteration):
-        return None
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

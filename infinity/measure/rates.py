@@ -7,6 +7,7 @@ gives one figure per round, in units per second.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "in
 _ALIGNMENT = 1 << 21
 _MATRIX = 8192
 _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
-ADAM_STEP = {
+_ADAM_STEP = {
     "lr": 1e-3,
     "beta1": 0.9,
     "beta2": 0.999,
@@ -37,7 +38,6 @@ ADAM_STEP = {
     "decoupled": True,
     "grad_scale": 1.0,
 }
-"""What the Adam kernels take beside the states: of some step, for time does not depend on which."""
 _SGD_STEP = {
     "lr": 1e-3,
     "momentum": 0.9,
@@ -48,7 +48,7 @@ _SGD_STEP = {
     "grad_scale": 1.0,
 }
 _STEPS: dict[str, tuple[str, dict[str, float]]] = {
-    "adam": ("adam", ADAM_STEP),
+    "adam": ("adam", _ADAM_STEP),
     "adagrad": ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01, "grad_scale": 1.0}),
     "lion": (
         "lion",
@@ -56,7 +56,9 @@ _STEPS: dict[str, tuple[str, dict[str, float]]] = {
     ),
     "momentum": ("sgd", _SGD_STEP),
     "sgd": ("sgd", _SGD_STEP | {"momentum": 0.0}),
-}  # by Config.algorithm: the kernels' rule, and what it takes
+}
+"""By `Config.algorithm`: the rule of the kernels, and what it takes beside the states. These are
+numbers of some step, because time does not depend on which."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,37 @@ def pieces_of(memory: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch
     return pieces
 
 
+def update_of(
+    formats: Formats,
+    pieces: Mapping[str, torch.Tensor],
+    parameters: int,
+    kernels: Any,
+    algorithm: str = "adam",
+) -> Callable[..., None]:
+    """An update of all parameters in `pieces`, which is called with how the `kernels` run."""
+    rule, hyper = _STEPS[algorithm]
+    at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
+    return functools.partial(
+        kernels.update,
+        rule,
+        at["grad"],
+        formats.grad,
+        at["param"],
+        formats.param,
+        at["master"],
+        formats.master,
+        at["first"],
+        at["second"],
+        formats.moments,
+        0,
+        parameters,
+        position=0,
+        key=1,
+        **{name: place for name, place in at.items() if name.startswith("to_")},
+        **hyper,
+    )
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """How long `work` takes, and never 0."""
     start = time.perf_counter()
@@ -185,7 +218,6 @@ def updates(
     the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
     `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
-    rule, hyper = _STEPS[algorithm]
     sizes = formats.sizes(parameters)
     end = sum(map(apart, sizes.values()))
     with ExitStack() as stack:
@@ -198,37 +230,15 @@ def updates(
         pieces = pieces_of(memory, sizes)
         for name in ("grad", "param"):
             pieces[name].view(DTYPES[getattr(formats, name)]).fill_(0.01)
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
         module: Any = native.cuda() if memory.is_cuda else kernels
-
-        def update() -> None:
-            where = (
-                {"stream": stream_of(memory)}
-                if memory.is_cuda
-                else {"isa": isa or kernels.best_isa(), "pool": pool}
-            )
-            module.update(
-                rule,
-                at["grad"],
-                formats.grad,
-                at["param"],
-                formats.param,
-                at["master"],
-                formats.master,
-                at["first"],
-                at["second"],
-                formats.moments,
-                0,
-                parameters,
-                position=0,
-                key=1,
-                **where,
-                **hyper,
-            )
+        update = update_of(formats, pieces, parameters, module, algorithm)
 
         def step() -> None:
             with nullcontext() if device is None else device.updating(device.mark()) as running:
-                update()
+                if memory.is_cuda:
+                    update(stream=stream_of(memory))
+                else:
+                    update(isa=isa or kernels.best_isa(), pool=pool)
             if running is not None:
                 running.wait()
 
