@@ -54,7 +54,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bench.step import limits
+from infinity.bench.step import bare_compute
 from infinity.bench.step.measure import ROUNDS, bounds, clipped, parts_updated
 from infinity.bench.step.train import shape_of
 from infinity.bench.summary import Row, Spread, Summary
@@ -393,7 +393,7 @@ def measure_roofline(options: argparse.Namespace) -> dict[str, Any]:
         few = max(1 << 16, options.probe_bytes // 8)
         rates["adam"] = updates(formats, few, threads_of(None), 2 * ROUNDS)
         say("measuring compute without the engine")
-        alone = limits.BareCompute(source, batch_of(options), device, recomputes=True)
+        alone = bare_compute.BareCompute(source, batch_of(options), device, recomputes=True)
         alone.measure(torch.bfloat16, ROUNDS)
         gc.collect()
         layers = options.llama.num_hidden_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.bench.step import flops, limits
+from infinity.bench.step import bare_compute, flops
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError
@@ -132,7 +132,7 @@ class _Compute:
         ids = torch.randint(0, words, (self._windows, self._length), generator=generator).to(device)
         self._batch = {"input_ids": ids, "labels": ids, "use_cache": False}
         self._models = [
-            limits.Resident(source, layers, device, dtype, training.recomputes)
+            bare_compute.Resident(source, layers, device, dtype, training.recomputes)
             for layers in (1, self._layers)
         ]
 
@@ -149,8 +149,8 @@ class _Compute:
         """Operations per second in a block, and in the rest of the model (None: not measured)."""
         if not self.has_blocks:
             return self._products, None
-        one, several = limits.in_turns(
-            self._models, self._batch, COMPUTE_ROUNDS, limits.Resident.seconds
+        one, several = bare_compute.in_turns(
+            self._models, self._batch, COMPUTE_ROUNDS, bare_compute.Resident.seconds
         )
         each = statistics.median(
             (after - before) / (self._layers - 1)

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.bench import machine
-from infinity.bench.step import limits, train
+from infinity.bench.step import bare_compute, train
+from infinity.bench.step.bare_compute import extrapolated
 from infinity.bench.step.flops import Shape, count
-from infinity.bench.step.limits import extrapolated
 from infinity.bench.step.measure import bounds, clipped, drift_problems, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config, Tuning
@@ -157,24 +157,24 @@ def test_the_engine_rests_while_compute_is_measured_amid_the_steps(
     """Before the steps, after a half of them, and after all; the step that follows is not timed."""
     drains: list[infinity.Engine] = []
     at: list[int] = []
-    original, measure = infinity.Engine.drain, limits.BareCompute.measure
+    original, measure = infinity.Engine.drain, bare_compute.BareCompute.measure
 
     def drain(engine: infinity.Engine) -> None:
         drains.append(engine)
         original(engine)
 
-    def note(alone: limits.BareCompute, dtype: torch.dtype, rounds: int) -> None:
+    def note(alone: bare_compute.BareCompute, dtype: torch.dtype, rounds: int) -> None:
         at.append(len(drains))
         measure(alone, dtype, rounds)
 
     monkeypatch.setattr(infinity.Engine, "drain", drain)
-    monkeypatch.setattr(limits.BareCompute, "measure", note)
+    monkeypatch.setattr(bare_compute.BareCompute, "measure", note)
     asked = ("--model", model, *SMALL, *IN_MEMORY, "--discard", 1, "--json", "-")
     facts = json.loads(run(*asked, "--steps", 5).stdout)
     assert (facts["steps_count"], facts["discarded_steps_count"]) == (5, 2)
     assert at == [1, 2, 2]
     at.clear(), drains.clear()
-    monkeypatch.setattr(limits.BareCompute, "fits", lambda *_: False)
+    monkeypatch.setattr(bare_compute.BareCompute, "fits", lambda *_: False)
     facts = json.loads(run(*asked, "--steps", 5).stdout)
     assert at == [2]
     at.clear(), drains.clear()
@@ -187,7 +187,7 @@ def test_compute_fits_beside_the_engine_where_so_much_is_free(
 ) -> None:
     source = train.find_source(str(model), "bf16")
     device = DiscreteDevice("cpu")
-    alone = limits.BareCompute(source, {}, device, recomputes=False)
+    alone = bare_compute.BareCompute(source, {}, device, recomputes=False)
     parameters = 3 * BLOCK + 2 * (2 * 48 * 32 + 32)  # of the models of one and of two blocks
     for free, fits in ((6 * parameters, True), (6 * parameters - 1, False)):
         found = Memory(1 << 40, free, "the GPU")

@@ -54,7 +54,7 @@ def test_blocks_that_do_not_fit_are_not_built(monkeypatch: pytest.MonkeyPatch) -
 def test_no_block_is_faster_than_a_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long one block and several take on a machine that is busy with other things."""
     monkeypatch.setattr(measure.rates, "multiplications", lambda *_: [1e9])
-    monkeypatch.setattr(measure.limits, "in_turns", lambda *_: [[1.0, 3.0], [1.0, 2.0]])
+    monkeypatch.setattr(measure.bare_compute, "in_turns", lambda *_: [[1.0, 3.0], [1.0, 2.0]])
     config = Config(precision="fp32")
     source = find_source("llama-tiny", "fp32")
     found = measure.measured(

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from infinity.bench.machine import load_problem
-from infinity.bench.step import flops, limits
+from infinity.bench.step import bare_compute, flops
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
@@ -145,7 +145,7 @@ def measure(
         before = links()
         peaks = Peaks(device)
         batch = work.batch(0, device.torch)
-        alone = limits.BareCompute(work.source, batch, device, work.recomputes)
+        alone = bare_compute.BareCompute(work.source, batch, device, work.recomputes)
 
         def measure_compute(dtype: torch.dtype) -> None:
             say("measuring compute without the engine")
@@ -241,7 +241,7 @@ def summary(
     work: Workload,
     trained: Trained,
     rates: Mapping[str, Sequence[float]],
-    alone: limits.BareCompute,
+    alone: bare_compute.BareCompute,
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:
