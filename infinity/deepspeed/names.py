@@ -341,7 +341,7 @@ PROGRAMS = {
     "launcher.runner": "infinity.deepspeed.launching",
     "utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
 }
-"""Modules that `python -m` runs: where their `main` comes from."""
+"""By module that `python -m` runs: the source of its `main`."""
 
 _EXPERTS_WHY = (
     "experts are not spread over ranks; use the mixture of experts of the model, whose weights are "

@@ -57,7 +57,7 @@ class _Package(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=program) if _program(fullname) else None
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What `python -m` runs."""
+        """The program of a module, for `python -m`."""
         return compile(f"from {_program(fullname)} import main\nmain()", __file__, "exec")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -80,7 +80,7 @@ class _Package(MetaPathFinder, Loader):
 
 
 def _program(fullname: str) -> str | None:
-    """Where the `main` of a module is that `python -m` runs."""
+    """The module with the `main` of `python -m`; None for a module that is no program."""
     return PROGRAMS.get(fullname.removeprefix(f"{_PACKAGE}.").removesuffix(_MAIN))
 
 

@@ -150,7 +150,8 @@ def update_of(
     kernels: Any,
     algorithm: str = "adam",
 ) -> Callable[..., None]:
-    """An update of all parameters in `pieces`, which is called with how the `kernels` run."""
+    """A function that updates all parameters in `pieces`. Its arguments say how `kernels` run:
+    `isa` and `pool`, or `stream`."""
     rule, hyper = _STEPS[algorithm]
     at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
     return functools.partial(

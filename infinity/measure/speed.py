@@ -1,9 +1,9 @@
 """How fast drives are, through native engines.
 
-`measure` says how fast those of several directories are beside each other, which decides how much
-of the states each one holds. All are measured at the same time, for they may share a link, or even
-be one drive; first writing, then reading, as the engine's traffic is about as much of one as of the
-other. `DriveProbe` has files of its own, for plans and benchmarks.
+`measure` gives the speeds of several directories beside each other, which decide the share of the
+states that each one holds. All are measured at the same time, because they may share a link, or
+even be one drive. Writing comes first, then reading: the engine's traffic is about half of each.
+`DriveProbe` has files of its own, for plans and benchmarks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def noise(nbytes: int) -> HostMemory:
 
 
 def finish_all(transfers: deque[Transferred], wait: Callable[[Transferred], object]) -> None:
-    """Wait for every transfer, for the memory is used again after that; then raise the first
+    """Wait for every transfer, because the memory is used again after that. Then raise the first
     failure."""
     failure: NvmeError | None = None
     while transfers:
@@ -197,8 +197,8 @@ def drives(probe: DriveProbe, rounds: int) -> dict[str, list[float]]:
 
 
 def beside_drives(compute: Callable[[], float], probe: DriveProbe, rounds: int) -> list[float]:
-    """What `compute`, which gives its seconds, and the drives keep of their speed while both are at
-    work, from 0 to 1: the mean of the two."""
+    """The share of their speed that `compute`, which gives its seconds, and the drives keep while
+    both are at work, from 0 to 1: the mean of the two."""
 
     def move(end: threading.Event) -> int:
         turns = 0

@@ -365,7 +365,8 @@ def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path, way: s
         "import importlib.util, os, sys\n"
         "found = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
         "is_ours = 'infinity' in importlib.util.find_spec('deepspeed').origin\n"
-        "sys.stdout.write(' '.join([*found, *sys.argv[1:], str(is_ours)]) + '\\n')  # in one write\n"
+        "line = ' '.join([*found, *sys.argv[1:], str(is_ours)])\n"
+        "sys.stdout.write(line + '\\n')  # in one write\n"
     )
     line = ["deepspeed", "--num_gpus", "2", "--master_port", "0", str(tmp_path / "script.py")]
     (tmp_path / "train.sh").write_text(" ".join([*line, '"$@"']))
