@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from infinity import native
 from infinity.cli.main import app
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, NvmeError
+from infinity.measure import speed
 from infinity.plan import measure
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, find_source, of_dimensions, of_source
@@ -73,6 +77,22 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{kind}; create it on the drive"):
             measure.measured(model, tiny, TRAINING, config, [tmp_path / name], said.append)
     assert not said, "nothing is measured before"
+
+
+def test_a_drive_that_fails_is_named_and_keeps_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = native.make_engine
+
+    def failing(kind: str, **options: Any) -> Any:
+        engine = make(kind, **options)
+        engine.set_faults(fail_write_at=1, fail_errno=errno.EIO)
+        return engine
+
+    monkeypatch.setattr(native, "make_engine", failing)
+    with pytest.raises(NvmeError, match=r"probe\.bin"), speed.DriveProbe([tmp_path], "posix", 1):
+        pass
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_command_measures_this_machine() -> None:
