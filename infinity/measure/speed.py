@@ -101,7 +101,8 @@ def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int,
     try:
         while end < nbytes and (end == 0 or time.perf_counter() - start < PROBE_SECONDS):
             if len(in_flight) == _IN_FLIGHT:
-                in_flight.popleft().wait()
+                in_flight[0].wait()  # if it fails, it stays the first failure
+                in_flight.popleft()
             length = min(_REQUEST_BYTES, nbytes - end)
             slot = address + end // _REQUEST_BYTES % _IN_FLIGHT * _REQUEST_BYTES
             in_flight.append(submit(probe.file, end, slot, length))

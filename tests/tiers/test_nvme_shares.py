@@ -184,6 +184,23 @@ def test_the_speed_that_counts_is_that_of_half_reading_and_half_writing(
     )
 
 
+def test_the_first_failure_of_a_drive_is_raised_when_all_requests_are_done() -> None:
+    begun: list[int] = []
+    done: set[int] = set()
+
+    def submit(file: object, offset: int, address: int, nbytes: int) -> Any:
+        def wait() -> None:
+            done.add(offset)
+            raise NvmeError("write", "drive", offset, errno.EIO, nbytes, 0)
+
+        begun.append(offset)
+        return SimpleNamespace(wait=wait)
+
+    with pytest.raises(NvmeError, match="at offset 0 stopped after 0"):
+        speed.measure([speed.Probe(SimpleNamespace(write=submit), "file", 32 * MIB)])
+    assert begun == [at * 2 * MIB for at in range(4)] and done == {*begun}
+
+
 def test_a_slow_drive_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(monkeypatch, write=0.06, read=0.15)
     rate = speed.measure([speed.Probe(drive, drive, 64 * MIB)])
