@@ -35,7 +35,8 @@ from infinity.activations.treatments import Treatments
 from infinity.closing import end_with
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
-from infinity.durability import Durability
+from infinity.durable.agreement import Agreement
+from infinity.durable.session import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, most_of_device, read_host
@@ -63,7 +64,6 @@ from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace
 from infinity.sharding import collectives
-from infinity.sharding.agreement import Agreement
 from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from infinity.durability import Durability
+from infinity.durable.session import Durability
 from infinity.errors import FileError
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater

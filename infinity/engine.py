@@ -22,7 +22,7 @@ from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.directories.mapped import mapped
-from infinity.durability import Durability
+from infinity.durable.session import Durability
 from infinity.errors import (
     CheckpointError,
     ConfigError,

@@ -86,7 +86,7 @@ class RecordKey(NamedTuple):
     before and this one, parameters or states were written so many times outside of steps
     (`writes`). `closed` is "" where it was fixed at a place to which the program comes on all
     ranks. Where it was fixed as the engine was closed, it is 32 hex digits that say what had
-    changed by then (`infinity.durability`).
+    changed by then (`infinity.durable.session`).
     """
 
     sequence: Count

@@ -28,7 +28,7 @@ import infinity
 from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.files import sibling
 from infinity.checkpoint.snapshots import SnapshotTask
-from infinity.durability import Durability
+from infinity.durable.session import Durability
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier

@@ -322,7 +322,7 @@ def test_after_a_stop_a_full_drive_and_a_kill_two_ranks_end_with_the_same_bits(
 KILLING = """
 import json, os
 from infinity.cli import main
-from infinity.sharding.agreement import Agreement
+from infinity.durable.agreement import Agreement
 from support.durable import kill_at
 
 make = Agreement.__init__

@@ -29,7 +29,7 @@ from infinity.cli.gc import collect
 from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
-from infinity.optim.committer import Committer
+from infinity.durable.committer import Committer
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import (
     DURABLE_NAMES,

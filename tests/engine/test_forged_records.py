@@ -28,7 +28,7 @@ from infinity.cli.gc import collect
 from infinity.directories import commits
 from infinity.directories.commits import Commit
 from infinity.directories.lock import LOCK_NAME
-from infinity.record import CommittedStep
+from infinity.durable.record import CommittedStep
 from infinity.tiers import drives, store
 from infinity.tiers.block_io import pack_sums, unpack_sums
 from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME, StatesManifest

@@ -182,9 +182,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline.close": CLOSING,
     "optim/pipeline.py Pipeline._await_states": DRIVE,
     "optim/pipeline.py Pipeline._update": DRIVE,
-    "optim/committer.py Committer.rest": COMMIT,
-    "optim/committer.py Committer.close": COMMIT,
-    "optim/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
+    "durable/committer.py Committer.rest": COMMIT,
+    "durable/committer.py Committer.close": COMMIT,
+    "durable/committer.py Committer._commit_next": ("`close` posts None", CLOSING[1]),
     "schedule/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
@@ -215,7 +215,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/value.py read": STORE,
-    "sharding/agreement.py Agreement._await_all": (
+    "durable/agreement.py Agreement._await_all": (
         "its timeout, `close`, a failure here or on another rank",
         "test_durable_ranks.py::test_a_wait_for_other_ranks_ends",
     ),
@@ -273,10 +273,10 @@ LOCKS: dict[str, str] = {
     "pinning.py Pinning._changed": "for a few lines; who waits on it lets go of it",
     "observe.py Recorder._lock": "for a few lines",
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
-    "optim/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
+    "durable/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
-    "sharding/agreement.py Agreement._lock": (
+    "durable/agreement.py Agreement._lock": (
         "held while torch.distributed's store takes a note, or raises after its timeout"
     ),
     "sharding/watch.py Watch._lock": (

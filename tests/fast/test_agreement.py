@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from infinity.device import ComputeDevice
+from infinity.durable import agreement
+from infinity.durable.agreement import Agreement
 from infinity.errors import EngineClosedError, InfinityError
-from infinity.sharding import agreement
-from infinity.sharding.agreement import Agreement
 from infinity.tiers.durable import NO_RECORD, RecordKey
 from infinity.tiers.latch import Latch
 

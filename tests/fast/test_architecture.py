@@ -27,11 +27,12 @@ LAYERS = """\
 7 optim
 8 checkpoint
 8 weights
+9 durable
 9 tiles
 10 losses
 11 activations
 12 modules
-13 infinity: __init__ access accumulation build closing durability engine record
+13 infinity: __init__ access accumulation build closing engine
 13 infinity: own_engines report unwrapping
 13 models
 14 bench

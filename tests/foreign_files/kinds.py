@@ -21,10 +21,10 @@ from foreign_files import changes
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.inert import read_item
 from infinity.device import ComputeDevice
+from infinity.durable.record import CommittedStep, RandomStates, pack
 from infinity.errors import CheckpointError, WeightsError
 from infinity.models.reading import parse_json
 from infinity.nvme import safetensors
-from infinity.record import CommittedStep, RandomStates, pack
 from infinity.tiers.durable import Member, StatesManifest, StoredBlock
 from infinity.tiers.home import Version
 from support.configs import config_of

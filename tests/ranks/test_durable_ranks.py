@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import (
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
-from infinity.optim import committer
-from infinity.optim.committer import Committer
+from infinity.durable import committer
+from infinity.durable.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.optim.updater import Updater
 from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, RecordKey

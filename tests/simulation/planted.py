@@ -19,10 +19,10 @@ from infinity.checkpoint import saving
 from infinity.directories import commits
 from infinity.directories.commits import CommitLog
 from infinity.directories.directory import Directory
+from infinity.durable.committer import Committer
+from infinity.durable.record import RandomStates
 from infinity.nvme.ticket import Ticket
-from infinity.optim.committer import Committer
 from infinity.optim.job import Job, JobQueue
-from infinity.record import RandomStates
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier

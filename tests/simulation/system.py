@@ -22,9 +22,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from infinity import native, record
+from infinity import native
 from infinity.device import ComputeDevice
-from infinity.sharding import agreement, collectives, watch
+from infinity.durable import agreement, record
+from infinity.sharding import collectives, watch
 from infinity.tiers import drives, store
 from simulation.checkpoint_files import checkpoints_on_machines
 from simulation.disk import Change, Folder, Naming, Plain

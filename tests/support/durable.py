@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles, decoded
-from infinity.sharding.agreement import Agreement
+from infinity.durable.agreement import Agreement
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import RecordKey
 from infinity.tiers.store import Store

@@ -14,7 +14,7 @@ updates that are posted have ended. The thread waits for these, flushes the driv
 record.
 
 [Note: several ranks]
-A step is committed when all ranks have its record (`infinity.sharding.agreement`). Until then this
+A step is committed when all ranks have its record (`infinity.durable.agreement`). Until then this
 rank has two, and what either speaks of stays. Who closes does not wait for the others to make the
 last one: they may be gone, and a resume finds what all have.
 """
@@ -28,10 +28,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from infinity.durable.agreement import CLOSING_SECONDS, Agreement
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
-from infinity.sharding.agreement import CLOSING_SECONDS, Agreement
 from infinity.tiers.durable import RecordKey
 from infinity.tiers.home import Version
 from infinity.tiers.store import Store

@@ -54,6 +54,9 @@ from infinity.checkpoint.inert import pack_item
 from infinity.checkpoint.readers import CommittedStates
 from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.device import ComputeDevice
+from infinity.durable.agreement import Agreement
+from infinity.durable.committer import Committer
+from infinity.durable.record import VERSION, CommittedStep, RandomStates, pack
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -62,12 +65,9 @@ from infinity.errors import (
     in_words,
 )
 from infinity.observe import Recorder
-from infinity.optim.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import StepListeners, Updater
-from infinity.record import VERSION, CommittedStep, RandomStates, pack
-from infinity.sharding.agreement import Agreement
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
