@@ -74,7 +74,8 @@ from infinity.sharding.tiles import tile_places
 from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.use import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
-from infinity.tiers.durable import LeftStates, Member, common_step
+from infinity.tiers.durable import LeftStates, common_step
+from infinity.tiers.manifest import Member
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store

@@ -32,7 +32,7 @@ from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
 from infinity.tiers.drives import check_directories
-from infinity.tiers.durable import run_of
+from infinity.tiers.manifest import run_of
 
 log = logging.getLogger("infinity")
 

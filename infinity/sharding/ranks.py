@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import ConfigError
 from infinity.sharding.collectives import Group, rank, reaches, size
-from infinity.tiers.durable import ONE_RANK, Member
+from infinity.tiers.manifest import ONE_RANK, Member
 from infinity_command import launched
 
 log = logging.getLogger("infinity")

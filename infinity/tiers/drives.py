@@ -25,14 +25,12 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
-from infinity.tiers.durable import (
+from infinity.tiers.durable import DurableStates, refuse_other_ranks, remove_records
+from infinity.tiers.manifest import (
     MANIFEST_NAME,
     STATES_NAME,
-    DurableStates,
     StatesManifest,
     refuse_kept,
-    refuse_other_ranks,
-    remove_records,
 )
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.states_files import Extent, StatesFiles, extend, fill

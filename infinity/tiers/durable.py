@@ -1,13 +1,5 @@
 """States that outlive their process: what lies in the directories beside the states files, and who
-may take it over.
-
-[Note: a directory that holds states]
-Every directory has a manifest, `infinity-manifest.json`: the run, its number among the directories,
-how the address space is striped over them, where each block lies, and whether anything was
-committed. The first directory also has the record of the last commit
-(`infinity.directories.commits`), which names the run. The manifests come before the first commit,
-and say so after it. Where something was committed, nobody reclaims the states: they are taken over
-(`resume`), or refused. What was not is reclaimed as what any dead run left.
+may take it over. The manifests are those of `infinity.tiers.manifest`.
 
 [Note: one run of several ranks]
 Every rank has directories of its own, and says in their manifests who it is. All have one run. A
@@ -21,9 +13,7 @@ that have theirs say so themselves, and else the directories were exchanged.
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import os
 import re
 import stat
 import struct
@@ -33,49 +23,38 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    NonNegativeFloat,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
-from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, Commit, CommitLog, DurableFiles
+from infinity.directories.commits import COMMIT_NAMES, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
-from infinity.errors import CheckpointError, ConfigError, first_problem, in_words, naming
-from infinity.placement.spec import Kind
+from infinity.errors import CheckpointError, ConfigError
+from infinity.tiers.manifest import (
+    DURABLE_NAMES,
+    MANIFEST_NAME,
+    ONE_RANK,
+    STATES_NAME,
+    VERSION,
+    Count,
+    Id,
+    Member,
+    StatesManifest,
+    StoredBlock,
+    has_manifest,
+    holds_committed,
+    read_manifest,
+    reason_of,
+    refusal_of,
+)
 
 log = logging.getLogger("infinity")
 
-MANIFEST_NAME = "infinity-manifest.json"
-DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
-"""What lies beside the states; the manifest last, because without it nobody looks at the others."""
-STATES_NAME = "infinity-states.bin"
-VERSION = 4
 _HEAD = struct.Struct("<32s32sQQ32s")
 HEAD_BYTES = _HEAD.size
 """What a record begins with: its run, its life, and its key but for the number."""
-_MOST_BYTES = 1 << 30
-Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-"""Of a run or a life."""
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _OF_A_RANK = re.compile(r"rank\d+")
-
-
-class Member(NamedTuple):
-    """Whose states these are: `rank` of so many `ranks`, and in words which `part` of the states it
-    has."""
-
-    rank: int = 0
-    ranks: int = 1
-    part: str = "all"
-
-
-ONE_RANK = Member()
 
 
 class RecordKey(NamedTuple):
@@ -135,90 +114,6 @@ _LEFT = TypeAdapter(LeftStates)
 _KEPT = TypeAdapter(KeptRecord)
 
 
-class _Stored(BaseModel):
-    """What a manifest has, as it was written."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StoredBlock(_Stored):
-    """A block on NVMe: what it is, and the bytes at which each of its extents begins."""
-
-    name: str
-    kind: Annotated[str, AfterValidator(lambda kind: Kind(kind).value)]
-    format: str
-    elements: Count
-    nbytes: Count
-    extents: tuple[Count, ...]
-
-
-def _whole(member: Any) -> Any:
-    if not isinstance(member, (list, tuple)) or len(member) != len(Member._fields):
-        raise ValueError(f"it is not {', '.join(Member._fields)}")
-    return member
-
-
-def _known(version: int) -> int:
-    if version != VERSION:
-        raise ValueError(f"it is of version {in_words(version)}, and {VERSION} is known")
-    return version
-
-
-class StatesManifest(_Stored):
-    """Where the states of one run lie, as far as `member` has them, for directory number
-    `directory`; `stripe_bytes`, `shares` and `rooms` are those of `Stripes`."""
-
-    version: Annotated[int, AfterValidator(_known)]
-    directory: Count
-    run: Id
-    member: Annotated[Member, BeforeValidator(_whole)]
-    is_committed: bool
-    stripe_bytes: Count
-    shares: tuple[NonNegativeFloat, ...]
-    rooms: tuple[Count, ...]
-    blocks: tuple[StoredBlock, ...]
-
-    @model_validator(mode="after")
-    def _fits(self) -> StatesManifest:
-        if not 0 <= self.member.rank < self.member.ranks:
-            raise ValueError(f"rank {self.member.rank} is none of {self.member.ranks}")
-        if len(self.rooms) != len(self.shares) or self.directory >= len(self.shares):
-            raise ValueError(
-                f"directory {self.directory} has {len(self.shares)} shares and {len(self.rooms)} "
-                "rooms"
-            )
-        if any(room and not share for share, room in zip(self.shares, self.rooms, strict=True)):
-            raise ValueError("a directory has room, and no share")
-        if self.nbytes > (room := sum(self.rooms) * self.stripe_bytes) or not room:
-            raise ValueError(f"its blocks take {self.nbytes} bytes, and it has room for {room}")
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the address space up to the end of the last extent."""
-        return max((start + b.nbytes for b in self.blocks for start in b.extents), default=0)
-
-    def encode(self) -> bytes:
-        """The content of its file."""
-        return json.dumps(self.model_dump(), indent=1).encode()
-
-    @classmethod
-    def decode(cls, content: bytes) -> StatesManifest:
-        """What `encode` was called of. Raises `ValidationError`."""
-        return cls.model_validate_json(content)
-
-    def difference(self, blocks: Sequence[StoredBlock]) -> str:
-        """In what other `blocks` differ from these first, in words; "" where they do not."""
-        for mine, other in zip(self.blocks, blocks, strict=False):
-            for key, value in mine:
-                if (here := getattr(other, key)) != value:
-                    of = f" of {mine.name}" * (key != "name")
-                    return f"{key}{of} was {value}, and is {here} here"
-        if len(self.blocks) != len(blocks):
-            return f"there were {len(self.blocks)} blocks, and are {len(blocks)} here"
-        return ""
-
-
 class DurableStates:
     """What the directories of one rank hold beyond the life of its engine. `find` comes first, then
     `take`, then `record` and `settle` in turn, by one thread."""
@@ -247,7 +142,7 @@ class DurableStates:
         """
         self._places = list(places)
         self._log = CommitLog(DurableFiles(places[0]))
-        kept = {place: _read(place) for place in places if has_manifest(place)}
+        kept = {place: read_manifest(place) for place in places if has_manifest(place)}
         self._kept = self._log.kept()
         if not self._kept and not any(manifest.is_committed for manifest in kept.values()):
             if self._resume:  # killed before the first commit, or exchanged
@@ -255,7 +150,7 @@ class DurableStates:
                 self._beside = next(filter(None, beside), "")
             return
         if not self._resume:
-            raise _refusal(next(iter(kept), places[0]))
+            raise refusal_of(next(iter(kept), places[0]))
         found = kept.get(places[0])
         if (
             not self._kept
@@ -413,12 +308,8 @@ class DurableStates:
         """What to raise for a record that is whole, and says something else than records do."""
         return CheckpointError(
             f"{self.path}: the record of the committed states cannot be read: "
-            f"{_reason(error)}; go on from a checkpoint, in another directory"
+            f"{reason_of(error)}; go on from a checkpoint, in another directory"
         )
-
-
-def _reason(error: Exception) -> str:
-    return first_problem(error) if isinstance(error, ValidationError) else str(error)
 
 
 def remove_records(places: Sequence[Directory]) -> None:
@@ -432,7 +323,7 @@ def remove_records(places: Sequence[Directory]) -> None:
     """
     for place in filter(has_manifest, places):
         try:
-            manifest = _read(place)
+            manifest = read_manifest(place)
             if manifest.is_committed:
                 shown = manifest.model_copy(update={"is_committed": False})
                 DurableFiles(place).create(MANIFEST_NAME, shown.encode())
@@ -451,35 +342,6 @@ def remove_records(places: Sequence[Directory]) -> None:
     for place in places:
         for name in DURABLE_NAMES:
             place.remove(name)
-
-
-def has_manifest(place: Directory) -> bool:
-    """Whether states were, or are to be, committed there."""
-    return place.check(MANIFEST_NAME) is not None
-
-
-def holds_committed(place: Directory) -> bool:
-    """Whether states that were committed lie there, as far as that can be read."""
-    if not has_manifest(place):
-        return False
-    try:
-        committed = CommitLog(DurableFiles(place)).last() is not None
-        return committed or _read(place).is_committed
-    except CheckpointError:
-        return True
-
-
-def run_of(place: Directory) -> str:
-    """Whose states lie there; "" where no run says so."""
-    with suppress(CheckpointError):
-        return _read(place).run if has_manifest(place) else ""
-    return ""
-
-
-def refuse_kept(place: Directory) -> None:
-    """Raise `ConfigError` where `place` holds states that outlived their process."""
-    if holds_committed(place):
-        raise _refusal(place)
 
 
 def refuse_other_ranks(place: Directory, own: str) -> None:
@@ -515,7 +377,7 @@ def _committed_beside(place: Directory, own: str) -> str:
     one; "" for none."""
     for inner in _of_ranks(place):
         try:
-            is_committed = inner.path.name != own and _read(inner).is_committed
+            is_committed = inner.path.name != own and read_manifest(inner).is_committed
         except CheckpointError:
             is_committed = True  # as far as that can be read
         if is_committed:
@@ -605,23 +467,3 @@ def _kept(commit: Commit) -> KeptRecord:
 
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
-
-
-def _refusal(place: Directory) -> ConfigError:
-    return ConfigError(
-        f"nvme directory {place.path} holds the committed states of an earlier run; go on "
-        "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
-        "--resume, take another directory, begin anew with infinity finetune --overwrite, or "
-        f"remove them with: infinity gc --committed {place.path}"
-    )
-
-
-def _read(place: Directory) -> StatesManifest:
-    path = place.path / MANIFEST_NAME
-    try:
-        with naming(path), os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
-            return StatesManifest.decode(file.read(_MOST_BYTES))
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({_reason(error)}); go on from a checkpoint, in another directory"
-        ) from error

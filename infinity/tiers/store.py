@@ -39,16 +39,14 @@ from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, NvmeTier
 from infinity.tiers.durable import (
     NO_RECORD,
-    ONE_RANK,
     DurableStates,
     KeptRecord,
     LeftStates,
-    Member,
     RecordKey,
-    StoredBlock,
 )
 from infinity.tiers.home import SPARE, Version
 from infinity.tiers.latch import Latch
+from infinity.tiers.manifest import ONE_RANK, Member, StoredBlock
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.pins import PinnedStates
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency

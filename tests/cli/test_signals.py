@@ -27,7 +27,7 @@ from infinity.cli import job, output, training
 from infinity.cli.interrupt import SIGNALS, Interrupt, interrupted_by_signals
 from infinity.cli.main import app
 from infinity.models.source import ModelSource
-from infinity.tiers.durable import MANIFEST_NAME
+from infinity.tiers.manifest import MANIFEST_NAME
 from infinity.weights import load
 from support.children import CHILD
 

@@ -13,8 +13,8 @@ import torch
 
 import infinity
 from infinity.placement.spec import Kind
-from infinity.tiers.durable import STATES_NAME
 from infinity.tiers.home import SPARE
+from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (

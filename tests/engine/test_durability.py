@@ -31,13 +31,8 @@ from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable.committer import Committer
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import (
-    DURABLE_NAMES,
-    HEAD_BYTES,
-    MANIFEST_NAME,
-    STATES_NAME,
-    RecordKey,
-)
+from infinity.tiers.durable import HEAD_BYTES, RecordKey
+from infinity.tiers.manifest import DURABLE_NAMES, MANIFEST_NAME, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (

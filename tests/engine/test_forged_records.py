@@ -31,7 +31,8 @@ from infinity.directories.lock import LOCK_NAME
 from infinity.durable.record import CommittedStep
 from infinity.tiers import drives, store
 from infinity.tiers.block_io import pack_sums, unpack_sums
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, STATES_NAME, StatesManifest
+from infinity.tiers.durable import HEAD_BYTES
+from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest
 from support.configs import config_of
 from support.durable import record_in
 

@@ -22,7 +22,13 @@ from infinity.directories.commits import (
     encoded,
 )
 from infinity.directories.directory import Directory
-from infinity.tiers.durable import KeptRecord, LeftStates, Member, RecordKey, common_step
+from infinity.tiers.durable import (
+    KeptRecord,
+    LeftStates,
+    RecordKey,
+    common_step,
+)
+from infinity.tiers.manifest import Member
 
 SECTOR = 16  # bytes that are written as a whole; small, so that records have many
 

@@ -78,6 +78,7 @@ PARTS = (
     "placement",
     "nvme",
     "tiers",
+    "durable",
     "sharding",
     "schedule",
     "optim",

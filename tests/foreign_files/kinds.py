@@ -25,8 +25,8 @@ from infinity.durable.record import CommittedStep, RandomStates, pack
 from infinity.errors import CheckpointError, WeightsError
 from infinity.models.reading import parse_json
 from infinity.nvme import safetensors
-from infinity.tiers.durable import Member, StatesManifest, StoredBlock
 from infinity.tiers.home import Version
+from infinity.tiers.manifest import Member, StatesManifest, StoredBlock
 from support.configs import config_of
 
 STEP = 3

@@ -35,7 +35,8 @@ from infinity.durable import committer
 from infinity.durable.committer import Committer
 from infinity.optim.job import JobQueue
 from infinity.optim.updater import Updater
-from infinity.tiers.durable import HEAD_BYTES, MANIFEST_NAME, RecordKey
+from infinity.tiers.durable import HEAD_BYTES, RecordKey
+from infinity.tiers.manifest import MANIFEST_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (

@@ -39,7 +39,8 @@ from infinity.directories.lock import LOCK_NAME
 from infinity.errors import InfinityError
 from infinity.tiers import drives, speed, store
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DURABLE_NAMES, STATES_NAME, DurableStates
+from infinity.tiers.durable import DurableStates
+from infinity.tiers.manifest import DURABLE_NAMES, STATES_NAME
 from infinity.tiers.store import Store
 from support.configs import config_of
 from support.discrete import DiscreteDevice

@@ -37,7 +37,7 @@ from typing import Any
 import infinity
 from infinity.directories.commits import COMMIT_NAMES
 from infinity.errors import CheckpointError
-from infinity.tiers.durable import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from simulation.chance import Chance
 from simulation.disk import Folder, Plain
 from simulation.life import Life, Work, Wrong, failures_elsewhere, in_time

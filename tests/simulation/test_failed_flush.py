@@ -12,7 +12,7 @@ from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from simulation.chance import Chance
 from simulation.disk import Folder
 from simulation.machine import Blow, Machine, Operation, Place

@@ -20,7 +20,7 @@ from infinity.placement.spec import BF16, FP32, INT8, BlockSpec, Format, Kind, P
 from infinity.tiers.block_io import pack_sums, piece_bytes, unpack_sums
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from support.configs import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

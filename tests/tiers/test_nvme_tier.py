@@ -31,7 +31,8 @@ from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
-from infinity.tiers.durable import DurableStates, Member
+from infinity.tiers.durable import DurableStates
+from infinity.tiers.manifest import Member
 from infinity.tiers.states_files import Extent
 from support.planted import PLANTED, Planted
 
