@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from infinity.activations.treatments import Treatments
 from infinity.closing import end_with
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
-from infinity.durable.agreement import Agreement
-from infinity.durable.session import Durability
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, most_of_device, read_host
@@ -74,8 +72,6 @@ from infinity.sharding.tiles import tile_places
 from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.use import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
-from infinity.tiers.durable import LeftStates, common_step
-from infinity.tiers.manifest import Member
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
@@ -89,6 +85,10 @@ from infinity.weights.matching import all_adapters
 from infinity.weights.snapshot import Snapshot
 from infinity.weights.taped import as_built, give_up
 from infinity.weights.tensors import Source
+
+if TYPE_CHECKING:
+    from infinity.durable.session import Durability
+    from infinity.durable.store import DurableStore
 
 log = logging.getLogger("infinity")
 
@@ -272,6 +272,7 @@ class Build:
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
         self.durability: Durability | None = None
+        self._durable: DurableStore | None = None  # the store, with durability
         self._repeated: dict[nn.Module, str] = {}  # its blocks, by name
         self._blocks: dict[nn.Module, str] = {}  # those that are recomputed
         self._resume = resume
@@ -458,17 +459,19 @@ class Build:
         config = self._config
         self.kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
         self.undo.callback(self.kernels.close)
-        self.store = Store(
-            config,
-            self.device,
-            self._recorder,
-            self.ranks.own,
-            self._resume,
-            self.ranks.member,
-        )
+        self.store = self._new_store()
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
+
+    def _new_store(self) -> Store:
+        parts = self._config, self.device, self._recorder, self.ranks.own
+        if self._config.durability == "off":
+            return Store(*parts)
+        from infinity.durable.store import DurableStore  # not at the top: others need none of it
+
+        self._durable = DurableStore(*parts, self._resume, self.ranks.member)
+        return self._durable
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -482,18 +485,16 @@ class Build:
 
     def find(self) -> None:
         """Look what an earlier run left in the directories, which are locked from now on."""
-        self._left = self.store.find() if self.store.is_durable else None
+        self._left = None if self._durable is None else self._durable.find()
 
     def agree(self) -> None:
         """Have all ranks go on from one committed step, or begin one run. Changes nothing that
         could be gone on from."""
         says = self._left, self.ranks.member, uuid.uuid4().hex
         said = told(self.ranks, self._config.tuning.collective_timeout, says)
-        left = {rank: LeftStates.of(each) for rank, (each, *_) in said.items() if each}
-        members = {rank: Member(*member) for rank, (_, member, _) in said.items()}
         self._members, self._life = sorted(said), said[min(said)][2]
-        if left:
-            self.store.take(common_step(left, members), self._life)
+        if self._durable is not None:
+            self._durable.agree(said, self._life)
 
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
@@ -600,14 +601,17 @@ class Build:
 
     def take_over(self) -> None:
         """Have what commits, and check that what was committed fits."""
-        if not self.store.is_durable:
+        if self._durable is None:
             return
-        agreement = None
+        from infinity.durable.agreement import Agreement  # not at the top: see `_new_store`
+        from infinity.durable.session import Durability
+
+        store, agreement = self._durable, None
         if self.ranks.groups():
-            timeout, latch = self._config.tuning.collective_timeout, self.store.latch
-            rank, last = self.ranks.member.rank, self.store.taken_record
+            timeout, latch = self._config.tuning.collective_timeout, store.latch
+            rank, last = self.ranks.member.rank, store.taken_record
             agreement = Agreement(rank, self._members, self._life, last, timeout, latch)
-        self.durability = Durability(self.store, self.jobs, self.device, self._recorder, agreement)
+        self.durability = Durability(store, self.jobs, self.device, self._recorder, agreement)
         self.undo.callback(self.durability.give_up)
         self.durability.check(self._model)
 

@@ -10,18 +10,20 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from infinity.durable.session import Durability
 from infinity.errors import FileError
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
+
+if TYPE_CHECKING:
+    from infinity.durable.session import Durability
 
 log = logging.getLogger("infinity")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.directories.mapped import mapped
-from infinity.durable.session import Durability
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -54,6 +53,9 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap
 from infinity.weights.load import buffer_names, persistent_buffers
+
+if TYPE_CHECKING:
+    from infinity.durable.session import Durability
 
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""

@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from infinity.durable.agreement import CLOSING_SECONDS, Agreement
+from infinity.durable.store import DurableStore
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
 from infinity.tiers.durable import RecordKey
 from infinity.tiers.home import Version
-from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
@@ -53,7 +53,11 @@ class Committer:
     the model, and for the one that closes."""
 
     def __init__(
-        self, store: Store, jobs: JobQueue, recorder: Recorder, agreement: Agreement | None = None
+        self,
+        store: DurableStore,
+        jobs: JobQueue,
+        recorder: Recorder,
+        agreement: Agreement | None = None,
     ) -> None:
         """`agreement`: of all ranks; None for one."""
         self._store = store
@@ -70,7 +74,7 @@ class Committer:
     def seal(self, key: RecordKey, content: Callable[[Sequence[Version]], bytes]) -> None:
         """Have what the blocks are after all posted updates committed, as the record `key` that
         `content` makes of it; returns at once."""
-        jobs, versions = self._jobs.versions(self._store.durable_blocks())
+        jobs, versions = self._jobs.versions(self._store.state_blocks())
         sealed = _Sealed(key, jobs, versions, content(versions))
         self._store.seal(versions)
         with self._changed:
@@ -79,7 +83,7 @@ class Committer:
 
     def will_be_whole(self) -> bool:
         """Whether a commit may speak of what the blocks are after all posted updates."""
-        return self._jobs.will_be_whole(self._store.durable_blocks())
+        return self._jobs.will_be_whole(self._store.state_blocks())
 
     def rest(self) -> bool:
         """Block until all that was sealed is committed; False where it never will be."""

@@ -57,6 +57,7 @@ from infinity.device import ComputeDevice
 from infinity.durable.agreement import Agreement
 from infinity.durable.committer import Committer
 from infinity.durable.record import VERSION, CommittedStep, RandomStates, pack
+from infinity.durable.store import DurableStore
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -72,7 +73,6 @@ from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
 from infinity.tiers.durable import RecordKey
-from infinity.tiers.store import Store
 from infinity.weights.load import persistent_buffers
 
 log = logging.getLogger("infinity")
@@ -104,7 +104,7 @@ class Durability:
 
     def __init__(
         self,
-        store: Store,
+        store: DurableStore,
         jobs: JobQueue,
         device: ComputeDevice,
         recorder: Recorder,
@@ -143,7 +143,7 @@ class Durability:
         try:
             return CommittedStep.of(content, step)
         except ValueError as error:
-            raise self._store.durable.unreadable(error) from error
+            raise self._store.states.unreadable(error) from error
 
     def check(self, model: nn.Module) -> None:
         """Raise `CheckpointError` for a record that is not whole, or does not fit, and
@@ -152,7 +152,7 @@ class Durability:
             return
         if not self._found.is_whole:
             raise CheckpointError(
-                f"{self._store.durable.path}: the earlier run was killed while it loaded a "
+                f"{self._store.states.path}: the earlier run was killed while it loaded a "
                 "checkpoint, so its states are in part of that: load the checkpoint into an engine "
                 "with another directory"
             )
@@ -161,13 +161,13 @@ class Durability:
             self._found.check_names()
             self._device.check_random_state(self._found.random.torch)
         except ValueError as error:
-            raise self._store.durable.unreadable(error) from error
+            raise self._store.states.unreadable(error) from error
         here = {name: _form(buffer) for name, buffer in persistent_buffers(model)}
         there = {name: _form(buffer) for name, buffer in self._found.buffers.items()}
         if here != there:
             name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
             raise ConfigError(
-                f"{self._store.durable.path} holds the states of another model: the buffer {name} "
+                f"{self._store.states.path} holds the states of another model: the buffer {name} "
                 f"was {there.get(name, 'not there')}, and is {here.get(name, 'not there')} here"
             )
 

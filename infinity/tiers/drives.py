@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -25,13 +25,7 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
-from infinity.tiers.durable import DurableStates, refuse_other_ranks, remove_records
-from infinity.tiers.manifest import (
-    MANIFEST_NAME,
-    STATES_NAME,
-    StatesManifest,
-    refuse_kept,
-)
+from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest, refuse_kept
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.states_files import Extent, StatesFiles, extend, fill
 from infinity.tiers.stripes import Stripes
@@ -72,6 +66,35 @@ def check_directories(directories: Sequence[Path]) -> None:
         raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, directories))}")
 
 
+class KeptStates(Protocol):
+    """What the directories hold beyond the life of an engine, for the drives; `infinity.durable`
+    has one."""
+
+    found: StatesManifest | None
+    """Of what was found there, once `find` has come."""
+
+    @property
+    def taken_over(self) -> StatesManifest | None:
+        """Of what the engine goes on from; None where its states are new."""
+
+    @property
+    def outlive(self) -> bool:
+        """Whether what the directories hold is worth keeping."""
+
+    def refuse_other_ranks(self, place: Directory, own: str) -> None:
+        """Raise `ConfigError` where `place` holds committed states of another number of ranks."""
+
+    def find(self, places: Sequence[Directory], around: Sequence[Directory]) -> None:
+        """Look what an earlier run left in the directories, which are locked; changes nothing.
+        `around`: those that they lie in, where every rank has some of its own."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` where the states that are there are not those of the engine."""
+
+    def remove(self, places: Sequence[Directory]) -> None:
+        """Remove what lies beside the states, which are worth nothing."""
+
+
 class NvmeTier:
     """Extents on one or more directories, each holding one states file and one lock file, and
     served by a native engine.
@@ -91,12 +114,12 @@ class NvmeTier:
         recorder: Recorder,
         shares: Literal["measured", "equal"] | Sequence[float] = "measured",
         own: str = "",
-        durable: DurableStates | None = None,
+        kept: KeptStates | None = None,
     ) -> None:
         """With `own` the files lie in directories of that name below `directories`, which are made
-        and removed. With `durable` they outlive the process, and may be taken over."""
+        and removed. With `kept` they outlive the process, and may be taken over."""
         self._own = own
-        self._durable = durable
+        self._kept = kept
         self._directories = list(directories)
         self._kind = engine
         self._budget = budget
@@ -209,8 +232,8 @@ class NvmeTier:
             self._directories = [place.path for place in self._places]
             for place in self._places:
                 self._parts.callback(lock(place).release)
-            if self._durable is not None:
-                self._durable.find(self._places, self._around)
+            if self._kept is not None:
+                self._kept.find(self._places, self._around)
         except BaseException:
             self.close()
             raise
@@ -246,8 +269,8 @@ class NvmeTier:
         """The directory that the files go to, open until `close`."""
         place = Directory(directory, "nvme directory")
         self._parts.callback(place.close)
-        if self._durable is not None:
-            refuse_other_ranks(place, self._own)
+        if self._kept is not None:
+            self._kept.refuse_other_ranks(place, self._own)
         if not self._own:
             return place
         self._around.append(place)
@@ -255,15 +278,14 @@ class NvmeTier:
         self._parts.callback(place.remove_directory, self._own)
         inner = place.below(self._own)
         self._parts.callback(inner.close)
-        if self._durable is not None:
+        if self._kept is not None:
             place.sync()  # what is committed in it must be found
         return inner
 
     @property
     def _found(self) -> StatesManifest | None:
         """What the files hold of an earlier run, which is taken over; None where they are new."""
-        durable = self._durable
-        return None if durable is None or durable.content is None else durable.found
+        return None if self._kept is None else self._kept.taken_over
 
     def _open_file(self, place: Directory) -> Any:
         """The states file that is taken over, or a new one in place of one that a dead run left."""
@@ -272,9 +294,9 @@ class NvmeTier:
             self._ours.append(place)
             file = native.file_at(place.open(STATES_NAME), path)
         else:
-            if self._durable is None:
+            if self._kept is None:
                 refuse_kept(place)
-            elif self._durable.found is not None:
+            elif self._kept.found is not None:
                 raise RuntimeError(f"{place.path} has committed states, which nothing took over")
             self._reclaim(place)
             self._ours.append(place)
@@ -290,10 +312,10 @@ class NvmeTier:
     def _remove(self) -> None:
         """What is closed leaves nothing, unless it was committed. Where what lies beside the states
         cannot be removed they stay, too: a record may name them."""
-        if self._durable is not None:
-            if self._durable.outlive:
+        if self._kept is not None:
+            if self._kept.outlive:
                 return
-            remove_records(self._ours)
+            self._kept.remove(self._ours)
         with ExitStack() as stack:  # each of them, whatever the others meet
             for place in self._ours:
                 stack.callback(place.remove, STATES_NAME)
@@ -316,8 +338,8 @@ class NvmeTier:
 
         Raises `BudgetError` when all together do not have it.
         """
-        if self._durable is not None and self._found is not None:
-            self._durable.check()
+        if self._kept is not None and self._found is not None:
+            self._kept.check()
             self._take_over(stripes, self._found)
             return
         rooms = [stripes] * len(self._states)
@@ -476,7 +498,7 @@ class NvmeTier:
         way_out = (
             "Tuning(copy_on_write=False) (halves what is updated, but a failed step then loses the "
             "state)"
-            if self._durable is None
+            if self._kept is None
             else "durability='off' (no step outlives the process; what is cached takes no space)"
         )
         if self._spare_bytes:

@@ -184,6 +184,21 @@ class DurableStates:
         self._log.flush()  # before other ranks are told
         self.found = found
 
+    def refuse_other_ranks(self, place: Directory, own: str) -> None:
+        """Raise `ConfigError` where `place` holds committed states of one rank, and here are
+        several, with directories of their `own`; or the other way round."""
+        if own and holds_committed(place):
+            raise ConfigError(
+                f"{place.path} holds the committed states of a run on one rank, and here are "
+                f"several; {_OTHER_NUMBER}"
+            )
+        for inner in () if own else _of_ranks(place):
+            if holds_committed(inner):
+                raise ConfigError(
+                    f"{inner.path} holds the committed states of a run on several ranks, and here "
+                    f"is one; {_OTHER_NUMBER}"
+                )
+
     @property
     def path(self) -> Path:
         """The first directory, which has the records."""
@@ -223,9 +238,19 @@ class DurableStates:
         self._kept = []
 
     @property
+    def taken_over(self) -> StatesManifest | None:
+        """The manifest of the states that are taken over; None where they are new, and after
+        `keep`."""
+        return None if self.content is None else self.found
+
+    @property
     def outlive(self) -> bool:
         """Whether what the directories hold is worth keeping."""
         return self._is_committed and not self._is_discarded
+
+    def remove(self, places: Sequence[Directory]) -> None:
+        """Remove what lies beside the states in `places`."""
+        remove_records(places)
 
     def discard(self) -> None:
         """What was and will be committed is worth nothing any more."""
@@ -342,22 +367,6 @@ def remove_records(places: Sequence[Directory]) -> None:
     for place in places:
         for name in DURABLE_NAMES:
             place.remove(name)
-
-
-def refuse_other_ranks(place: Directory, own: str) -> None:
-    """Raise `ConfigError` where `place` holds committed states of one rank, and here are several,
-    with directories of their `own`; or the other way round."""
-    if own and holds_committed(place):
-        raise ConfigError(
-            f"{place.path} holds the committed states of a run on one rank, and here are several; "
-            f"{_OTHER_NUMBER}"
-        )
-    for inner in () if own else _of_ranks(place):
-        if holds_committed(inner):
-            raise ConfigError(
-                f"{inner.path} holds the committed states of a run on several ranks, and here "
-                f"is one; {_OTHER_NUMBER}"
-            )
 
 
 def _of_ranks(place: Directory) -> Iterator[Directory]:

@@ -16,10 +16,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -34,33 +32,15 @@ from infinity.quantities import format_bytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
-from infinity.tiers.block_io import BlockIo, Sums, pack_sums, unpack_sums
+from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES, NvmeTier
-from infinity.tiers.durable import (
-    NO_RECORD,
-    DurableStates,
-    KeptRecord,
-    LeftStates,
-    RecordKey,
-)
-from infinity.tiers.home import SPARE, Version
+from infinity.tiers.drives import ALIGNMENT, KeptStates, NvmeTier
 from infinity.tiers.latch import Latch
-from infinity.tiers.manifest import ONE_RANK, Member, StoredBlock
 from infinity.tiers.originals import FileExtent, StoredBytes
-from infinity.tiers.pins import PinnedStates
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
-from infinity.tiers.staging import ChunkRequest, Staging
-from infinity.tiers.states_files import Extent
+from infinity.tiers.staging import Staging
 
 log = logging.getLogger("infinity")
-
-
-class LastCommit(NamedTuple):
-    """What was committed last: its record, and what `durable_blocks` had then."""
-
-    key: RecordKey
-    versions: Sequence[Version]
 
 
 class Store:
@@ -79,6 +59,10 @@ class Store:
     """The chunks of blocks on the host."""
     copy_slots: int
     """Slots of 4096 bytes on the compute device for copies of parameters."""
+    is_durable = False
+    """Whether the states outlive the process (`infinity.durable.store`)."""
+    has_spares = False
+    """Whether there are steps that are not committed, and spare extents for them."""
 
     def __init__(
         self,
@@ -86,20 +70,15 @@ class Store:
         device: ComputeDevice,
         recorder: Recorder,
         own: str = "",
-        resume: bool = False,
-        member: Member = ONE_RANK,
+        kept: KeptStates | None = None,
     ) -> None:
         """What is on NVMe lies in directories called `own` below those of `config`, if that has
-        letters. With `resume` states that an earlier run committed there are taken over, as far as
-        they are those of `member`."""
+        letters; `kept` stays there beyond the life of the store."""
         self._config = config
         self.patience = config.tuning.collective_timeout
         """Seconds that a rank waits for others."""
         self._device = device
         self._recorder = recorder
-        self._durable = DurableStates(resume, member) if config.durability != "off" else None
-        self._committed: LastCommit | None = None
-        self._last_record = threading.Lock()  # the record of `_committed` is not given up
         self._nvme = NvmeTier(
             config.nvme,
             config.tuning.io_engine,
@@ -107,7 +86,7 @@ class Store:
             recorder,
             config.tuning.nvme_shares,
             own,
-            self._durable,
+            kept,
         )
         self._changed = threading.Condition()
         self.budgets = Budgets(
@@ -134,7 +113,7 @@ class Store:
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
         self._verifies = config.tuning.verify == "always"
-        self._io = BlockIo(self._nvme, self.meter, self._durable is not None, self._verifies)
+        self._io = BlockIo(self._nvme, self.meter, kept is not None, self._verifies)
 
     # Declaration
 
@@ -171,6 +150,7 @@ class Store:
         self.layout = layout
         rooms = layout.rooms
         try:
+            self._reserve_extents()
             self._open_drives()
             self._allocate()
             self._lease_homes(rooms.cache)
@@ -192,17 +172,17 @@ class Store:
             self.close()
             raise
 
-    def _open_drives(self) -> None:
-        """Reserve the places of all blocks on NVMe, and make the files.
+    def _reserve_extents(self) -> None:
+        """Reserve the places of all blocks on NVMe.
 
-        Those that commits speak of come first, and do not depend on budgets: a later run with other
-        ones finds them there.
+        Those that commits may speak of come first, and do not depend on budgets: a later run with
+        other ones finds them there.
         """
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
-        durable = self.durable_blocks()
-        others = [block for block in self._blocks if block not in set(durable)]
-        for block in (*durable, *others):
+        states = self.state_blocks()
+        others = [block for block in self._blocks if block not in set(states)]
+        for block in (*states, *others):
             placed = block.placed
             if not placed.extent_bytes:
                 continue
@@ -211,15 +191,16 @@ class Store:
             else:
                 places = (self._nvme.reserve(placed.extent_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
-        for block in durable:
+        for block in states:
             if block.placed.has_spare:
                 spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
         grows = self.layout.placement.config.activations == "nvme" or self._originals
         if grows and self._config.nvme:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
-        if self._durable is not None:
-            self._durable.describe([_stored(block) for block in self.durable_blocks()])
+
+    def _open_drives(self) -> None:
+        """Make the files."""
         self._nvme.originals.open(
             each.file for original in self._originals.values() for each in original.slices
         )
@@ -290,256 +271,19 @@ class Store:
                 block.home.cached = cache[start : start + block.placed.cached_bytes]
                 start += block.placed.cached_bytes
 
-    # States that outlive the process
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether the states outlive the process."""
-        return self._durable is not None
-
-    @property
-    def has_spares(self) -> bool:
-        """Whether there are steps that are not committed, and spare extents for them."""
-        return self.steps_per_commit > 1
-
-    @property
-    def steps_per_commit(self) -> int:
-        """Every how many steps one is committed; 0 where none is."""
-        return self._config.steps_per_commit
-
-    def steps_left(self, number: int) -> int:
-        """How many steps lie between step `number` and the one that is committed next: 0 for that
-        one itself, and where none is."""
-        return -number % max(self.steps_per_commit, 1)
-
-    def durable_blocks(self) -> list[Block]:
-        """Those that commits speak of, in the order of declaration."""
+    def state_blocks(self) -> list[Block]:
+        """The blocks on NVMe with parameters and states, but for those in files of the user, in the
+        order of declaration."""
         return [
             block
             for block in self._blocks
             if block.tier == "nvme" and block.kind is not Kind.GRAD and not block.spec.in_files
         ]
 
-    def find(self) -> LeftStates:
-        """Before `open`: lock the directories, and look what an earlier run left there."""
-        durable = self.durable
-        self._nvme.find()
-        return durable.left
-
-    def take(self, record: KeptRecord | None, life: str) -> None:
-        """After `find`: go on from `record`, which all ranks have, or begin anew; either begins
-        `life`, of all ranks."""
-        if self._durable is not None:
-            self._durable.take(record, life)
-
-    @property
-    def taken_record(self) -> RecordKey:
-        """The record that was taken over; `NO_RECORD` where the states are new."""
-        return NO_RECORD if self._durable is None else self._durable.taken
-
-    @property
-    def taken_over(self) -> bytes | None:
-        """The record of the earlier run whose states were taken over; None where the states
-        are new. Raises `CheckpointError` where it cannot be read."""
-        content = None if self._durable is None else self._durable.content
-        try:
-            return None if content is None else unpack_sums(content)[1]
-        except ValueError as error:
-            raise self.durable.unreadable(error) from error
-
-    @property
-    def durable(self) -> DurableStates:
-        """What is kept of the states that outlive the process."""
-        if self._durable is None:
-            raise RuntimeError("durability is off")
-        return self._durable
-
-    def check_versions(self, versions: Sequence[Version]) -> None:
-        """Raise `CheckpointError` where the states that were taken over cannot be at these
-        versions, of `durable_blocks`, or lack a checksum."""
-        if self._durable is None or self._durable.content is None:
-            raise RuntimeError("nothing was taken over")
-        blocks = self.durable_blocks()
-        if len(versions) != len(blocks):
-            error = ValueError(f"it has {len(versions)} blocks, and there are {len(blocks)}")
-            raise self.durable.unreadable(error)
-        at = list(zip(blocks, versions, strict=True))
-        for block, version in at:
-            if version.extent >= len(block.home.extents):
-                raise self.durable.unreadable(
-                    ValueError(f"{block.name} has no place {version.extent}")
-                )
-        wanted = [
-            self._io.sums(block, block.home.extents[version.extent]).shape
-            for block, version in at
-            if version.is_written
-        ]
-        if [each.shape for each in unpack_sums(self._durable.content)[0]] != wanted:
-            raise self.durable.unreadable(ValueError("its checksums are not those of its blocks"))
-
-    def restore(self, versions: Sequence[Version]) -> None:
-        """The states that were taken over are at these versions, of `durable_blocks`. All of them
-        are read and checked. Raises `CorruptStateError`."""
-        if self._durable is None or self._durable.content is None:
-            raise RuntimeError("nothing was taken over")
-        for block, version in zip(self.durable_blocks(), versions, strict=True):
-            block.home.version, block.home.written = version
-            block.home.durable = version.extent
-            block.home.seal(version.extent)
-        sums, _ = unpack_sums(self._durable.content)
-        self._committed = LastCommit(self._durable.taken, versions)
-        self._keep(versions)
-        start = time.perf_counter()
-        nbytes = self._check(sums)
-        seconds = time.perf_counter() - start
-        log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
-        self._durable.keep()
-        self._nvme.shorten()
-
-    def _check(self, sums: Sequence[Sums]) -> int:
-        """Compare what the extents have with their checksums, `sums` of the blocks that were ever
-        written, and bring what is cached. Returns how many bytes that were."""
-        blocks = [block for block in self.durable_blocks() if block.home.written]
-        for block, found in zip(blocks, sums, strict=True):
-            self._io.sums(block, block.home.extents[block.home.version])[:] = found
-        with self._io.verifying():
-            cached = [(block, block.home.cached) for block in blocks]
-            for ticket in [
-                self._io.read(block, 0, memory.numel(), memory.data_ptr())
-                for block, memory in cached
-                if memory is not None
-            ]:
-                ticket.wait()
-            requests = (
-                ChunkRequest([block], begin, load=[block])
-                for block in blocks
-                for begin in self.staging.chunks(block)
-                if begin >= block.cached_elements
-            )
-            for _ in self.staging.in_turn(requests):
-                pass  # it was checked as it came
-        return sum(block.nbytes for block in blocks)
-
-    def make_whole(self) -> None:
-        """Write what `durable_blocks` lack on the drives for a commit to speak of them: what is
-        cached, and what lies in a spare extent.
-
-        For the thread that runs the model, when no update is under way, and all that was sealed is
-        committed. After an error the engine cannot go on.
-        """
-        lacking = [block for block in self.durable_blocks() if not block.home.is_whole]
-        try:
-            requests = []
-            for block in lacking:
-                with self._changed:
-                    in_place = block.home.rewrite()
-                    if not block.home.is_free():
-                        raise RuntimeError(f"a commit still needs what {block.name} has to replace")
-                self.await_unpinned([block])
-                requests += [
-                    ChunkRequest([block], begin, load=[block])
-                    for begin in self.staging.chunks(block)
-                    if begin < block.cached_elements or not in_place
-                ]
-            with closing(self.staging.in_turn(requests)) as turns:
-                for (chunk,) in turns:
-                    chunk.commit()
-        except BaseException as error:
-            self.latch.fail(error)
-            raise
-        self.resident.end_update(lacking)
-
-    def seal(self, versions: Sequence[Version]) -> None:
-        """`record` will be told of these versions of `durable_blocks`: they are not overwritten."""
-        with self._changed:
-            for block, version in zip(self.durable_blocks(), versions, strict=True):
-                block.home.seal(version.extent)
-
-    def record(self, key: RecordKey, versions: Sequence[Version], content: bytes) -> None:
-        """Make `content` the last record, `key`: of what `durable_blocks` have at these versions,
-        all of which is written. Returns when it would survive a power cut; the one before stays
-        until `commit`. For one thread."""
-        if self._durable is None:
-            raise RuntimeError("durability is off")
-        self._keep(versions, *([] if self._committed is None else [self._committed.versions]))
-        self._nvme.flush()
-        if self._durable.found is None:
-            self._durable.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
-        self._durable.record(key, self._with_sums(versions, content))
-
-    def commit(self, key: RecordKey, versions: Sequence[Version]) -> None:
-        """All ranks have the last record, which was told this: what those before spoke of may be
-        overwritten. For the thread of `record`."""
-        if self._durable is None:
-            raise RuntimeError("durability is off")
-        with self._last_record:
-            self._durable.settle()
-            with self._changed:
-                for block, version in zip(self.durable_blocks(), versions, strict=True):
-                    block.home.durable = version.extent
-                self._committed = LastCommit(key, versions)
-                self._keep(versions)
-                self._changed.notify_all()
-
-    def release(self, blocks: Sequence[Block]) -> None:
-        """`blocks`, which have one place, may be rewritten there: the last record, which is
-        committed, says that nobody goes on from it. The next record keeps them again."""
-        if self._committed is not None:
-            self._keep(self._committed.versions, without=blocks)
-
-    def _keep(self, *commits: Sequence[Version], without: Collection[Block] = ()) -> None:
-        """These are the commits whose states may be needed: no write reaches them."""
-        self._nvme.keep(
-            extent
-            for versions in commits
-            for block, version in zip(self.durable_blocks(), versions, strict=True)
-            if block not in without
-            and isinstance(extent := block.home.extents[version.extent], Extent)
-        )
-
-    @property
-    def committed_step(self) -> int | None:
-        """The last step that would survive a power cut, which `pin` could speak of; None while
-        there is none."""
-        return None if self._committed is None else self._committed.key.step
-
-    def pin(self) -> PinnedStates:
-        """Keep all that the last commit speaks of as it is, until it is given back. For one caller
-        at a time. Raises `CheckpointError` where its record cannot be read."""
-        with self._last_record:
-            self.latch.check()
-            if self._committed is None or self._durable is None:
-                raise RuntimeError("nothing was committed")
-            key, versions = self._committed
-            _, content = unpack_sums(self._durable.read(key))
-            pinned = dict(zip(self.durable_blocks(), versions, strict=True))
-            with self._changed:
-                return PinnedStates(
-                    key.step, content, pinned, self._originals, self._io, self._changed
-                )
-
-    def await_unpinned(self, blocks: Sequence[Block]) -> None:
-        """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises
-        `EngineClosedError`."""
-        with self._changed:
-            while any(block.home.is_pinned() for block in blocks):
-                self.latch.check()
-                self._changed.wait()
-
-    def discard_committed(self) -> None:
-        """`close` leaves nothing of what was committed."""
-        if self._durable is not None:
-            self._durable.discard()
-
-    def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
-        """`content`, behind the checksums of what blocks have at these versions."""
-        blocks = zip(self.durable_blocks(), versions, strict=True)
-        sums = [
-            self._io.sums(block, block.home.extents[version.extent])
-            for block, version in blocks
-            if version.is_written
-        ]
-        return pack_sums(sums) + content
+    def steps_left(self, number: int) -> int:
+        """How many steps lie between step `number` and the one that is committed next: 0 for that
+        one itself, and where none is."""
+        return 0
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
@@ -670,17 +414,3 @@ class Store:
         self._originals.clear()
         self._arenas.clear()
         self._blocks.clear()
-
-
-def _stored(block: Block) -> StoredBlock:
-    whole = block.home.extents[:SPARE]
-    starts = tuple(extent.start for extent in whole if isinstance(extent, Extent))
-    spec = block.spec
-    return StoredBlock(
-        name=spec.name,
-        kind=spec.kind.value,
-        format=spec.format.name,
-        elements=spec.elements,
-        nbytes=spec.nbytes,
-        extents=starts,
-    )

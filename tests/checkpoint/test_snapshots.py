@@ -457,7 +457,7 @@ def is_untouched(run: Run, undisturbed: Reference, tmp_path: Path) -> bool:
     assert not sibling(tmp_path / "snap", "partial").exists()
     assert same(content(tmp_path / "snap"), content(place / "1"))
     assert not any(
-        block.home.pinned is not None for block in Probe(run.engine).store.durable_blocks()
+        block.home.pinned is not None for block in Probe(run.engine).store.state_blocks()
     )
     return True
 
@@ -747,7 +747,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         infinity.ConfigError, match=r"optimizer \(AdamW\) of the committed step 1 is"
     ):
         run.engine.snapshot(tmp_path / "snap")
-    assert not any(b.home.pinned is not None for b in Probe(run.engine).store.durable_blocks())
+    assert not any(b.home.pinned is not None for b in Probe(run.engine).store.state_blocks())
     run.engine.close()
     assert not (tmp_path / "snap").exists()
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.durable.store import DurableStore
 from infinity.placement.spec import Kind
 from infinity.tiers.home import SPARE
 from infinity.tiers.manifest import STATES_NAME
-from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
     LEAST,
@@ -233,8 +233,10 @@ def test_no_commit_writes_states_where_steps_are_even(
 ) -> None:
     """Their updates have written all that a commit needs: nothing is read and written again."""
     again: list[int] = []
-    make_whole = Store.make_whole
-    monkeypatch.setattr(Store, "make_whole", lambda store: (again.append(1), make_whole(store)))
+    make_whole = DurableStore.make_whole
+    monkeypatch.setattr(
+        DurableStore, "make_whole", lambda store: (again.append(1), make_whole(store))
+    )
     model, engine, optimizer = start(folders_in(tmp_path), 3, cache=cache)
     for number in range(10):
         step(model, optimizer, number)
@@ -250,7 +252,7 @@ def test_no_update_waits_for_a_commit_where_steps_are_even(tmp_path: Path) -> No
     for number in range(4):
         step(model, optimizer, number)
     engine.drain()
-    blocks = Probe(engine).store.durable_blocks()
+    blocks = Probe(engine).store.state_blocks()
     kept = {block.home.version for block in blocks}
     assert kept <= {0, 1} and all(block.home.target(1) == SPARE for block in blocks)
     assert all(block.home.is_free(1) for block in blocks)

@@ -30,10 +30,10 @@ from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, Du
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable.committer import Committer
+from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import HEAD_BYTES, RecordKey
 from infinity.tiers.manifest import DURABLE_NAMES, MANIFEST_NAME, STATES_NAME
-from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
     LEAST,
@@ -324,10 +324,10 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on, self.writes = threading.Event(), 0
         self.blocks: list[Any] = []
-        commit, write = Store.commit, NvmeTier.write
+        commit, write = DurableStore.commit, NvmeTier.write
 
-        def slow(store: Store, *values: Any) -> None:
-            self.blocks = store.durable_blocks()
+        def slow(store: DurableStore, *values: Any) -> None:
+            self.blocks = store.state_blocks()
             assert self.go_on.wait(60)
             commit(store, *values)
 
@@ -338,7 +338,7 @@ class Slow:
             self.writes += 1
             return write(tier, extent, *values, **named)
 
-        monkeypatch.setattr(Store, "commit", slow)
+        monkeypatch.setattr(DurableStore, "commit", slow)
         monkeypatch.setattr(NvmeTier, "write", looked_at)
 
 
@@ -399,9 +399,9 @@ def test_how_long_a_commit_takes_changes_no_record(
     """All ranks must make the same records. A write outside of a step, to what the step leaves
     alone, is the case where a commit under way looked like something to be committed."""
     found, go_on = [], threading.Event()
-    seal, rest, commit = Committer.seal, Committer.rest, Store.commit
+    seal, rest, commit = Committer.seal, Committer.rest, DurableStore.commit
 
-    def late(store: Store, *values: Any) -> None:
+    def late(store: DurableStore, *values: Any) -> None:
         assert go_on.wait(60)
         commit(store, *values)
 
@@ -415,7 +415,7 @@ def test_how_long_a_commit_takes_changes_no_record(
 
     monkeypatch.setattr(Committer, "seal", noted)
     if commits == "late":
-        monkeypatch.setattr(Store, "commit", late)
+        monkeypatch.setattr(DurableStore, "commit", late)
         monkeypatch.setattr(Committer, "rest", waited_for)
     model = Branches()
     options = LEAST | {"precision": "fp32"}
@@ -668,7 +668,7 @@ def test_the_last_record_is_not_kept_in_memory(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
     with pytest.raises(infinity.CheckpointError, match="record of the committed states cannot be"):
         engine.snapshot(tmp_path / "snap")
-    assert not any(b.home.pinned is not None for b in Probe(engine).store.durable_blocks())
+    assert not any(b.home.pinned is not None for b in Probe(engine).store.state_blocks())
     engine.close()
 
 

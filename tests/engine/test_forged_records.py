@@ -28,8 +28,9 @@ from infinity.cli.gc import collect
 from infinity.directories import commits
 from infinity.directories.commits import Commit
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable import store
 from infinity.durable.record import CommittedStep
-from infinity.tiers import drives, store
+from infinity.tiers import drives
 from infinity.tiers.block_io import pack_sums, unpack_sums
 from infinity.tiers.durable import HEAD_BYTES
 from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest

@@ -241,9 +241,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
-    "tiers/store.py Store._check": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
-    "tiers/store.py Store.await_unpinned": (
+    "durable/store.py DurableStore._check": DRIVE,
+    "durable/store.py DurableStore.await_unpinned": (
         "`PinnedStates.release`, which each end of a snapshot calls, and `Latch`",
         "test_snapshots.py::test_writes_outside_of_steps_wait_for_it",
     ),
@@ -287,7 +287,7 @@ LOCKS: dict[str, str] = {
     "tiers/store.py Store._changed": (
         "for a few lines and the submission of reads; who waits on it lets go of it"
     ),
-    "tiers/store.py Store._last_record": "held while a record is read, or given up: DRIVE",
+    "durable/store.py DurableStore._last_record": "held while a record is read, or given up: DRIVE",
     "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import contextlib, gc, io, json, sys, weakref
@@ -23,21 +24,23 @@ with contextlib.redirect_stdout(io.StringIO()):
     app(["--help"], standalone_mode=False)
 note()
 
-def wrapped():
+def wrapped(**options):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    return infinity.wrap(model, infinity.Config(tuning=infinity.Tuning(device="cpu")))
+    return infinity.wrap(model, infinity.Config(tuning=infinity.Tuning(device="cpu"), **options))
 
 gc.collect()
 gc.disable()
 assert weakref.ref(wrapped())() is None, "an import keeps the frames of wrap"
 gc.enable()
 
-model = wrapped()
-optimizer = infinity.AdamW(model.parameters())
-model(torch.ones(2, 4)).sum().backward()
-optimizer.step()
-infinity.engine(model).close()
-note()
+on_nvme = {"nvme": [sys.argv[1]], "parameters": "nvme", "optimizer": "nvme"}
+for options in {}, on_nvme, {**on_nvme, "durability": "step"}:
+    model = wrapped(**options)
+    optimizer = infinity.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    infinity.engine(model).close()
+    note()
 
 print(json.dumps(found))
 """
@@ -55,13 +58,14 @@ SLOW = {
 }
 
 
-def test_modules_are_imported_when_they_are_needed() -> None:
+def test_modules_are_imported_when_they_are_needed(tmp_path: Path) -> None:
     """`import infinity` and the help of the command import nothing that takes seconds. A training
-    step imports no checkpoints. What `wrap` imports does not keep the model."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    with_torch, with_infinity, with_help, with_step = map(set, json.loads(run.stdout))
+    step imports no checkpoints. What `wrap` imports does not keep the model. An engine without
+    durability imports nothing of `infinity.durable`."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = map(set, json.loads(run.stdout))
+    with_torch, with_infinity, with_help, with_step, on_nvme, with_durability = found
     assert not with_infinity & SLOW
     assert not [n for n in with_infinity if n.startswith(LATER)]
     assert not with_help & SLOW
@@ -69,3 +73,5 @@ def test_modules_are_imported_when_they_are_needed() -> None:
     assert len(theirs) < 100  # torch.distributed.tensor alone would bring 500
     assert "torch._dynamo" in with_step  # It keeps our hooks out of graphs.
     assert not with_step & {"torch.distributed.checkpoint", "transformers"}
+    assert not [name for name in on_nvme if name.startswith("infinity.durable")]
+    assert {"infinity.durable.store", "infinity.durable.session"} <= with_durability

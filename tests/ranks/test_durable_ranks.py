@@ -33,11 +33,11 @@ from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.durable import committer
 from infinity.durable.committer import Committer
+from infinity.durable.store import DurableStore
 from infinity.optim.job import JobQueue
 from infinity.optim.updater import Updater
 from infinity.tiers.durable import HEAD_BYTES, RecordKey
 from infinity.tiers.manifest import MANIFEST_NAME
-from infinity.tiers.store import Store
 from support.configs import config_of
 from support.durable import (
     BEHIND,
@@ -468,9 +468,9 @@ def await_rank(directory: Path, name: str, rank: int) -> None:
 @contextlib.contextmanager
 def records(number: int, before: Callable[[], object]) -> Iterator[None]:
     """`before` comes before record `number` of this rank, counted from 0."""
-    record, left = Store.record, number
+    record, left = DurableStore.record, number
 
-    def counted(store: Store, *values: Any) -> None:
+    def counted(store: DurableStore, *values: Any) -> None:
         nonlocal left
         if left == 0:
             before()
@@ -478,7 +478,7 @@ def records(number: int, before: Callable[[], object]) -> Iterator[None]:
         record(store, *values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "record", counted)
+        patch.setattr(DurableStore, "record", counted)
         yield
 
 

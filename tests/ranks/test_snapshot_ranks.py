@@ -200,7 +200,7 @@ def one_has_no_optimizer(directory: Path, rank: int, patch: pytest.MonkeyPatch) 
     for _ in range(2):
         with pytest.raises(kind, match=text):
             run.engine.snapshot(directory / "snap")
-    assert not any(b.home.pinned is not None for b in Probe(run.engine).store.durable_blocks())
+    assert not any(b.home.pinned is not None for b in Probe(run.engine).store.state_blocks())
     run.optimizer = run.optimizer or infinity.AdamW(run.model.parameters(), lr=1e-2)
     task = run.engine.snapshot(directory / "snap")
     run.engine.close()

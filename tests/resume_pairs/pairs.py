@@ -36,12 +36,13 @@ from infinity import native
 from infinity.build import Build
 from infinity.directories import directory
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable import store
+from infinity.durable.store import DurableStore
 from infinity.errors import InfinityError
-from infinity.tiers import drives, speed, store
+from infinity.tiers import drives, speed
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import DurableStates
 from infinity.tiers.manifest import DURABLE_NAMES, STATES_NAME
-from infinity.tiers.store import Store
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.threads import one_thread
@@ -246,23 +247,26 @@ class Runs:
 def _noting_commits(place: Path, pages: dict[tuple[str, int], bytes]) -> Iterator[None]:
     """`pages` are those that the last commit of a run in `place` speaks of. They are read when the
     run has ended; what they are does not come from what the engine keeps from being written."""
-    real, flush = Store.commit, NvmeTier.flush
+    real, flush = DurableStore.commit, NvmeTier.flush
     tiers, places = list[NvmeTier](), list[tuple[str, int]]()
 
     def flushed(self: NvmeTier) -> None:
         tiers.append(self)
         flush(self)
 
-    def commit(self: Store, key: Any, versions: Sequence[Any]) -> None:
+    def commit(self: DurableStore, key: Any, versions: Sequence[Any]) -> None:
         places.clear()
-        for block, version in zip(self.durable_blocks(), versions, strict=True):
+        for block, version in zip(self.state_blocks(), versions, strict=True):
             extent = block.home.extents[version.extent]
             for at in range(0, extent.nbytes, PAGE):
                 path, offset = tiers[-1].where(extent, at)
                 places.append((str(Path(path).relative_to(place)), offset))
         real(self, key, versions)
 
-    with mock.patch.object(Store, "commit", commit), mock.patch.object(NvmeTier, "flush", flushed):
+    with (
+        mock.patch.object(DurableStore, "commit", commit),
+        mock.patch.object(NvmeTier, "flush", flushed),
+    ):
         yield
     pages.update({(name, at): _page(place / name, at) for name, at in places})
 

@@ -21,6 +21,7 @@ from infinity.directories.commits import CommitLog
 from infinity.directories.directory import Directory
 from infinity.durable.committer import Committer
 from infinity.durable.record import RandomStates
+from infinity.durable.store import DurableStore
 from infinity.nvme.ticket import Ticket
 from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
@@ -28,7 +29,6 @@ from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import DurableStates, KeptRecord, RecordKey
 from infinity.tiers.home import Home
-from infinity.tiers.store import Store
 from simulation.drive import DriveFile
 from simulation.many import simulating
 from simulation.processes import here
@@ -49,16 +49,16 @@ class Bug(NamedTuple):
 
 
 def _record_before_the_flush() -> AbstractContextManager[object]:
-    record, flush = Store.record, NvmeTier.flush
+    record, flush = DurableStore.record, NvmeTier.flush
 
-    def late(store: Store, *values: Any) -> None:
+    def late(store: DurableStore, *values: Any) -> None:
         drives: list[NvmeTier] = []
         with mock.patch.object(NvmeTier, "flush", lambda tier: drives.append(tier)):
             record(store, *values)
         for each in drives:
             flush(each)
 
-    return mock.patch.object(Store, "record", late)
+    return mock.patch.object(DurableStore, "record", late)
 
 
 def _always_free() -> AbstractContextManager[object]:
@@ -207,10 +207,10 @@ def _extents_as_they_are() -> AbstractContextManager[object]:
 def _one_record_too_few() -> Iterator[None]:
     """Where one of N steps is committed, the second rank gives its older record up before the
     others have the last one."""
-    record_all, record = Store.record, DurableStates.record
+    record_all, record = DurableStore.record, DurableStates.record
     hasty = threading.local()
 
-    def recording_all(store: Store, *values: Any) -> int:
+    def recording_all(store: DurableStore, *values: Any) -> int:
         rank = here()
         hasty.now = store.has_spares and rank is not None and rank.number == 1
         return record_all(store, *values)
@@ -222,7 +222,7 @@ def _one_record_too_few() -> Iterator[None]:
         return sequence
 
     with (
-        mock.patch.object(Store, "record", recording_all),
+        mock.patch.object(DurableStore, "record", recording_all),
         mock.patch.object(DurableStates, "record", recording),
     ):
         yield

@@ -24,9 +24,9 @@ from torch.distributed import distributed_c10d
 
 from infinity import native
 from infinity.device import ComputeDevice
-from infinity.durable import agreement, record
+from infinity.durable import agreement, record, store
 from infinity.sharding import collectives, watch
-from infinity.tiers import drives, store
+from infinity.tiers import drives
 from simulation.checkpoint_files import checkpoints_on_machines
 from simulation.disk import Change, Folder, Naming, Plain
 from simulation.distributed import SimulatedDistributed, SimulatedStores, gather

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles, decoded
 from infinity.durable.agreement import Agreement
+from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.durable import RecordKey
-from infinity.tiers.store import Store
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.rank_group import PATIENCE, RANKS, SERVER, become_rank, load, run_all
@@ -150,13 +150,13 @@ def kill_at(kill: Kill) -> None:
 def _kill_behind(left: int) -> None:
     """Kill this process when it would make its record number `left`, and another rank has."""
     made: list[Agreement] = []
-    make, record = Agreement.__init__, Store.record
+    make, record = Agreement.__init__, DurableStore.record
 
     def noted(self: Agreement, *values: Any) -> None:
         made.append(self)
         make(self, *values)
 
-    def late(store: Store, key: RecordKey, *values: Any) -> None:
+    def late(store: DurableStore, key: RecordKey, *values: Any) -> None:
         nonlocal left
         while left == 0:
             if made[-1].is_awaited(key):
@@ -166,7 +166,7 @@ def _kill_behind(left: int) -> None:
         record(store, key, *values)
 
     Agreement.__init__ = noted  # type: ignore[method-assign]
-    Store.record = late  # type: ignore[method-assign]
+    DurableStore.record = late  # type: ignore[method-assign]
 
 
 def _work(

@@ -500,7 +500,7 @@ def test_the_name_of_a_ranks_directory_survives_a_power_cut(tmp_path, monkeypatc
     flushed = []
     monkeypatch.setattr(Directory, "sync", lambda directory: flushed.append(directory.path))
     for durable in (None, DurableStates(resume=False, member=Member(1, 2))):
-        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", durable=durable)
+        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", kept=durable)
         made.find()
         made.close()
     assert flushed == [tmp_path]

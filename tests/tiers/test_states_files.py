@@ -101,7 +101,7 @@ def writable(engine: infinity.Engine, blocks: Any = None) -> list[bool]:
     """Which extents of durable blocks may be written now: all that refuse leave every byte."""
     one, found = Probe(engine), list[bool]()
     data = torch.full((ALIGNMENT,), 7, dtype=torch.uint8)
-    for block in one.store.durable_blocks() if blocks is None else blocks:
+    for block in one.store.state_blocks() if blocks is None else blocks:
         for extent in block.home.extents:
             try:
                 one.nvme.write(extent, 0, ALIGNMENT, data.data_ptr(), "a stray write").wait()
@@ -117,7 +117,7 @@ def test_of_two_extents_the_committed_one_refuses_writes(tmp_path: Path) -> None
     with engine_in(tmp_path) as engine:
         step(engine, 0)
         Probe(engine).committer.rest()
-        blocks = Probe(engine).store.durable_blocks()
+        blocks = Probe(engine).store.state_blocks()
         assert writable(engine) == [
             at != block.home.durable for block in blocks for at in range(len(block.home.extents))
         ]
@@ -145,7 +145,7 @@ def test_a_load_replaces_what_is_frozen_in_its_only_place(tmp_path: Path) -> Non
         engine.model(**text_batch(0)).loss.backward()
         optimizer.step()
         Probe(engine).committer.rest()
-        alone = [b for b in Probe(engine).store.durable_blocks() if len(b.home.extents) == 1]
+        alone = [b for b in Probe(engine).store.state_blocks() if len(b.home.extents) == 1]
         assert alone and not any(writable(engine, alone))
         optimizer.zero_grad()
         engine.load_checkpoint(tmp_path / "checkpoint", optimizer)
@@ -162,7 +162,7 @@ def trained(engine: infinity.Engine) -> list[torch.Tensor]:
 def taken_over(folder: Path) -> NvmeTier:
     """A tier over states that were committed, as `wrap` has it before its restore."""
     durable = DurableStates(resume=True)
-    made = NvmeTier([folder], "posix", None, Recorder(), durable=durable)
+    made = NvmeTier([folder], "posix", None, Recorder(), kept=durable)
     made.find()
     durable.take(durable.left.records[0], "1" * 32)
     found = durable.found
@@ -198,7 +198,7 @@ def test_committed_states_that_nothing_took_over_are_not_reclaimed(tmp_path: Pat
     with engine_in(tmp_path) as engine:
         step(engine, 0)
     for act in (NvmeTier.measure, NvmeTier.open):
-        made = NvmeTier([tmp_path], "posix", None, Recorder(), durable=DurableStates(resume=True))
+        made = NvmeTier([tmp_path], "posix", None, Recorder(), kept=DurableStates(resume=True))
         made.reserve(ALIGNMENT)
         with (
             unchanged(tmp_path),
