@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infinity.checkpoint.progress import Told
-from infinity.checkpoint.readers import CommittedStates
+from infinity.checkpoint.readers import CommitReader
 from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
@@ -87,7 +87,7 @@ class Checkpoints:
 
     def snapshot(
         self,
-        committed: CommittedStates,
+        committed: CommitReader,
         tied: Mapping[str, str],
         directory: Path,
         extra: Mapping[str, Any],

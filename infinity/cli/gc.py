@@ -23,11 +23,11 @@ from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
 from infinity.errors import naming
 from infinity.quantities import format_bytes
-from infinity.tiers.durable import remove_records
 from infinity.tiers.manifest import (
     DURABLE_NAMES,
     STATES_NAME,
     holds_committed,
+    remove_records,
     run_of,
 )
 

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from infinity.durable.states import NO_RECORD, RecordKey
 from infinity.errors import EngineClosedError, InfinityError
-from infinity.tiers.durable import NO_RECORD, RecordKey
 from infinity.tiers.latch import Latch
 
 CLOSING_SECONDS = 30.0

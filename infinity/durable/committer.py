@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from infinity.durable.agreement import CLOSING_SECONDS, Agreement
+from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
-from infinity.tiers.durable import RecordKey
 from infinity.tiers.home import Version
 
 log = logging.getLogger("infinity")

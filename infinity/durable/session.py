@@ -51,12 +51,13 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.inert import pack_item
-from infinity.checkpoint.readers import CommittedStates
 from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.device import ComputeDevice
 from infinity.durable.agreement import Agreement
+from infinity.durable.committed_states import CommittedStates
 from infinity.durable.committer import Committer
 from infinity.durable.record import VERSION, CommittedStep, RandomStates, pack
+from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
 from infinity.errors import (
     CheckpointError,
@@ -72,7 +73,6 @@ from infinity.optim.updater import StepListeners, Updater
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.durable import RecordKey
 from infinity.weights.load import persistent_buffers
 
 log = logging.getLogger("infinity")

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 from infinity.config import Config
 from infinity.device import ComputeDevice
-from infinity.observe import Recorder
-from infinity.quantities import format_bytes
-from infinity.tiers.block import Block
-from infinity.tiers.block_io import Sums, pack_sums, unpack_sums
-from infinity.tiers.drives import STRIPE_BYTES
-from infinity.tiers.durable import (
+from infinity.durable.pins import PinnedStates
+from infinity.durable.states import (
     DurableStates,
     LeftStates,
     RecordKey,
     common_step,
 )
+from infinity.observe import Recorder
+from infinity.quantities import format_bytes
+from infinity.tiers.block import Block
+from infinity.tiers.block_io import Sums, pack_sums, unpack_sums
+from infinity.tiers.drives import STRIPE_BYTES
 from infinity.tiers.home import SPARE, Version
 from infinity.tiers.manifest import ONE_RANK, Member, StoredBlock
-from infinity.tiers.pins import PinnedStates
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.states_files import Extent
 from infinity.tiers.store import Store

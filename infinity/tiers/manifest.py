@@ -11,6 +11,7 @@ and say so after it. Where something was committed, nobody reclaims the states: 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -167,6 +168,38 @@ def refuse_kept(place: Directory) -> None:
     """Raise `ConfigError` where `place` holds states that outlived their process."""
     if holds_committed(place):
         raise refusal_of(place)
+
+
+def remove_records(places: Sequence[Directory]) -> None:
+    """Remove what lies beside states that nobody shall go on from, in all directories of a run. The
+    states are to go after that.
+
+    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. So
+    does an error of the drive: it is raised, and nothing goes after that. First the manifests say
+    that nothing was committed; without a record that is believed. Then the records go for good, the
+    last one last, and then the rest.
+    """
+    for place in filter(has_manifest, places):
+        try:
+            manifest = read_manifest(place)
+            if manifest.is_committed:
+                shown = manifest.model_copy(update={"is_committed": False})
+                DurableFiles(place).create(MANIFEST_NAME, shown.encode())
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            # else it is damaged, and refused before as after
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # else what is removed is to make room
+    for place in places:
+        commits = CommitLog(DurableFiles(place))
+        with suppress(CheckpointError):
+            commits.kept()
+        commits.remove()
+    for place in places:
+        for name in DURABLE_NAMES:
+            place.remove(name)
 
 
 def refusal_of(place: Directory) -> ConfigError:

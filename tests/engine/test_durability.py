@@ -30,9 +30,9 @@ from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, Du
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable.committer import Committer
+from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import HEAD_BYTES, RecordKey
 from infinity.tiers.manifest import DURABLE_NAMES, MANIFEST_NAME, STATES_NAME
 from support.configs import config_of
 from support.durable import (

@@ -30,9 +30,9 @@ from infinity.directories.commits import Commit
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable import store
 from infinity.durable.record import CommittedStep
+from infinity.durable.states import HEAD_BYTES
 from infinity.tiers import drives
 from infinity.tiers.block_io import pack_sums, unpack_sums
-from infinity.tiers.durable import HEAD_BYTES
 from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest
 from support.configs import config_of
 from support.durable import record_in

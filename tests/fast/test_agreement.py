@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d
 from infinity.device import ComputeDevice
 from infinity.durable import agreement
 from infinity.durable.agreement import Agreement
+from infinity.durable.states import NO_RECORD, RecordKey
 from infinity.errors import EngineClosedError, InfinityError
-from infinity.tiers.durable import NO_RECORD, RecordKey
 from infinity.tiers.latch import Latch
 
 Make = Callable[..., Agreement]

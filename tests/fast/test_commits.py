@@ -22,7 +22,7 @@ from infinity.directories.commits import (
     encoded,
 )
 from infinity.directories.directory import Directory
-from infinity.tiers.durable import (
+from infinity.durable.states import (
     KeptRecord,
     LeftStates,
     RecordKey,

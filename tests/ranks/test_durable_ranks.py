@@ -33,10 +33,10 @@ from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
 from infinity.durable import committer
 from infinity.durable.committer import Committer
+from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.optim.job import JobQueue
 from infinity.optim.updater import Updater
-from infinity.tiers.durable import HEAD_BYTES, RecordKey
 from infinity.tiers.manifest import MANIFEST_NAME
 from support.configs import config_of
 from support.durable import (

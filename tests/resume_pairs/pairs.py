@@ -37,11 +37,11 @@ from infinity.build import Build
 from infinity.directories import directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable import store
+from infinity.durable.states import DurableStates
 from infinity.durable.store import DurableStore
 from infinity.errors import InfinityError
 from infinity.tiers import drives, speed
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DurableStates
 from infinity.tiers.manifest import DURABLE_NAMES, STATES_NAME
 from support.configs import config_of
 from support.discrete import DiscreteDevice

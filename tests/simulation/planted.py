@@ -21,13 +21,13 @@ from infinity.directories.commits import CommitLog
 from infinity.directories.directory import Directory
 from infinity.durable.committer import Committer
 from infinity.durable.record import RandomStates
+from infinity.durable.states import DurableStates, KeptRecord, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.nvme.ticket import Ticket
 from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import DurableStates, KeptRecord, RecordKey
 from infinity.tiers.home import Home
 from simulation.drive import DriveFile
 from simulation.many import simulating

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import infinity
 from infinity.directories.commits import COMMIT_NAMES, CommitLog, DurableFiles, decoded
 from infinity.durable.agreement import Agreement
+from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.durable import RecordKey
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.rank_group import PATIENCE, RANKS, SERVER, become_rank, load, run_all

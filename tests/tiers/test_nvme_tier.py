@@ -27,11 +27,11 @@ from infinity.bench.io import workspace
 from infinity.cli import gc
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
-from infinity.tiers.durable import DurableStates
 from infinity.tiers.manifest import Member
 from infinity.tiers.states_files import Extent
 from support.planted import PLANTED, Planted

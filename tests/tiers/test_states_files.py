@@ -19,11 +19,11 @@ from infinity import native
 from infinity.directories import directory as directory_module
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.observe import Recorder
 from infinity.tiers import drives, speed
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
-from infinity.tiers.durable import DurableStates
 from infinity.tiers.states_files import Claims, Extent, StatesFiles
 from infinity.tiers.stripes import Stripes
 from support.configs import config_of

@@ -12,13 +12,11 @@ that have theirs say so themselves, and else the directories were exchanged.
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -32,7 +30,6 @@ from infinity.directories.commits import COMMIT_NAMES, Commit, CommitLog, Durabl
 from infinity.directories.directory import Directory
 from infinity.errors import CheckpointError, ConfigError
 from infinity.tiers.manifest import (
-    DURABLE_NAMES,
     MANIFEST_NAME,
     ONE_RANK,
     STATES_NAME,
@@ -47,6 +44,7 @@ from infinity.tiers.manifest import (
     read_manifest,
     reason_of,
     refusal_of,
+    remove_records,
 )
 
 log = logging.getLogger("infinity")
@@ -335,38 +333,6 @@ class DurableStates:
             f"{self.path}: the record of the committed states cannot be read: "
             f"{reason_of(error)}; go on from a checkpoint, in another directory"
         )
-
-
-def remove_records(places: Sequence[Directory]) -> None:
-    """Remove what lies beside states that nobody shall go on from, in all directories of a run. The
-    states are to go after that.
-
-    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. So
-    does an error of the drive: it is raised, and nothing goes after that. First the manifests say
-    that nothing was committed; without a record that is believed. Then the records go for good, the
-    last one last, and then the rest.
-    """
-    for place in filter(has_manifest, places):
-        try:
-            manifest = read_manifest(place)
-            if manifest.is_committed:
-                shown = manifest.model_copy(update={"is_committed": False})
-                DurableFiles(place).create(MANIFEST_NAME, shown.encode())
-        except CheckpointError as error:
-            if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None
-            # else it is damaged, and refused before as after
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # else what is removed is to make room
-    for place in places:
-        commits = CommitLog(DurableFiles(place))
-        with suppress(CheckpointError):
-            commits.kept()
-        commits.remove()
-    for place in places:
-        for name in DURABLE_NAMES:
-            place.remove(name)
 
 
 def _of_ranks(place: Directory) -> Iterator[Directory]:
