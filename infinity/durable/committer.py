@@ -4,8 +4,8 @@
 Where every step is committed, a block has two extents, and every update writes the one that does
 not hold the content. After step N is committed, step N+1 writes the extents of step N-1, and step
 N+2 those of step N. So an update waits until the extent that it writes is in no commit that is
-still needed (`Home.is_free`): until step N+1 is committed. Between them lie a forward and a
-backward, so as a rule nobody waits. With fewer commits there is a spare extent (`tiers/home`).
+still needed (`DurableHome.is_free`): until step N+1 is committed. Between them lie a forward and a
+backward, so as a rule nobody waits. With fewer commits there is a spare extent (`durable/home`).
 
 [Note: what is sealed]
 Record and versions are fixed at one moment between two steps (`seal`): from then on an update may
@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from infinity.durable.agreement import CLOSING_SECONDS, Agreement
+from infinity.durable.home import Version, home_of
 from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
 from infinity.optim.job import Job, JobQueue
-from infinity.tiers.home import Version
 
 log = logging.getLogger("infinity")
 
@@ -74,7 +74,7 @@ class Committer:
     def seal(self, key: RecordKey, content: Callable[[Sequence[Version]], bytes]) -> None:
         """Have what the blocks are after all posted updates committed, as the record `key` that
         `content` makes of it; returns at once."""
-        jobs, versions = self._jobs.versions(self._store.state_blocks())
+        jobs, versions = self._versions()
         sealed = _Sealed(key, jobs, versions, content(versions))
         self._store.seal(versions)
         with self._changed:
@@ -83,7 +83,25 @@ class Committer:
 
     def will_be_whole(self) -> bool:
         """Whether a commit may speak of what the blocks are after all posted updates."""
-        return self._jobs.will_be_whole(self._store.state_blocks())
+        with self._jobs.changed:
+            _, left = self._jobs.going()
+            return all(
+                home_of(block).will_be_whole(left[block])
+                if block in left
+                else home_of(block).is_whole
+                for block in self._store.state_blocks()
+            )
+
+    def _versions(self) -> tuple[list[Job], list[Version]]:
+        """The jobs that are CONFIRMED, and what each block has when they have ended."""
+        with self._jobs.changed:
+            jobs, left = self._jobs.going()
+            return jobs, [
+                Version(block.home.target(left[block]), True)
+                if block in left
+                else Version(block.home.version, block.home.written)
+                for block in self._store.state_blocks()
+            ]
 
     def rest(self) -> bool:
         """Block until all that was sealed is committed; False where it never will be."""

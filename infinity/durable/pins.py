@@ -2,8 +2,8 @@
 
 [Note: what waits]
 An update overwrites what the commit before the last one speaks of. Where that is pinned it waits
-(`JobQueue`), block after block, as a write outside of steps does (`Store.await_unpinned`). Who
-reads waits for nobody.
+(`JobQueue`), block after block. So does a write outside of steps (`DurableStore.begin_rewrite`).
+The snapshot, which reads, waits for no thread.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
+from infinity.durable.home import Version, home_of
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
-from infinity.tiers.home import Version
 from infinity.tiers.originals import FileExtent
 
 
 class PinnedStates:
     """What blocks have at one commit, of `step`, and what else its record says (`content`). Made by
-    `Store.pin`, under its lock; ends with `release` of all, which any thread may call."""
+    `DurableStore.pin`, under its lock; ends with `release` of all, which any thread may call."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class PinnedStates:
         self._io = io
         self._changed = changed
         for block, version in pinned.items():
-            block.home.pinned = version.extent
+            home_of(block).pinned = version.extent
 
     def is_written(self, block: Block) -> bool:
         """Whether it had been written when it was committed; else it was zeros."""
@@ -58,6 +58,6 @@ class PinnedStates:
         """`blocks` may be overwritten; None for all. May be called often."""
         with self._changed:
             for block in self._left if blocks is None else self._left.intersection(blocks):
-                block.home.pinned = None
+                home_of(block).pinned = None
             self._left -= self._left if blocks is None else set(blocks)
             self._changed.notify_all()

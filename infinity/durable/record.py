@@ -30,8 +30,8 @@ from torch import Tensor
 
 from infinity.checkpoint.inert import read_item
 from infinity.device import ComputeDevice
+from infinity.durable.home import Version
 from infinity.errors import first_problem, in_words
-from infinity.tiers.home import Version
 from infinity.tiers.manifest import Count
 
 VERSION = 3

@@ -56,6 +56,7 @@ from infinity.device import ComputeDevice
 from infinity.durable.agreement import Agreement
 from infinity.durable.committed_states import CommittedStates
 from infinity.durable.committer import Committer
+from infinity.durable.home import home_of
 from infinity.durable.record import VERSION, CommittedStep, RandomStates, pack
 from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
@@ -271,12 +272,12 @@ class Durability:
         if fixed is not None:
             self._is_sealed = False
             self.seal()
-        are_free = [block.home.rewrite() or block.home.is_free() for block in blocks]
+        are_free = [home_of(b).may_rewrite or b.home.is_free() for b in blocks]
         if fixed is not None or not all(are_free):
             self.rest()
         if fixed is not None:
             self._store.release([block for block in blocks if _is_fixed(block)])
-        self._store.await_unpinned(blocks)
+        self._store.begin_rewrite(blocks)
         self._is_sealed = False
         self._writes += 1
 
@@ -578,8 +579,8 @@ def _digest(content: bytes | memoryview) -> str:
 def _is_fixed(block: Block) -> bool:
     """Whether what is committed of a block, or lies in files of the user, would be rewritten in its
     only place."""
-    home = block.home
-    return block.spec.in_files or (home.sealed is not None and len(home.extents) < 2)
+    home = home_of(block)
+    return block.spec.in_files or (home.is_sealed and len(home.extents) < 2)
 
 
 def _describe(optimizer: Optimizer) -> _Known:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from infinity.config import Config
 from infinity.device import ComputeDevice
+from infinity.durable.home import SPARE, DurableHome, Version, home_of
 from infinity.durable.pins import PinnedStates
 from infinity.durable.states import (
     DurableStates,
@@ -27,7 +28,6 @@ from infinity.quantities import format_bytes
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import Sums, pack_sums, unpack_sums
 from infinity.tiers.drives import STRIPE_BYTES
-from infinity.tiers.home import SPARE, Version
 from infinity.tiers.manifest import ONE_RANK, Member, StoredBlock
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.states_files import Extent
@@ -50,6 +50,7 @@ class DurableStore(Store):
     """
 
     is_durable = True
+    _home = DurableHome
 
     def __init__(
         self,
@@ -139,9 +140,7 @@ class DurableStore(Store):
         if self.states.content is None:
             raise RuntimeError("nothing was taken over")
         for block, version in zip(self.state_blocks(), versions, strict=True):
-            block.home.version, block.home.written = version
-            block.home.durable = version.extent
-            block.home.seal(version.extent)
+            home_of(block).resume(version)
         sums, _ = unpack_sums(self.states.content)
         self._committed = LastCommit(self.states.taken, versions)
         self._keep(versions)
@@ -185,15 +184,14 @@ class DurableStore(Store):
         For the thread that runs the model, when no update is under way, and all that was sealed is
         committed. After an error the engine cannot go on.
         """
-        lacking = [block for block in self.state_blocks() if not block.home.is_whole]
+        lacking = [block for block in self.state_blocks() if not home_of(block).is_whole]
         try:
             requests = []
             for block in lacking:
-                with self._changed:
-                    in_place = block.home.rewrite()
-                    if not block.home.is_free():
-                        raise RuntimeError(f"a commit still needs what {block.name} has to replace")
-                self.await_unpinned([block])
+                in_place = home_of(block).may_rewrite
+                if not in_place and not block.home.is_free():
+                    raise RuntimeError(f"a commit still needs what {block.name} has to replace")
+                self.begin_rewrite([block])
                 requests += [
                     ChunkRequest([block], begin, load=[block])
                     for begin in self.staging.chunks(block)
@@ -211,7 +209,7 @@ class DurableStore(Store):
         """`record` will be told of these versions of `state_blocks`: they are not overwritten."""
         with self._changed:
             for block, version in zip(self.state_blocks(), versions, strict=True):
-                block.home.seal(version.extent)
+                home_of(block).seal(version.extent)
 
     def record(self, key: RecordKey, versions: Sequence[Version], content: bytes) -> None:
         """Make `content` the last record, `key`: of what `state_blocks` have at these versions,
@@ -230,7 +228,7 @@ class DurableStore(Store):
             self.states.settle()
             with self._changed:
                 for block, version in zip(self.state_blocks(), versions, strict=True):
-                    block.home.durable = version.extent
+                    home_of(block).commit(version.extent)
                 self._committed = LastCommit(key, versions)
                 self._keep(versions)
                 self._changed.notify_all()
@@ -272,13 +270,16 @@ class DurableStore(Store):
                     key.step, content, pinned, self._originals, self._io, self._changed
                 )
 
-    def await_unpinned(self, blocks: Sequence[Block]) -> None:
-        """Block until what is written next to `blocks` overwrites nothing that is pinned. Raises
-        `EngineClosedError`."""
+    def begin_rewrite(self, blocks: Sequence[Block]) -> None:
+        """`blocks` are written next outside of steps, in place where no commit speaks of them.
+        Returns when that overwrites nothing that is pinned. Raises `EngineClosedError`."""
+        homes = list(map(home_of, blocks))
         with self._changed:
-            while any(block.home.is_pinned() for block in blocks):
+            while any(home.is_rewrite_pinned for home in homes):
                 self.latch.check()
                 self._changed.wait()
+            for home in homes:
+                home.begin_rewrite()
 
     def discard_committed(self) -> None:
         """`close` leaves nothing of what was committed."""

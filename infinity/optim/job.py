@@ -43,7 +43,6 @@ from infinity.optim.kernels import Segment
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.home import Version
 from infinity.tiers.store import Store
 
 
@@ -318,28 +317,9 @@ class JobQueue:
             with self.changed:
                 self._hurries -= 1
 
-    def versions(self, blocks: Sequence[Block]) -> tuple[list[Job], list[Version]]:
-        """The jobs that are CONFIRMED, and what each of `blocks` has when they have ended."""
-        with self.changed:
-            going, left = self._going()
-            return going, [
-                Version(block.home.target(left[block]), True)
-                if block in left
-                else Version(block.home.version, block.home.written)
-                for block in blocks
-            ]
-
-    def will_be_whole(self, blocks: Sequence[Block]) -> bool:
-        """Whether a commit may speak of `blocks`, when the jobs that are CONFIRMED have ended."""
-        with self.changed:
-            _, left = self._going()
-            return all(
-                block.home.will_be_whole(left[block]) if block in left else block.home.is_whole
-                for block in blocks
-            )
-
-    def _going(self) -> tuple[list[Job], dict[Block, int]]:
-        """The jobs that are CONFIRMED, and `Job.left` by the blocks that they renew."""
+    def going(self) -> tuple[list[Job], dict[Block, int]]:
+        """The jobs that are CONFIRMED, and `Job.left` by the blocks that they renew (under the
+        lock)."""
         going = [job for job in self.jobs if job.state is JobState.CONFIRMED]
         return going, {block: job.left for job in going for block in job.unit.blocks.values()}
 

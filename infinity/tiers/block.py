@@ -175,8 +175,8 @@ class Block:
     Owned by the store, which alone changes a block, under its lock.
     """
 
-    def __init__(self, spec: BlockSpec) -> None:
-        self.home = Home(Placed(spec))
+    def __init__(self, spec: BlockSpec, home: type[Home] = Home) -> None:
+        self.home = home(Placed(spec))
         self.copy = DeviceCopy(spec.name)
 
     @property

@@ -1,27 +1,8 @@
-"""Where a block lives: buffers in memory or extents on NVMe, and which of them holds its content.
-
-[Note: a spare extent]
-Where one of N > 1 steps is committed, a block has two whole extents and a spare one. Commits speak
-of the two. The committed one stays as it is until the next commit, so the updates in between write
-the other one and the spare in turn. The spare has no room for what is cached in memory: the update
-of the step that is committed alone writes that.
-
-Which of them an update writes follows from how many steps are left until the commit: that of the
-step itself writes a whole extent, the one before it the spare, and so on backwards. With N = 3, and
-A committed:
-
-    step          1    2       3             4    5       6
-    steps left    2    1       0             2    1       0
-    written       B    spare   B, commits    A    spare   A, commits
-
-Where something comes between (a step that is left out, a unit without gradients), content may lie
-in the spare, or lack what is cached, as a commit falls due. The store then writes what is lacking
-first. A block that is cached as a whole has an empty spare.
-"""
+"""Where a block lives: buffers in memory or extents on NVMe, and which of them has its content."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infinity.placement.spec import Placed
 from infinity.tiers.originals import FileExtent
@@ -33,17 +14,6 @@ if TYPE_CHECKING:
     from infinity.tiers.states_files import Extent
 
 
-SPARE = 2
-"""Which of the extents is the spare one, where there is one."""
-
-
-class Version(NamedTuple):
-    """What a block has after some step: which of its extents, and whether that was ever written."""
-
-    extent: int
-    is_written: bool
-
-
 class Home:
     """The home of one block. The store alone changes it, under its lock.
 
@@ -53,7 +23,7 @@ class Home:
     in place. The extent of a block that nobody rewrote yet may be a place in files of the user.
 
     `left` is how many steps lie between the one of an update and the one that is committed next: 0
-    for that one itself, for a write outside of steps, and wherever every step is committed.
+    for that one itself, for a write outside of steps, and wherever every step or none is committed.
 
     `written` is False until the first update ends: such a block reads as zeros, without I/O.
     """
@@ -68,17 +38,6 @@ class Home:
         self.written = False
         self.updates = 0
         """How many updates have begun to replace the content."""
-        self.durable: int | None = None
-        """Which of the extents the last commit speaks of, or the first one will when another one
-        has been sealed since: nobody writes there. None: none."""
-        self.sealed: int | None = None
-        """Which of them the next commit speaks of, or did: once it is the content, nobody writes
-        there either."""
-        self.pinned: int | None = None
-        """Which of them a snapshot has yet to read: nobody writes there. None: none."""
-        self._flips = self._sealed_flips = 0
-        self._is_rewritten = False
-        self._has_cached = True  # whether the current extent also has what is cached
 
     @property
     def buffer(self) -> Lease | None:
@@ -123,61 +82,26 @@ class Home:
 
     def target(self, left: int = 0) -> int:
         """Which of the extents or buffers an update writes."""
-        if self._is_rewritten:
-            return self.version
-        if len(self.extents) <= SPARE:
-            return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
-        if self.sealed is not None and self._flips < self._sealed_flips:
-            return self.sealed  # an update on its way
-        whole = 1 - (self.version if self.sealed is None else self.sealed)
-        if not self.placed.moved_bytes:
-            return SPARE if left or self.version == whole else whole
-        wanted, other = (SPARE, whole) if left % 2 else (whole, SPARE)
-        return wanted if wanted != self.version else other
+        return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
 
     def writes_through(self, left: int = 0) -> bool:
         """Whether an update writes what is cached in memory to its target, too."""
-        return self.placed.write_through and left == 0 and self.target() != SPARE
+        return False
 
     def is_free(self, left: int = 0) -> bool:
         """Whether an update may write: what it overwrites is in no commit that is still needed."""
-        target = self.target(left)
-        was_sealed = target == self.sealed and self._flips > self._sealed_flips
-        return target != self.durable and not was_sealed
+        return True
 
     def is_pinned(self, left: int = 0) -> bool:
         """Whether an update would overwrite what a snapshot has yet to read."""
-        return self.target(left) == self.pinned
-
-    def rewrite(self) -> bool:
-        """What is written next, all of it, takes the place of the content where that is whole and
-        no commit speaks of it; else False."""
-        sealed = self.version == self.sealed and self._flips >= self._sealed_flips
-        self._is_rewritten = self.version not in (self.durable, SPARE) and not sealed
-        return self._is_rewritten
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a commit may speak of the content."""
-        return self.version != SPARE and (self._has_cached or not self.written)
-
-    def will_be_whole(self, left: int) -> bool:
-        """The same, of what an update that is on its way makes."""
-        has_cached = not self.placed.cached_elements or self.writes_through(left)
-        return self.target(left) != SPARE and has_cached
-
-    def seal(self, extent: int) -> None:
-        """The next commit speaks of `extent`: the current one, or the target of an update that has
-        yet to end."""
-        self.durable = self.sealed if self.durable is None else self.durable
-        self.sealed = extent
-        self._sealed_flips = self._flips + (extent != self.version)
+        return False
 
     def flip(self, left: int = 0) -> None:
         """An update has written all of the target: that is the content from now on."""
-        self._has_cached = not self.placed.cached_elements or self.writes_through(left)
-        self.version, flips = self.target(left), self._flips + (not self._is_rewritten)
-        self._flips, self._is_rewritten, self.written = flips, False, True
+        self._become(self.target(left))
+
+    def _become(self, version: int) -> None:
+        self.version, self.written = version, True
         if self.version and self.extents and isinstance(self.extents[0], FileExtent):
             self.extents = self.extents[1:]
             self.version = 0
@@ -185,7 +109,6 @@ class Home:
     def forget(self) -> None:
         """Read as zeros again, without I/O."""
         self.written = False
-        self.version = self.target() if self.version == SPARE else self.version
         for buffer in self.buffers:
             buffer.tensor.zero_()
         if self.cached is not None:

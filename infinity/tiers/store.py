@@ -35,6 +35,7 @@ from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, KeptStates, NvmeTier
+from infinity.tiers.home import Home
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
@@ -63,6 +64,7 @@ class Store:
     """Whether the states outlive the process (`infinity.durable.store`)."""
     has_spares = False
     """Whether there are steps that are not committed, and spare extents for them."""
+    _home: type[Home] = Home
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Store:
     def add(self, spec: BlockSpec, original: FileExtent | None = None) -> Block:
         """Declare a block; its bytes are a multiple of 4096. The content of one that is `in_files`
         lies in `original`."""
-        block = Block(spec)
+        block = Block(spec, self._home)
         self._blocks.append(block)
         if original is not None:
             self._originals[block] = original

@@ -28,6 +28,7 @@ import infinity
 from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.files import sibling
 from infinity.checkpoint.snapshots import SnapshotTask
+from infinity.durable.home import DurableHome
 from infinity.durable.session import Durability
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block_io import BlockIo
@@ -147,7 +148,7 @@ class Held:
     def until_somebody_waits(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same, or when who closes waits for the snapshot, or for what it has yet to read."""
         probe = Probe(run.engine)
-        finish, wait = SnapshotTask.finish, type(probe.store).await_unpinned
+        finish, wait = SnapshotTask.finish, type(probe.store).begin_rewrite
 
         def waits() -> None:
             self.go_on.set()
@@ -158,7 +159,7 @@ class Held:
             return finish(task, timeout)
 
         def awaited(store: Any, blocks: Any) -> None:
-            if any(block.home.is_pinned() for block in blocks):
+            if any(block.home.is_rewrite_pinned for block in blocks):
                 waits()
             wait(store, blocks)
 
@@ -167,7 +168,7 @@ class Held:
             self.go_on.set()
 
         monkeypatch.setattr(SnapshotTask, "finish", finishing)
-        monkeypatch.setattr(type(probe.store), "await_unpinned", awaited)
+        monkeypatch.setattr(type(probe.store), "begin_rewrite", awaited)
         self.until = until
 
     @staticmethod
@@ -190,7 +191,8 @@ def _nothing_pinned_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def looked_at(block_io: BlockIo, block: Any, extent: Any, *values: Any, **named: Any) -> Ticket:
         home = block.home
-        assert home.pinned is None or extent != home.extents[home.pinned]
+        if isinstance(home, DurableHome) and home.pinned is not None:
+            assert extent != home.extents[home.pinned]
         return write(block_io, block, extent, *values, **named)
 
     monkeypatch.setattr(BlockIo, "write", looked_at)
@@ -670,14 +672,14 @@ def test_writes_outside_of_steps_wait_for_it(
         run.step(number)
     run.model(**text_batch(next_commit))
     run.commit()
-    wait = type(Probe(run.engine).store).await_unpinned
+    wait = type(Probe(run.engine).store).begin_rewrite
 
     def awaited(store: Any, blocks: Any) -> None:
-        waited.append(any(block.home.is_pinned() for block in blocks))
+        waited.append(any(block.home.is_rewrite_pinned for block in blocks))
         held.go_on.set()
         wait(store, blocks)
 
-    monkeypatch.setattr(type(Probe(run.engine).store), "await_unpinned", awaited)
+    monkeypatch.setattr(type(Probe(run.engine).store), "begin_rewrite", awaited)
     if how == "load":
         run.engine.load_checkpoint(tmp_path / "saved", run.optimizer)
     else:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import infinity
+from infinity.durable.home import SPARE
 from infinity.durable.store import DurableStore
 from infinity.placement.spec import Kind
-from infinity.tiers.home import SPARE
 from infinity.tiers.manifest import STATES_NAME
 from support.configs import config_of
 from support.durable import (

@@ -30,6 +30,7 @@ from infinity.directories.commits import COMMIT_NAMES, DRAFT_NAME, CommitLog, Du
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
 from infinity.durable.committer import Committer
+from infinity.durable.home import ExtentState
 from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
@@ -333,8 +334,9 @@ class Slow:
 
         def looked_at(tier: NvmeTier, extent: Any, *values: Any, **named: Any) -> Any:
             for home in (block.home for block in self.blocks):
-                kept = {home.durable, home.sealed if home.sealed == home.version else None}
-                assert extent not in {home.extents[each] for each in kept - {None}}
+                kept = (ExtentState.SEALED, ExtentState.COMMITTED)
+                states = zip(home.extents, home.states, strict=False)
+                assert extent not in {each for each, state in states if state in kept}
             self.writes += 1
             return write(tier, extent, *values, **named)
 

@@ -243,7 +243,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
     "durable/store.py DurableStore._check": DRIVE,
-    "durable/store.py DurableStore.await_unpinned": (
+    "durable/store.py DurableStore.begin_rewrite": (
         "`PinnedStates.release`, which each end of a snapshot calls, and `Latch`",
         "test_snapshots.py::test_writes_outside_of_steps_wait_for_it",
     ),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.durable.home import SPARE, DurableHome, ExtentState
 from infinity.placement.spec import FP32, BlockSpec, Kind, Placed
-from infinity.tiers.home import SPARE, Home
 from infinity.tiers.states_files import Extent
 
 MOST = 2
@@ -16,10 +18,10 @@ MOST = 2
 forward."""
 
 
-def home(every: int = 1, cached: int = 0) -> Home:
+def home(every: int = 1, cached: int = 0) -> DurableHome:
     """Of a block of 4096 elements, of which `cached` are, with two extents or three."""
     spec = BlockSpec(0, Kind.PARAM, 4096, FP32, "nvme", 16384, 0, "a block")
-    made = Home(Placed(spec, 2, cached, every))
+    made = DurableHome(Placed(spec, 2, cached, every))
     made.extents = (Extent(0, 16384), Extent(16384, 16384))
     if every > 1:
         made.extents = (*made.extents, Extent(32768, made.placed.moved_bytes))
@@ -46,14 +48,16 @@ def test_nothing_is_written_that_a_record_speaks_of(what: list[str]) -> None:
             block.seal(sealed[-1])
         elif each == "commit" and sealed and not is_updating:
             committed = [sealed.pop(0)]
-            block.durable = committed[0]
+            block.commit(committed[0])
         elif each == "end" and is_updating:
             is_updating = False
             end()
         elif not is_updating and (
             (each == "update" and block.is_free())
-            or (each == "write" and (block.rewrite() or block.is_free()))
+            or (each == "write" and (block.may_rewrite or block.is_free()))
         ):
+            if each == "write":
+                block.begin_rewrite()
             assert block.target() not in (*committed, *sealed)
             is_updating = each == "update"
             if not is_updating:
@@ -108,15 +112,17 @@ class Modelled:
 
     def rewrite(self) -> None:
         """A write outside of steps."""
-        if not (self.home.rewrite() or self.home.is_free()):
+        if not (self.home.may_rewrite or self.home.is_free()):
             self.commit()
+        self.home.begin_rewrite()
         self.write(self.home.target(), self.home.writes_through())
         self.home.flip()
 
     def seal(self) -> None:
         """A commit is due now, as where the engine is closed."""
         if not self.home.is_whole:
-            in_place = self.home.rewrite()
+            in_place = self.home.may_rewrite
+            self.home.begin_rewrite()
             assert self.home.is_free()
             target = self.home.target()
             assert in_place == (target == self.home.version)
@@ -130,7 +136,7 @@ class Modelled:
     def commit(self) -> None:
         """What was sealed is committed."""
         self.records = self.records[-1:]
-        self.home.durable = self.records[0][0]
+        self.home.commit(self.records[0][0])
 
 
 @settings(max_examples=1000, deadline=None)
@@ -168,13 +174,73 @@ def test_what_steps_make_is_whole_where_they_are_committed_and_nothing_comes_bet
 ) -> None:
     """So no commit has anything to write first, and what is cached is written by these alone."""
     block = home(every, cached)
-    block.seal(0)
+    sealed = 0
+    block.seal(sealed)
     for number in range(1, 5 * every + 1):
         left = -number % every
-        block.durable = block.sealed
+        block.commit(sealed)
         assert block.will_be_whole(left) or left > 0
         assert not cached or block.writes_through(left) == (left == 0)
         block.flip(left)
         if left == 0:
             assert block.is_whole
-            block.seal(block.version)
+            sealed = block.version
+            block.seal(sealed)
+
+
+TABLE = [
+    re.split(r" {2,}", line)
+    for line in re.findall(r"^ +([A-Z]+ {2,}.*)$", str(ExtentState.__doc__), re.MULTILINE)
+]
+AT, OTHER = 1, 0
+"""The extent that a row is about, and another one."""
+
+
+def in_state(state: str, version: int = AT) -> DurableHome:
+    """A block of which extent `AT` has this state, and `version` the content."""
+    block = home()
+    block.version = version
+    block.states = (ExtentState.FREE, ExtentState[state], ExtentState.FREE)
+    return block
+
+
+def test_the_table_has_every_state() -> None:
+    assert [state for state, *_ in TABLE] == [state.name for state in ExtentState]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_the_table_of_states_says_what_is_true(row: list[str]) -> None:
+    state, _, update, in_place, flip, *moves = row
+    target = in_state(state, OTHER)
+    assert target.target() == AT
+    assert target.is_free() == (update == "yes") and not target.is_pinned()
+    target.pinned = AT
+    assert target.is_free() == (update == "yes") and target.is_pinned()
+    if flip != "-":
+        target.flip()
+        assert (target.version, target.states[AT].name) == (AT, flip)
+    if in_place != "-":
+        assert in_state(state).may_rewrite == (in_place == "yes")
+    calls = [
+        (in_state(state).seal, AT),
+        (in_state(state, OTHER).seal, AT),
+        (in_state(state, OTHER).seal, OTHER),
+        (in_state(state).commit, AT),
+        (in_state(state).commit, OTHER),
+    ]
+    for (call, extent), after in zip(calls, moves, strict=True):
+        if after != "-":
+            call(extent)
+            assert call.__self__.states[AT].name == after, call
+
+
+def test_what_is_written_in_place_may_be_committed_meanwhile() -> None:
+    """As where a checkpoint is loaded: other blocks, of one extent, have records made."""
+    block = in_state("FREE")
+    block.begin_rewrite()
+    block.seal(AT)
+    assert block.target() == AT
+    block.commit(AT)
+    assert block.target() == AT
+    block.flip()
+    assert (block.version, block.states[AT], block.target()) == (AT, ExtentState.COMMITTED, OTHER)

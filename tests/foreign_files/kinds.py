@@ -21,11 +21,11 @@ from foreign_files import changes
 from infinity.checkpoint.contents import Contents
 from infinity.checkpoint.inert import read_item
 from infinity.device import ComputeDevice
+from infinity.durable.home import Version
 from infinity.durable.record import CommittedStep, RandomStates, pack
 from infinity.errors import CheckpointError, WeightsError
 from infinity.models.reading import parse_json
 from infinity.nvme import safetensors
-from infinity.tiers.home import Version
 from infinity.tiers.manifest import Member, StatesManifest, StoredBlock
 from support.configs import config_of
 

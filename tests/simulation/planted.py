@@ -20,6 +20,7 @@ from infinity.directories import commits
 from infinity.directories.commits import CommitLog
 from infinity.directories.directory import Directory
 from infinity.durable.committer import Committer
+from infinity.durable.home import DurableHome
 from infinity.durable.record import RandomStates
 from infinity.durable.states import DurableStates, KeptRecord, RecordKey
 from infinity.durable.store import DurableStore
@@ -28,7 +29,6 @@ from infinity.optim.job import Job, JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
-from infinity.tiers.home import Home
 from simulation.drive import DriveFile
 from simulation.many import simulating
 from simulation.processes import here
@@ -62,7 +62,7 @@ def _record_before_the_flush() -> AbstractContextManager[object]:
 
 
 def _always_free() -> AbstractContextManager[object]:
-    return mock.patch.object(Home, "is_free", lambda home, left=0: True)
+    return mock.patch.object(DurableHome, "is_free", lambda home, left=0: True)
 
 
 def _half_written() -> AbstractContextManager[object]:
@@ -183,7 +183,8 @@ def _flushed_again() -> AbstractContextManager[object]:
 
 
 def _nothing_is_pinned() -> AbstractContextManager[object]:
-    return mock.patch.object(Home, "is_pinned", lambda home, left=0: False)
+    never: Any = lambda home, left=0: False  # noqa: E731
+    return mock.patch.multiple(DurableHome, is_pinned=never, is_rewrite_pinned=False)
 
 
 def _unflushed_checkpoint() -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from infinity import native
 from infinity.directories import directory as directory_module
 from infinity.directories.directory import Directory
 from infinity.directories.lock import LOCK_NAME
+from infinity.durable.home import ExtentState
 from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.observe import Recorder
@@ -119,7 +120,9 @@ def test_of_two_extents_the_committed_one_refuses_writes(tmp_path: Path) -> None
         Probe(engine).committer.rest()
         blocks = Probe(engine).store.state_blocks()
         assert writable(engine) == [
-            at != block.home.durable for block in blocks for at in range(len(block.home.extents))
+            block.home.states[at] is not ExtentState.COMMITTED
+            for block in blocks
+            for at in range(len(block.home.extents))
         ]
         engine.discard_committed()
 
