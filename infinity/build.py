@@ -87,7 +87,7 @@ from infinity.weights.taped import as_built, give_up
 from infinity.weights.tensors import Source
 
 if TYPE_CHECKING:
-    from infinity.durable.session import Durability
+    from infinity.durable.session import Session
     from infinity.durable.store import DurableStore
 
 log = logging.getLogger("infinity")
@@ -271,7 +271,7 @@ class Build:
         self.ranks = find_ranks(group, config.stage)
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
-        self.durability: Durability | None = None
+        self.durability: Session | None = None
         self._durable: DurableStore | None = None  # the store, with durability
         self._repeated: dict[nn.Module, str] = {}  # its blocks, by name
         self._blocks: dict[nn.Module, str] = {}  # those that are recomputed
@@ -604,14 +604,14 @@ class Build:
         if self._durable is None:
             return
         from infinity.durable.agreement import Agreement  # not at the top: see `_new_store`
-        from infinity.durable.session import Durability
+        from infinity.durable.session import Session
 
         store, agreement = self._durable, None
         if self.ranks.groups():
             timeout, latch = self._config.tuning.collective_timeout, store.latch
-            rank, last = self.ranks.member.rank, store.taken_record
+            rank, last = self.ranks.member.rank, store.states.taken
             agreement = Agreement(rank, self._members, self._life, last, timeout, latch)
-        self.durability = Durability(store, self.jobs, self.device, self._recorder, agreement)
+        self.durability = Session(store, self.jobs, self.device, self._recorder, agreement)
         self.undo.callback(self.durability.give_up)
         self.durability.check(self._model)
 

@@ -23,7 +23,7 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
 if TYPE_CHECKING:
-    from infinity.durable.session import Durability
+    from infinity.durable.session import Session
 
 log = logging.getLogger("infinity")
 
@@ -34,7 +34,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 
 def end_with(
     model: nn.Module,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -79,7 +79,7 @@ def await_closings() -> None:
 
 def _shut_down_apart(
     process: int,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,
@@ -101,7 +101,7 @@ def _shut_down_told(*parts: Any) -> None:
 
 def shut_down(
     process: int,
-    durability: Durability | None,
+    durability: Session | None,
     hooks: Hooks,
     updater: Updater,
     buffer: GradientBuffer | None,

@@ -55,7 +55,7 @@ from infinity.unwrapping import rejoin, unwrap
 from infinity.weights.load import buffer_names, persistent_buffers
 
 if TYPE_CHECKING:
-    from infinity.durable.session import Durability
+    from infinity.durable.session import Session
 
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""
@@ -78,7 +78,7 @@ class Parts:
     given: GivenTensors
     grads: LazyGradients
     reporter: Reporter
-    durability: Durability | None
+    durability: Session | None
     finalizer: weakref.finalize[Any, Any]
     tiled: list[str]
     """The weights that `wrap` has put into tiles."""
@@ -341,7 +341,7 @@ class Engine:
         with self._refused_together():
             path = _path_of(directory)
             given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
-            durability.check_snapshot()
+            durability.snapshots.check()
         return durability.snapshot(
             lambda committed: self._checkpoints.snapshot(
                 committed, self._tied(), path, given, progress
@@ -366,7 +366,7 @@ class Engine:
                 return count > 0
 
             reason = "" if problem is None else sentence(problem)
-            said = self._durability.refusals(reason, meet)
+            said = self._durability.snapshots.refusals(reason, meet)
             if problem is None and said:
                 problem = CheckpointError(f"no rank begins this snapshot: {said}")
         if problem is not None:

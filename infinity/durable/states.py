@@ -28,6 +28,7 @@ from pydantic import (
 
 from infinity.directories.commits import COMMIT_NAMES, Commit, CommitLog, DurableFiles
 from infinity.directories.directory import Directory
+from infinity.durable.record import CommittedStep
 from infinity.errors import CheckpointError, ConfigError
 from infinity.tiers.manifest import (
     MANIFEST_NAME,
@@ -183,8 +184,7 @@ class DurableStates:
         self.found = found
 
     def refuse_other_ranks(self, place: Directory, own: str) -> None:
-        """Raise `ConfigError` where `place` holds committed states of one rank, and here are
-        several, with directories of their `own`; or the other way round."""
+        """See `KeptStates`. Several ranks have directories of their `own`."""
         if own and holds_committed(place):
             raise ConfigError(
                 f"{place.path} holds the committed states of a run on one rank, and here are "
@@ -326,6 +326,13 @@ class DurableStates:
         for number, place in enumerate(self._places):
             of_this = manifest.model_copy(update={"directory": number})
             DurableFiles(place).create(MANIFEST_NAME, of_this.encode())
+
+    def decode(self, content: bytes, step: int) -> CommittedStep:
+        """What a record of `step` says. Raises `CheckpointError` for what is damaged."""
+        try:
+            return CommittedStep.of(content, step)
+        except ValueError as error:
+            raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> CheckpointError:
         """What to raise for a record that is whole, and says something else than records do."""

@@ -17,12 +17,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.durable.home import SPARE, DurableHome, Version, home_of
 from infinity.durable.pins import PinnedStates
-from infinity.durable.states import (
-    DurableStates,
-    LeftStates,
-    RecordKey,
-    common_step,
-)
+from infinity.durable.states import DurableStates, LeftStates, RecordKey, common_step
 from infinity.observe import Recorder
 from infinity.quantities import format_bytes
 from infinity.tiers.block import Block
@@ -95,11 +90,6 @@ class DurableStore(Store):
         self.states.describe([_stored(block) for block in self.state_blocks()])
 
     # What was taken over
-
-    @property
-    def taken_record(self) -> RecordKey:
-        """The record that was taken over; `NO_RECORD` where the states are new."""
-        return self.states.taken
 
     @property
     def taken_over(self) -> bytes | None:
@@ -280,10 +270,6 @@ class DurableStore(Store):
                 self._changed.wait()
             for home in homes:
                 home.begin_rewrite()
-
-    def discard_committed(self) -> None:
-        """`close` leaves nothing of what was committed."""
-        self.states.discard()
 
     def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
         """`content`, behind the checksums of what blocks have at these versions."""

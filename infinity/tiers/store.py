@@ -49,7 +49,7 @@ class Store:
     `close` ends everything.
 
     Any thread may call it; states change under one lock. The budgets hold from `open` on: all
-    memory is allocated there.
+    memory is allocated there. It has one life, and half of its methods answer one question each.
     """
 
     layout: Layout

@@ -29,7 +29,7 @@ from infinity.checkpoint.data_file import DataWriter
 from infinity.checkpoint.files import sibling
 from infinity.checkpoint.snapshots import SnapshotTask
 from infinity.durable.home import DurableHome
-from infinity.durable.session import Durability
+from infinity.durable.session import Session
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
@@ -634,11 +634,11 @@ def test_ctrl_c_in_close_cancels_it(
     run, task = stopped
     finish, interrupts = SnapshotTask.finish, [KeyboardInterrupt()]
 
-    def sealing(durability: Durability, closes: bool = False) -> None:
+    def sealing(durability: Session, closes: bool = False) -> None:
         raise interrupts.pop()
 
     if where == "last step":
-        monkeypatch.setattr(Durability, "seal", sealing)
+        monkeypatch.setattr(Session, "seal", sealing)
 
     def interrupted(task: SnapshotTask, timeout: float | None = None) -> bool:
         if interrupts:
