@@ -157,7 +157,11 @@ class Spans:
         reduced = {unit for units in users.values() for unit in units if _reduces(unit)}
         units = sorted(reduced, key=lambda each: each.index)
         exchange = next((unit.exchange for unit in units), None)
-        if self._buffer is None or exchange is None or not all(u.stays_whole for u in units):
+        if (
+            self._buffer is None
+            or exchange is None
+            or not all(u.on_device.stays_whole for u in units)
+        ):
             return None
         return Line(units, self._buffer, exchange)
 
@@ -273,7 +277,7 @@ class Spans:
         self.turn(unit)
         if _moves(unit) and len(unit.parameters) > 1:
             self._runtime.enter(unit)
-            unit.release()
+            unit.on_device.release()
 
     def end(self) -> None:
         """The backward has ended, well or not. Where the engine cannot go on, the next call that
@@ -298,7 +302,7 @@ class Spans:
             self._open.remove(span)
             if span in self._runtime.held:
                 self._runtime.held.remove(span)
-                span.release()
+                span.on_device.release()
         for span in reversed(turns):
             if _reduces(span):
                 self._reduce(span)

@@ -630,7 +630,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, kind in kinds(self):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     restore(unit, kind, [state.get(name) for state in mine])
-            unit.renew()
+            unit.on_device.renew()
 
     def check_hyper(self, group: dict[str, Any]) -> None:
         """Raise when `hyper`, or a kernel that takes it, would."""

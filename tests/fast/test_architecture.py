@@ -179,7 +179,6 @@ def test_imports_point_to_lower_layers() -> None:
 CIRCLES = [
     "deepspeed: checkpoints engine generation losses optimizer_names",
     "optim: compared groups kernel_states optimizer state_dict updater",
-    "sharding: parameter parameter_data unit value views",
 ]
 """Those that there are yet: none may grow, or come to them."""
 
