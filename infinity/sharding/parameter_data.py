@@ -10,13 +10,17 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.errors import ShardedParameterError
+from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.memory_requests import refuse_memory_requests
+from infinity.sharding.on_device import OnDevice
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
-from infinity.sharding.value import ParameterListener, ParameterValues, closed
+from infinity.sharding.value import ParameterListener, closed
 from infinity.sharding.views import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
 from infinity.tiers.resident import Residency
@@ -45,14 +49,15 @@ class ParameterData:
         facts: UnitFacts,
         block: Block,
         resident: Residency,
-        values: ParameterValues,
+        states: States,
+        on_device: OnDevice,
         listener: ParameterListener,
     ) -> None:
-        """`block` has the parameters, and `resident` its copy. `values` reads them while they are
-        not shown."""
+        """`block` has the parameters, and `resident` its copy. They are read from `states`, or
+        `on_device` where ranks have shards."""
         refuse_memory_requests()
         self.facts, self.listener = facts, listener
-        self._block, self._values = block, values
+        self._block, self._states, self._on_device = block, states, on_device
         self.tier: str = block.tier
         """Where the parameters are at home; "" once the engine is closed."""
         self.state = UnitState.UNSHARDED
@@ -223,7 +228,7 @@ class ParameterData:
 
     def readable(self, index: int) -> bool:
         """Whether parameter `index` may be read outside of a forward."""
-        return self._values.readable(index)
+        return self._on_device.is_readable and not is_dtensor(self.facts.parameters[index])
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of the value of parameter `index`, on its device; waits for pending updates.
@@ -231,13 +236,33 @@ class ParameterData:
         Raises `EngineClosedError` after the end of the engine, and `ShardedParameterError` outside
         of a forward where a rank must not read alone.
         """
+        facts, name = self.facts, self.facts.names[index]
         if not self.tier:
-            raise closed(self.facts.names[index])
+            raise closed(name)
         if self.shown:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                return self.facts.parameters[index].detach().clone()
-        return self._values.read(index)
+                return facts.parameters[index].detach().clone()
+        copy = self.listener.copied(index)
+        if copy is not None:
+            return copy
+        if not self.readable(index):
+            raise ShardedParameterError(
+                f"{name} of a wrapped model was read outside of its module's forward, where this "
+                "rank has a part of it; read it inside of `with infinity.gathered(model):`"
+            )
+        self.listener.check_thread(f"{name} was read")
+        self.listener.look()
+        if not facts.shared:
+            return self._states.parameter(Kind.PARAM, index).to(facts.parameters[index].device)
+        place = facts.layout.places[index]
+        self._on_device.start()
+        try:
+            flat = self._on_device.wait()
+            return flat[place.offset : place.end].view(place.shape).clone()
+        finally:
+            self._on_device.release()
 
     def part(self, index: int) -> torch.Tensor:
         """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
-        return self._values.part(index)
+        self.listener.look()
+        return self._states.part(Kind.PARAM, index)

@@ -22,7 +22,7 @@ from infinity.sharding.on_device import GatheredOnDevice, OnDevice
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
-from infinity.sharding.value import ParameterSource, ParameterValues
+from infinity.sharding.value import ParameterSource
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
@@ -274,8 +274,9 @@ class Unit:
         """Those of the step under way."""
         self.states = States(facts, blocks, store, exchange if facts.shared else None, ties)
         """What its blocks hold, on the host."""
-        values = ParameterValues(facts, self.states, self.on_device, ties)
-        self.data = ParameterData(facts, parameters, store.resident, values, ties)
+        self.data = ParameterData(
+            facts, parameters, store.resident, self.states, self.on_device, ties
+        )
         """What the parameters point at."""
 
     @property

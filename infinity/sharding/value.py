@@ -10,12 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from infinity.errors import EngineClosedError, ShardedParameterError
-from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.lazy_tensor import LazyTensor
-from infinity.sharding.on_device import OnDevice
-from infinity.sharding.recognize import is_dtensor
-from infinity.sharding.states import States
 
 WRITE = (
     "a copy of a parameter was changed in place, which would be lost; change the parameter inside "
@@ -59,110 +55,27 @@ class ParameterListener(Protocol):
 
 
 class ParameterSource(Protocol):
-    """The data of the unit of a handle, as `ParameterData`."""
+    """What a handle asks of the data of its unit, which is `ParameterData`: see there."""
 
     @property
-    def facts(self) -> UnitFacts:
-        """Those of the unit."""
-
+    def facts(self) -> UnitFacts: ...
     @property
-    def listener(self) -> ParameterListener:
-        """The object that is told of touches."""
-
+    def listener(self) -> ParameterListener: ...
     @property
-    def tier(self) -> str:
-        """Where the parameters are at home; "" once the engine is closed."""
-
-    def position(self, tensor: torch.Tensor) -> int | None:
-        """The index of the parameter that `tensor` is, or is the local tensor of; None for any
-        other."""
-
-    def index_of(self, parameter: torch.Tensor) -> int:
-        """The index of one of these parameters."""
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """The qualified name of one of these parameters."""
-
-    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The object that users have of a parameter."""
-
-    def readable(self, index: int) -> bool:
-        """Whether parameter `index` may be read outside of a forward."""
-
-    def read(self, index: int) -> torch.Tensor:
-        """A copy of the value of parameter `index`, on its device; waits for pending updates.
-
-        Raises `EngineClosedError` after the end of the engine, and `ShardedParameterError` outside
-        of a forward where a rank must not read alone.
-        """
-
-    def part(self, index: int) -> torch.Tensor:
-        """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
-
-    def grad(self, index: int) -> torch.Tensor | None:
-        """`.grad` of parameter `index`; None once the engine is closed."""
-
-    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
-        """Set `.grad` of parameter `index`."""
-
-    def leaf(self, index: int) -> AbstractContextManager[None]:
-        """Inside, parameter `index` is the tensor that autograd accumulates the gradient of."""
-
-    def agree(self, index: int) -> None:
-        """`requires_grad` of parameter `index` was set."""
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """`tensor` is a handle that has the values of some of these parameters."""
-
-    def make_dense(self) -> None:
-        """The parameters are dense tensors, whose data the caller sets."""
-
-
-class ParameterValues:
-    """Reads parameters of one unit that are not shown. For the thread that runs the model."""
-
-    def __init__(
-        self, facts: UnitFacts, states: States, on_device: OnDevice, listener: ParameterListener
-    ) -> None:
-        self._facts, self._states = facts, states
-        self._on_device, self._listener = on_device, listener
-
-    def readable(self, index: int) -> bool:
-        """Whether parameter `index` may be read outside of a forward."""
-        return self._on_device.is_readable and not is_dtensor(self._facts.parameters[index])
-
-    def read(self, index: int) -> torch.Tensor:
-        """A copy of the value of parameter `index`, on its device; waits for pending updates.
-
-        Raises `ShardedParameterError` outside of a forward where a rank must not read alone.
-        """
-        copy = self._listener.copied(index)
-        if copy is not None:
-            return copy
-        name = self._facts.names[index]
-        if not self.readable(index):
-            raise ShardedParameterError(
-                f"{name} of a wrapped model was read outside of its module's forward, "
-                "where this rank has a part of it; read it inside of `with "
-                "infinity.gathered(model):`"
-            )
-        self._listener.check_thread(f"{name} was read")
-        self._listener.look()
-        if not self._facts.shared:
-            found = self._states.parameter(Kind.PARAM, index)
-            return found.to(self._facts.parameters[index].device)
-        place = self._facts.layout.places[index]
-        self._on_device.start()
-        try:
-            flat = self._on_device.wait()
-            return flat[place.offset : place.end].view(place.shape).clone()
-        finally:
-            self._on_device.release()
-
-    def part(self, index: int) -> torch.Tensor:
-        """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
-        self._listener.look()
-        return self._states.part(Kind.PARAM, index)
+    def tier(self) -> str: ...
+    def position(self, tensor: torch.Tensor) -> int | None: ...
+    def index_of(self, parameter: torch.Tensor) -> int: ...
+    def name_of(self, parameter: torch.Tensor) -> str: ...
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def readable(self, index: int) -> bool: ...
+    def read(self, index: int) -> torch.Tensor: ...
+    def part(self, index: int) -> torch.Tensor: ...
+    def grad(self, index: int) -> torch.Tensor | None: ...
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None: ...
+    def leaf(self, index: int) -> AbstractContextManager[None]: ...
+    def agree(self, index: int) -> None: ...
+    def note(self, tensor: torch.Tensor) -> None: ...
+    def make_dense(self) -> None: ...
 
 
 class LazyValue(LazyTensor):

@@ -215,7 +215,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/unit.py _Ties.await_gradients": COLLECTIVE,
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
-    "sharding/value.py ParameterValues.read": STORE,
+    "sharding/parameter_data.py ParameterData.read": STORE,
     "sharding/agreement.py Agreement._await_all": (
         "its timeout, `close`, a failure here or on another rank",
         "test_durable_ranks.py::test_a_wait_for_other_ranks_ends",
