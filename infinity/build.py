@@ -290,7 +290,7 @@ class Build:
     def keep(self) -> None:
         """The last step: nothing is undone any more."""
         for unit in self.units:
-            unit.renew()
+            unit.on_device.renew()
         if self._config.deterministic:
             self.device.compute_deterministically()
         if not self._config.inference:  # which changes no master
@@ -433,7 +433,15 @@ class Build:
         tiles = {number: places[0] for number, places in tile_places(model).items()}
         shapes = self._shapes(division)
         self._facts = [
-            UnitFacts.of(shape, group.parameters, group.stored, tiles, self.ranks, config)
+            UnitFacts.of(
+                shape,
+                group.parameters,
+                group.stored,
+                tiles,
+                self.ranks,
+                self.device.torch,
+                config,
+            )
             for shape, group in zip(shapes, division.groups, strict=True)
         ]
         self._users = dict(division.users)
@@ -594,15 +602,7 @@ class Build:
             self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
             self.undo.callback(self.exchange.close)
         self._listeners = UnitListeners()
-        services = UnitServices(
-            self.store,
-            self.device.torch,
-            self.ranks,
-            self._listeners,
-            self.buffer,
-            self.exchange,
-            self._config.tuning.poison,
-        )
+        services = UnitServices(self.store, self.ranks, self._listeners, self.buffer, self.exchange)
         self.units = [
             Unit(facts, blocks, services)
             for facts, blocks in zip(self._facts, self._declared, strict=True)

@@ -180,7 +180,9 @@ class Engine:
         call it."""
         if isinstance(parameter, TiledWeight):
             return parameter.cat([self.gradient(piece) for piece in parameter.pieces])
-        unit = next((unit for unit in self._units if unit.has(parameter)), None)
+        unit = next(
+            (unit for unit in self._units if unit.data.position(parameter) is not None), None
+        )
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
         return self._grads.fetch(unit, unit.position(parameter))

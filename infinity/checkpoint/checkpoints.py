@@ -147,7 +147,7 @@ class Checkpoints:
                 share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
             )
         for unit in self._units:
-            unit.renew()
+            unit.on_device.renew()
         return extra
 
     def close(self) -> None:

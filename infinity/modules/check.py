@@ -116,7 +116,7 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None, trains: bool)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ShardedParameter, GatheredParameter)):
             _refuse_managed(
-                name, isinstance(parameter, GatheredParameter) or bool(type(parameter).unit.tier)
+                name, isinstance(parameter, GatheredParameter) or bool(type(parameter).source.tier)
             )
         if _is_made_of_others(parameter):
             raise ConfigError(

@@ -40,7 +40,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
 from infinity.sharding.tensor_parallel import local, part_in, whole
 from infinity.sharding.tiles import TiledWeight, pieces_of
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, unit_of
 from infinity.sharding.views import GatheredParameter
 from infinity.tiles.tiling import InTiles
 from infinity.weights.load_target import load_into_targets
@@ -81,7 +81,7 @@ class Loads:
             for piece, part in zip(parameter.pieces, parameter.divided(value), strict=True):
                 self.add(piece, part)
         elif isinstance(parameter, ShardedParameter):
-            unit = type(parameter).unit
+            unit = unit_of(type(parameter).source)
             self._values.setdefault(unit, {})[unit.position(parameter)] = value
         else:  # gathered now
             with torch.no_grad():
@@ -162,7 +162,7 @@ class Facade:
         recurse = options.get("recurse", args[0] if args else True)
         for parameter in module.parameters(recurse is not False):
             if isinstance(parameter, ShardedParameter) and fn(parameter) is not parameter:
-                name = type(parameter).unit.name_of(parameter)
+                name = type(parameter).source.name_of(parameter)
                 raise ShardedParameterError(f"{name} would be replaced; {MOVED}")
         held = module._parameters
         others = {
@@ -223,7 +223,7 @@ class Facade:
             if isinstance(parameter, GatheredParameter)
         }
         kept = [p for p in wanted.values() if isinstance(p, ShardedParameter)]
-        units = sorted({type(p).unit for p in kept}, key=lambda unit: unit.index)
+        units = sorted({unit_of(type(p).source) for p in kept}, key=lambda unit: unit.index)
         if units:
             units[0].listeners.updates.look()
         for unit in units:

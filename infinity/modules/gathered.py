@@ -17,7 +17,7 @@ from infinity.sharding import collectives
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tiles import TiledWeight, pieces_of
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, unit_of
 from infinity.sharding.use import Showing, collected, described
 
 
@@ -72,7 +72,8 @@ def _gathered(
     """`gathered`, or `gathered_to_keep` if `keeps`."""
     if write_rank is not None:
         _check_rank(write_rank, parameters)
-    units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
+    sources = (type(p).source for p in parameters if isinstance(p, ShardedParameter))
+    units = list(dict.fromkeys(map(unit_of, sources)))
     del parameters
     reads = [_Reading(unit, write, write_rank, keeps) for unit in units]
     with ExitStack() as stack:
@@ -173,11 +174,12 @@ class _Reading:
         # A write changes the home itself: only a copy keeps the old content.
         if unit.blocks[Kind.PARAM].permanent:
             self._before = unit.states.read(Kind.PARAM)
-        unit.start()
+        unit.on_device.start()
         try:
-            self._use = Showing(unit, unit.wait(), Unit.release, self._write)
+            flat = unit.on_device.wait()
+            self._use = Showing(unit, flat, lambda unit: unit.on_device.release(), self._write)
         except BaseException:
-            unit.release()
+            unit.on_device.release()
             raise
         unit.data.views.keepers += self._keeps
 
@@ -192,9 +194,9 @@ class _Reading:
             if self._write:
                 self.misfits = views.take_assigned()
                 views.settle()
-                self._take(unit.wait())
+                self._take(unit.on_device.wait())
                 views.follow()
-                after = unit.facts.shard_of(unit.wait()).detach().cpu().clone()
+                after = unit.facts.shard_of(unit.on_device.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()
             if sys.exc_info()[0] is None:  # else frames of the exception refer to views
@@ -204,7 +206,7 @@ class _Reading:
         if after is not None:
             before = unit.states.read(Kind.PARAM) if self._before is None else self._before
             _write_back(unit, before, after)
-            unit.renew()
+            unit.on_device.renew()
         elif self.changed and self._before is not None:
             unit.states.write(Kind.PARAM, self._before)
 

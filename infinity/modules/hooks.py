@@ -425,7 +425,7 @@ class Hooks(Border):
         # See [Note: casts]
         if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             torch.clear_autocast_cache()
-        unit.release()
+        unit.on_device.release()
 
     def call(self, module: nn.Module, function: Callable[..., Result], *inputs: Any) -> Result:
         """`function(*inputs)`, with the parameters of `module` present as in a call of it. If
@@ -481,7 +481,7 @@ class Hooks(Border):
         if own is not None:
             view = own.tensor(*geometry)
         else:
-            use = Unpacking(unit, index, self._flat(unit), Unit.release)
+            use = Unpacking(unit, index, self._flat(unit), lambda unit: unit.on_device.release())
             view = use.window.tensor(*geometry)
             # A recorded backward keeps the tensors that it unpacks.
             if found is None or torch.is_grad_enabled():
@@ -567,7 +567,7 @@ class Hooks(Border):
         try:
             return flat[place.offset : place.end].view(place.shape).clone()
         finally:
-            unit.release()
+            unit.on_device.release()
 
     def _is_inside(self, unit: Unit) -> bool:
         """Whether this thread is inside a forward or a backward of the model."""

@@ -45,9 +45,9 @@ from infinity.activations.saved_tensors import OffloadedTensor, SavedInPlace, Sa
 from infinity.compilation import uncompiled
 from infinity.placement.spec import Kind
 from infinity.sharding.lazy_tensor import LazyTensor
-from infinity.sharding.parameter import handled
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
+from infinity.sharding.use import handled
 
 _NEEDED = (
     "infinity needs them, because parameters leave after a forward and must come back for the "

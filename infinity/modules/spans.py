@@ -160,7 +160,11 @@ class Spans:
         reduced = {unit for units in users.values() for unit in units if _reduces(unit)}
         units = sorted(reduced, key=lambda each: each.index)
         exchange = next((unit.exchange for unit in units), None)
-        if self._buffer is None or exchange is None or not all(u.stays_whole for u in units):
+        if (
+            self._buffer is None
+            or exchange is None
+            or not all(u.on_device.stays_whole for u in units)
+        ):
             return None
         return Line(units, self._buffer, exchange)
 
@@ -276,7 +280,7 @@ class Spans:
         self.turn(unit)
         if _moves(unit) and len(unit.parameters) > 1:
             self._runtime.enter(unit)
-            unit.release()
+            unit.on_device.release()
 
     def end(self) -> None:
         """The backward has ended or failed. If the engine is closed, nothing is raised here: the
@@ -301,7 +305,7 @@ class Spans:
             self._open.remove(span)
             if span in self._runtime.held:
                 self._runtime.held.remove(span)
-                span.release()
+                span.on_device.release()
         for span in reversed(turns):
             if _reduces(span):
                 self._reduce(span)

@@ -364,6 +364,6 @@ class AdaptedWithModes(Adapted):
                 bench.clear()
             if not torch.equal(before, values):
                 unit.states.write(kept, unit.facts.shard_of(values))
-                unit.renew()
+                unit.on_device.renew()
         carried.apply(self.param_groups)
         self._mode = mode

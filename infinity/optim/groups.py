@@ -16,7 +16,7 @@ from infinity.optim.rule import Range
 from infinity.optim.updater import Updater
 from infinity.sharding.parameter import TRAINED, ShardedParameter
 from infinity.sharding.tiles import TiledWeight, pieces_of
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, unit_of
 
 log = logging.getLogger("infinity")
 
@@ -107,7 +107,7 @@ def belonging(
                 f"{who} got a parameter of no wrapped model; first model = "
                 "infinity.wrap(model, config), once more where parameters came later"
             )
-        unit = type(parameter).unit
+        unit = unit_of(type(parameter).source)
         check_once(who, seen, [parameter])
         found = unit.listeners.updates
         if not isinstance(found, Updater) or updater not in (None, found):
@@ -129,7 +129,7 @@ def check_once(who: str, seen: set[int], parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if id(parameter) in seen:
             name = (
-                type(parameter).unit.name_of(parameter)
+                type(parameter).source.name_of(parameter)
                 if isinstance(parameter, ShardedParameter)
                 else in_words(parameter)
             )

@@ -444,7 +444,7 @@ class Optimizer(RuledOptimizer):
             for name, kind in kinds(self):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     restore(unit, kind, [state.get(name) for state in mine])
-            unit.renew()
+            unit.on_device.renew()
 
     def check_state(
         self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]

@@ -22,7 +22,7 @@ from infinity.optim.state_tensors import StateCopy
 from infinity.optim.state_view import OptimizerStates
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, unit_of
 from infinity.sharding.use import place_of
 
 
@@ -181,14 +181,14 @@ def states_in(state_dict: Mapping[str, Any], optimizer: SavedOptimizer) -> list[
         (group, parameter) for group in optimizer.param_groups for parameter in group["params"]
     ]
     for (group, parameter), state in zip(owned, found, strict=True):
-        optimizer.check_state(type(parameter).unit, parameter, state, group)
+        optimizer.check_state(unit_of(type(parameter).source), parameter, state, group)
     found = [
         {**state, "master": masters[n]} if n in masters else state
         for n, state in zip(named, found, strict=True)
     ]
     for (group, parameter), number, state in zip(owned, named, found, strict=True):
         if number in masters:
-            optimizer.check_state(type(parameter).unit, parameter, state, group)
+            optimizer.check_state(unit_of(type(parameter).source), parameter, state, group)
     return found
 
 

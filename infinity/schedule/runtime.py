@@ -92,32 +92,32 @@ class Runtime:
         """Gather the units that stay whole, in the order of the units, which is equal on all ranks.
         Ranks may have used the units in different orders, or left some out."""
         for unit in self._units:
-            unit.renew()
+            unit.on_device.renew()
 
     def enter(self, unit: Unit) -> torch.Tensor:
-        """Put `unit` into use until `Unit.release`. Starts the fetches of this unit and of the next
-        units, then waits for this unit.
+        """Put `unit` into use until `OnDevice.release`. Starts the fetches of this unit and of the
+        next units, then waits for this unit.
 
         Returns its flat buffer. If this raises, the unit is released.
         """
         new = self.trace.current != unit.index and unit not in self.held
         if new:
             self.trace.use(unit.index, self._store.resident.pinned())
-        unit.start()
+        unit.on_device.start()
         try:
             if new:
                 self.look_ahead()
             state = unit.blocks[Kind.PARAM].copy.state
-            gathered = unit.gathered()
+            gathered = unit.on_device.is_gathered
             start = time.perf_counter()
             with (
                 self._recorder.range(_lane(state), unit.name)
                 if self._waits(state, gathered)
                 else nullcontext()
             ):
-                flat = unit.wait()
+                flat = unit.on_device.wait()
         except BaseException:
-            unit.release()
+            unit.on_device.release()
             raise
         if self._waits(state, gathered):
             self._count_wait(unit, state, start, time.perf_counter())
@@ -130,9 +130,8 @@ class Runtime:
     def _count_wait(self, unit: Unit, state: CopyState, start: float, end: float) -> None:
         """Record a wait of `enter` for `unit`, with its block in `state` at the start: first for
         the block, then for the all-gather."""
-        arrived = (
-            end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
-        )
+        posted = unit.on_device.posted
+        arrived = end if posted is None else min(max(posted.arrived, start), end)
         if state is not CopyState.READY:
             self._recorder.add(_lane(state), unit.name, start, arrived)
         if arrived < end:
@@ -161,7 +160,7 @@ class Runtime:
             if not self._has_copy(index):
                 return
             if distance < left or not unit.trainable:
-                unit.gather_ahead()
+                unit.on_device.gather_ahead()
 
     def _has_copy(self, unit: int) -> bool:
         return self._store.resident.has_copy(self._units[unit].blocks[Kind.PARAM])

@@ -50,6 +50,10 @@ class UnitFacts:
     """Whether there is no other rank of any kind."""
     reduces_late: bool
     """Whether gradients stay whole until they are settled, as with stage 1."""
+    device: torch.device
+    """Where the parameters are for people, shown or not."""
+    checked: bool
+    """Whether a digest tells of every write to the parameters (`Tuning.poison`)."""
     algorithm: str
     only_runs: bool
     """Whether the model was wrapped for inference: it is not trainable, whatever `requires_grad` of
@@ -67,6 +71,7 @@ class UnitFacts:
         stored: Sequence[StoredBytes],
         tiles: Mapping[int, TilePlace],
         ranks: Ranks,
+        device: torch.device,
         config: Config,
     ) -> UnitFacts:
         """Those of the `named` parameters of one dtype, all trainable or all frozen.
@@ -101,6 +106,8 @@ class UnitFacts:
             replicas=collectives.size(ranks.replicas),
             is_alone=not ranks.groups(),
             reduces_late=late,
+            device=device,
+            checked=config.tuning.poison,
             algorithm=config.algorithm,
             only_runs=config.inference,
             files=config.nvme[0] if config.nvme else None,

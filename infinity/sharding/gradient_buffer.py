@@ -23,34 +23,19 @@ class Reduction(NamedTuple):
 
 
 class Collecting(Protocol):
-    """Gradients of one unit that a buffer collects, as `Gradients`."""
+    """What a buffer asks of the gradients of a unit that it collects: see `Gradients`."""
 
     @property
-    def facts(self) -> UnitFacts:
-        """Those of the unit."""
-
+    def facts(self) -> UnitFacts: ...
     @property
-    def collected(self) -> int:
-        """How many gradients of single parameters the step under way has brought."""
-
+    def collected(self) -> int: ...
     @property
-    def trains(self) -> bool:
-        """Whether a parameter takes gradients now."""
-
-    def at_home(self, index: int) -> bool:
-        """Whether the gradient of the parameter, or some of it, is in the gradient block."""
-
-    def join_reduction(self) -> None:
-        """A reduction comes, to which this rank has no gradients to add."""
-
-    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None:
-        """Reduce `full` (numel,), gradients of the parameters `collected`."""
-
-    def end_reduction(self, collected: int) -> None:
-        """The reduction has ended that was posted when there were so many `collected`."""
-
-    def follow(self, copy: Copy) -> None:
-        """Have what the device does next wait until `copy` has ended."""
+    def trains(self) -> bool: ...
+    def at_home(self, index: int) -> bool: ...
+    def join_reduction(self) -> None: ...
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None: ...
+    def end_reduction(self, collected: int) -> None: ...
+    def follow(self, copy: Copy) -> None: ...
 
 
 class GradientBuffer:

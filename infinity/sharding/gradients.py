@@ -332,11 +332,11 @@ class Gradients:
     def scale(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the settled gradients of these parameters by a clip factor."""
         self._expect(GradientState.SETTLED, GradientState.SPENT)
-        indices = list(indices)
+        # A gradient that comes later is not clipped by this.
+        present = [index for index in indices if self.has(index)]
         if factor != 1.0:
-            present = [index for index in indices if self.has(index)]
             self._listener.changing(present, lambda assigned: assigned.mul_(factor))
-        for index in indices:
+        for index in present:
             entry = self._entries[index]
             self._entries[index] = entry._replace(clip=entry.clip * factor)
 

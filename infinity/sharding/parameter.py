@@ -8,9 +8,10 @@ may read it. Every operator that autograd, functorch or a script calls on a hand
 of a forward (weight decay, for example) has the gradients of plain torch. A write raises: use
 `gathered(write=True)`. `parameter.data`, `parameter.detach()` and views are handles themselves.
 
-With stages 1 and 2 the ranks post a gather of what they write when they write it (`Unit.renew`), so
-one of them may read alone. Where ranks have shards (stage 3), and of DTensors, reading raises: all
-ranks would have to read alike, and a script that prints on the first one would hang.
+With stages 1 and 2 the ranks post a gather of what they write when they write it
+(`OnDevice.renew`), so one of them may read alone. Where ranks have shards (stage 3), and of
+DTensors, reading raises: all ranks would have to read alike, and a script that prints on the first
+one would hang.
 
 Inside of a forward or a backward a touch by Python's API shows the unit (`Border.touched`). What
 passes Python's API by gets a copy there, too.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,18 +29,14 @@ from torch.utils._pytree import tree_map
 
 from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, ShardedParameterError
-from infinity.placement.spec import Kind
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
 from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
 from infinity.sharding.twins import passing
-from infinity.sharding.value import WRITE, LazyValue, closed, read, readable
+from infinity.sharding.value import WRITE, LazyValue, ParameterSource, closed
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
 
 METADATA = {
     "shape",
@@ -181,22 +178,21 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     """A parameter that is not gathered, or the local tensor of one. Each unit has its own
     subclasses, so that the type knows the unit."""
 
-    unit: ClassVar[Unit]
+    source: ClassVar[ParameterSource]
     ds_status = ZeroStatus.NOT_AVAILABLE
     way = WRITE
 
     def described(self) -> str:
         """As a parameter, with its place."""
-        unit = type(self).unit
-        place = f"on {unit.tier or 'no tier'}, unit {unit.name}"
-        return f"Parameter containing:\nShardedParameter({unit.name_of(self)}, {place})"
+        source = type(self).source
+        place = f"on {source.tier or 'no tier'}, unit {source.facts.name}"
+        return f"Parameter containing:\nShardedParameter({source.name_of(self)}, {place})"
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """A copy of what this rank keeps of the flat parameter, (n,)."""
-        unit = type(self).unit
-        unit.listeners.updates.look()
-        return unit.states.part(Kind.PARAM, unit.position(self))
+        source = type(self).source
+        return source.part(source.index_of(self))
 
     def kept_gradient(self) -> torch.Tensor | None:
         """What the engine has of the gradient."""
@@ -204,40 +200,41 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
 
     def partition_numel(self) -> int:
         """How many of its elements this rank keeps."""
-        unit = type(self).unit
-        return unit.layout.overlap(unit.position(self), unit.rank).length
+        source = type(self).source
+        return source.facts.overlap(source.index_of(self)).length
 
     def is_double(self) -> bool:
         """Whether this is the engine's object for a parameter that is shown now."""
-        return type(self).unit.data.parameter_of(self) is not self
+        return type(self).source.parameter_of(self) is not self
 
     @property
     def root(self) -> LazyTensor:
         """What views of it are views of: a view may be used while the parameter is dense."""
-        unit = type(self).unit
-        return self if is_dtensor(unit.parameters[unit.position(self)]) else self.detached()
+        source = type(self).source
+        parameter = source.facts.parameters[source.index_of(self)]
+        return self if is_dtensor(parameter) else self.detached()
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value. Raises `ShardedParameterError` where this rank may not read it."""
-        unit = type(self).unit
-        return read(unit, unit.position(self))
+        source = type(self).source
+        return source.read(source.index_of(self))
 
     def refuse_memory(self, what: str) -> None:
         """Raise `ShardedParameterError` for code that wants the address."""
-        unit = type(self).unit
+        source = type(self).source
         raise ShardedParameterError(
-            f"{unit.name_of(self)} (unit {unit.name}) lives on {unit.tier} and {what} was asked "
-            f"for outside of its module's forward; {_GATHER}"
+            f"{source.name_of(self)} (unit {source.facts.name}) lives on {source.tier} and {what} "
+            f"was asked for outside of its module's forward; {_GATHER}"
         )
 
     def detached(self) -> LazyValue:
         """Its value, detached."""
-        unit = type(self).unit
-        return LazyValue(unit, unit.position(self))
+        source = type(self).source
+        return LazyValue(source, source.index_of(self))
 
     def check_replace(self) -> None:
         """Refused."""
-        raise ShardedParameterError(f"{WRITE} ({type(self).unit.name_of(self)})")
+        raise ShardedParameterError(f"{WRITE} ({type(self).source.name_of(self)})")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,8 +260,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             cls._check_thaw(*args, **(kwargs or {}))
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **(kwargs or {}))
-            unit = type(args[0]).unit
-            unit.data.agree(unit.position(args[0]))
+            source = type(args[0]).source
+            source.agree(source.index_of(args[0]))
             return found
         if func in backwards.ANSWERS:
             return cls.answer_backward(func, types, args, kwargs or {})
@@ -279,25 +276,25 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             ((type(a), a) for a in flat if isinstance(a, ShardedParameter)),
             (cls, None),
         )
-        unit = owner.unit
-        who = unit.name_of(parameter) if parameter is not None else unit.name
-        if not unit.tier:
+        source = owner.source
+        unit = source.facts.name
+        who = source.name_of(parameter) if parameter is not None else unit
+        if not source.tier:
             raise closed(who)
         if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
-        border = unit.listeners.border
-        if name not in _MEMORY and call_uncompiled(border.records_backward):
+        if name not in _MEMORY and call_uncompiled(source.listener.records_backward):
             return super().__torch_function__(func, types, args, kwargs)  # which saves the handle
-        if call_uncompiled(border.touched, unit):
+        if call_uncompiled(source.listener.touched):
             return func(*args, **(kwargs or {}))
-        if name in _SAME and len(args) == 2 and args[0] is args[1] and unit.facts.is_alone:
+        if name in _SAME and len(args) == 2 and args[0] is args[1] and source.facts.is_alone:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)  # of which callers want the place in the graph
         way = _way_out()
         if not way and _reads(name, accessor, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         raise ShardedParameterError(
-            f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) "
+            f"{who} (unit {unit}) lives on {source.tier} and its data was touched ({name}) "
             f"outside of its module's forward; {way or _GATHER}"
         )
 
@@ -305,14 +302,12 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
         """A parameter that was frozen when the model was wrapped has no place for gradients and
         states, and cannot get one."""
-        if (
-            isinstance(parameter, ShardedParameter)
-            and requires_grad
-            and not type(parameter).unit.trainable
-            and not type(parameter).unit.facts.only_runs
-        ):
+        if not isinstance(parameter, ShardedParameter):
+            return
+        source = type(parameter).source
+        if requires_grad and not source.facts.trainable and not source.facts.only_runs:
             raise ConfigError(
-                f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when "
+                f"{source.name_of(parameter)} was frozen (requires_grad=False) when "
                 "the model was wrapped, so it has no place for gradients and states; to train it "
                 "later, wrap it with requires_grad=True and freeze it afterwards: "
                 "parameter.requires_grad_(False) keeps the place"
@@ -323,7 +318,7 @@ class HiddenLeaf(nn.Parameter):
     """The object that holds the dense tensor of a parameter while that is a handle, as the node
     that accumulates its gradient gives it (`node.variable`). It answers as the parameter."""
 
-    unit: ClassVar[Unit]
+    source: ClassVar[ParameterSource]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(parameter_of(self))
@@ -339,26 +334,26 @@ def parameter_of(value: Any) -> Any:
     `value` itself."""
     if not isinstance(value, (HiddenLeaf, ShardedParameter)):
         return value
-    return type(value).unit.data.parameter_of(value)
+    return type(value).source.parameter_of(value)
 
 
 def _grad(parameter: ShardedParameter, *value: torch.Tensor | None) -> torch.Tensor | None:
     """Read `.grad`, or set it to `value`."""
-    unit = type(parameter).unit
-    index = unit.position(parameter)
+    source = type(parameter).source
+    index = source.index_of(parameter)
     if not value:
-        return unit.data.grad(index)
-    unit.data.set_grad(index, *value)
+        return source.grad(index)
+    source.set_grad(index, *value)
     return None
 
 
 def _hook(func: Any, name: str, parameter: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Register a hook on the gradient of `parameter`, or set all of them."""
-    unit = type(parameter).unit  # type: ignore[attr-defined]
+    source: ParameterSource = type(parameter).source  # type: ignore[attr-defined]
     if name == "register_post_accumulate_grad_hook":
         (hook,) = (*args, *kwargs.values())
         args, kwargs = (passing(parameter, hook),), {}
-    with unit.data.leaf(unit.position(parameter)):
+    with source.leaf(source.index_of(parameter)):
         return func(parameter, *args, **kwargs)
 
 
@@ -393,31 +388,22 @@ def _without_data(parameter: torch.Tensor) -> torch.Tensor:
         return some.expand(parameter.shape)
 
 
-def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
-    """The unit of the parameter that `tensor` is a handle of, and its index there; None for a
-    tensor that is no handle of a whole parameter."""
-    if isinstance(tensor, LazyValue):
-        return tensor.unit, tensor.place
-    return None if is_dtensor(tensor) else _place(tensor)
-
-
-def _place(value: Any) -> tuple[Unit, int] | None:
-    """The unit of a parameter, and its index there; None for anything else."""
+def _is_readable(value: Any) -> bool:
+    """Whether `value` is no parameter, or one that may be read outside of a forward."""
     if not isinstance(value, ShardedParameter):
-        return None
-    unit = type(value).unit
-    return unit, unit.position(value)
+        return True
+    source = type(value).source
+    return source.readable(source.index_of(value))
 
 
 def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
     """Whether a function takes nothing but the values of parameters that this rank may read."""
-    places = [_place(value) for value in _flatten((args, kwargs))]
     changed = [*_flatten(args[:1] if writes(name) else ()), *_flatten((kwargs or {}).get("out"))]
     return (
         accessor != "__set__"
         and name not in _MEMORY
         and not any(isinstance(value, ShardedParameter) for value in changed)
-        and all(place is None or readable(*place) for place in places)
+        and all(map(_is_readable, _flatten((args, kwargs))))
     )
 
 
@@ -433,19 +419,19 @@ def _way_out() -> str:
     return ""
 
 
-def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
-    """The class of those parameters of `unit`, or their local tensors, that are of class `kind`
+def guard_for(source: ParameterSource, kind: type[torch.Tensor]) -> type[ShardedParameter]:
+    """The class of those parameters of `source`, or their local tensors, that are of class `kind`
     while they are gathered."""
     if not is_dtensor_class(kind):
-        return type("ShardedParameter", (ShardedParameter,), {"unit": unit})
+        return type("ShardedParameter", (ShardedParameter,), {"source": source})
     parts = {name: vars(kind)[name] for name in ("__tensor_flatten__", "__tensor_unflatten__")}
-    return type("ShardedParameter", (ShardedParameter, kind), {"unit": unit} | parts)
+    return type("ShardedParameter", (ShardedParameter, kind), {"source": source} | parts)
 
 
-def hidden_leaf_for(unit: Unit) -> type[HiddenLeaf]:
-    """The class of the objects that hold the dense tensors of the parameters of `unit` while these
-    are handles."""
-    return type("HiddenLeaf", (HiddenLeaf,), {"unit": unit})
+def hidden_leaf_for(source: ParameterSource) -> type[HiddenLeaf]:
+    """The class of the objects that hold the dense tensors of the parameters of `source` while
+    these are handles."""
+    return type("HiddenLeaf", (HiddenLeaf,), {"source": source})
 
 
 def _flatten(value: Any) -> list[Any]:

@@ -7,20 +7,23 @@ import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.errors import ShardedParameterError
 from infinity.placement.spec import Kind
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.memory_requests import refuse_memory_requests
+from infinity.sharding.on_device import OnDevice
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
+from infinity.sharding.value import ParameterListener, closed
 from infinity.sharding.views import GatheredParameter, Views, Window
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
+from infinity.tiers.block import Block
+from infinity.tiers.resident import Residency
 
 
 class UnitState(enum.Enum):
@@ -38,26 +41,39 @@ class UnitState(enum.Enum):
 class ParameterData:
     """Shows and hides the parameters of one unit. For the thread that runs the model.
 
-    They hold what they held before until the first `hide`. With `checked` a digest tells of every
-    write (`Views`).
+    They hold what they held before until the first `hide`.
     """
 
-    def __init__(self, unit: Unit, checked: bool) -> None:
+    def __init__(
+        self,
+        facts: UnitFacts,
+        block: Block,
+        resident: Residency,
+        states: States,
+        on_device: OnDevice,
+        listener: ParameterListener,
+    ) -> None:
+        """`block` has the parameters, and `resident` its copy. They are read from `states`, or
+        `on_device` where ranks have shards."""
         refuse_memory_requests()
-        self._unit = unit
+        self.facts, self.listener = facts, listener
+        self._block, self._states, self._on_device = block, states, on_device
+        self.tier: str = block.tier
+        """Where the parameters are at home; "" once the engine is closed."""
         self.state = UnitState.UNSHARDED
         self.shown = 0
         """How many uses show the parameters."""
-        dtype = unit.dtype
-        parameters = unit.parameters
-        self._placeholders: list[torch.Tensor] = []
-        self.place_on(torch.device("cpu"))
+        dtype, places, parameters = facts.dtype, facts.layout.places, facts.parameters
+        nothing = torch.nan if dtype.is_floating_point else 0
+        one = torch.full((), nothing, dtype=dtype, device=facts.device)
+        shaped = {shape: one.expand(shape) for shape in {place.shape for place in places}}
+        self._placeholders = [shaped[place.shape] for place in places]
         self._tensors = [torch.empty(0, dtype=dtype) if is_dtensor(p) else p for p in parameters]
         guards = {
-            kind: guard_for(unit, kind)
+            kind: guard_for(self, kind)
             for kind in dict.fromkeys(map(type, (*parameters, *self._tensors)))
         }
-        hidden = hidden_leaf_for(unit)
+        hidden = hidden_leaf_for(self)
         self._twins = [Twins(t, guards[type(t)], hidden) for t in self._tensors]
         # A DTensor has no memory of its own: its class alone changes.
         self._dtensors = [
@@ -71,22 +87,25 @@ class ParameterData:
         self._doubles: dict[int, torch.Tensor] = {}  # by the ids of the hidden ones
         self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._updates = 0  # of the unit, when graphs were last told
-        self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
+        self.views = Views(self, self._tensors, block, resident)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._windows: dict[int, Window] = {}
-
-    def place_on(self, device: torch.device) -> None:
-        """The parameters are on `device` from the first `guard` on."""
-        dtype, places = self._unit.dtype, self._unit.layout.places
-        nothing = torch.nan if dtype.is_floating_point else 0
-        one = torch.full((), nothing, dtype=dtype, device=device)
-        shaped = {shape: one.expand(shape) for shape in {place.shape for place in places}}
-        self._placeholders = [shaped[place.shape] for place in places]
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """The index of the parameter that `tensor` is, or is the local tensor of; None for any
         other."""
         return self._positions.get(id(tensor))
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """The index of one of these parameters. Raises `KeyError` for any other tensor."""
+        found = self.position(parameter)
+        if found is None:
+            raise KeyError(f"no parameter of {self.facts.name}")
+        return found
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The qualified name of one of these parameters."""
+        return self.facts.names[self.index_of(parameter)]
 
     def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The object that users have, where `tensor` is the other one of its twins; else `tensor`
@@ -114,7 +133,7 @@ class ParameterData:
     def window(self, flat: torch.Tensor, index: int) -> Window:
         """The bytes of parameter `index` in `flat` (numel,), the bytes of the unit, as a storage of
         their own, one for as long as they lie there."""
-        place = self._unit.layout.places[index]
+        place = self.facts.layout.places[index]
         window = self._windows.get(index)
         address = flat.data_ptr() + place.offset * flat.itemsize
         if window is None or window.storage.data_ptr() != address:
@@ -147,7 +166,9 @@ class ParameterData:
         self.shown, self.state = 0, UnitState.SHARDED
 
     def close(self) -> None:
-        """The parameters are handles without values for good."""
+        """The parameters are handles without values for good: they keep shape and dtype, and have
+        no data on any tier."""
+        self.tier = ""
         self.guard()
         for twins in self._twins:
             twins.close()
@@ -157,7 +178,7 @@ class ParameterData:
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """After `close`: the parameters are plain ones again, with these `values`."""
         self.make_dense()
-        for parameter, value in zip(self._unit.parameters, values, strict=True):
+        for parameter, value in zip(self.facts.parameters, values, strict=True):
             parameter.data = value
 
     def make_dense(self, kind: type[torch.Tensor] | None = None) -> None:
@@ -190,7 +211,7 @@ class ParameterData:
     def outdate(self) -> None:
         """The content changes: graphs that have saved handles must not go backward, as in
         torch."""
-        updates = self._unit.blocks[Kind.PARAM].home.updates
+        updates = self._block.home.updates
         if updates != self._updates:
             self._updates = updates
             handles = [t.handle for t in self._twins if t.handle is not None]
@@ -198,11 +219,50 @@ class ParameterData:
 
     def grad(self, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`; None once the engine is closed."""
-        unit = self._unit
-        return unit.listeners.grads.get(unit, index) if unit.tier else None
+        return self.listener.get_grad(index) if self.tier else None
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`."""
-        unit = self._unit
-        if unit.tier:
-            unit.listeners.grads.set(unit, index, value)
+        if self.tier:
+            self.listener.set_grad(index, value)
+
+    def readable(self, index: int) -> bool:
+        """Whether parameter `index` may be read outside of a forward."""
+        return self._on_device.is_readable and not is_dtensor(self.facts.parameters[index])
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy of the value of parameter `index`, on its device; waits for pending updates.
+
+        Raises `EngineClosedError` after the end of the engine, and `ShardedParameterError` outside
+        of a forward where a rank must not read alone.
+        """
+        facts, name = self.facts, self.facts.names[index]
+        if not self.tier:
+            raise closed(name)
+        if self.shown:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                return facts.parameters[index].detach().clone()
+        copy = self.listener.copied(index)
+        if copy is not None:
+            return copy
+        if not self.readable(index):
+            raise ShardedParameterError(
+                f"{name} of a wrapped model was read outside of its module's forward, where this "
+                "rank has a part of it; read it inside of `with infinity.gathered(model):`"
+            )
+        self.listener.check_thread(f"{name} was read")
+        self.listener.look()
+        if not facts.shared:
+            return self._states.parameter(Kind.PARAM, index).to(facts.parameters[index].device)
+        place = facts.layout.places[index]
+        self._on_device.start()
+        try:
+            flat = self._on_device.wait()
+            return flat[place.offset : place.end].view(place.shape).clone()
+        finally:
+            self._on_device.release()
+
+    def part(self, index: int) -> torch.Tensor:
+        """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
+        self.listener.look()
+        return self._states.part(Kind.PARAM, index)

@@ -112,7 +112,7 @@ class TiledWeight(LazyTensor):
         """`handle` has the values of the tiles: a step outdates what a graph has saved of it."""
         for piece in self.pieces:
             if isinstance(piece, ShardedParameter):
-                type(piece).unit.data.note(handle)
+                type(piece).source.note(handle)
 
     def check_replace(self) -> None:
         """Raise `ShardedParameterError` while the tiles are not there."""

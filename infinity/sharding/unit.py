@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -13,16 +12,17 @@ from torch import nn
 from infinity.config import Config
 from infinity.device import add_alone
 from infinity.placement.spec import Kind
-from infinity.sharding import collectives
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.gradient_reduction import GradientReduction
 from infinity.sharding.gradients import Gradients
+from infinity.sharding.on_device import GatheredOnDevice, OnDevice
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
+from infinity.sharding.value import ParameterSource
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
@@ -185,7 +185,28 @@ class _Ties:
         self.unit.outdate()
 
     def renew(self) -> None:
-        self.unit.renew()
+        self.unit.on_device.renew()
+
+    def touched(self) -> bool:
+        return self.unit.listeners.border.touched(self.unit)
+
+    def records_backward(self) -> bool:
+        return self.unit.listeners.border.records_backward()
+
+    def copied(self, index: int) -> torch.Tensor | None:
+        return self.unit.listeners.border.copied(self.unit, index)
+
+    def check_thread(self, what: str) -> None:
+        self.unit.listeners.border.check_thread(what)
+
+    def look(self) -> None:
+        self.unit.listeners.updates.look()
+
+    def get_grad(self, index: int) -> torch.Tensor | None:
+        return self.unit.listeners.grads.get(self.unit, index)
+
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
+        self.unit.listeners.grads.set(self.unit, index, value)
 
     def end_interrupted(self, caller: str) -> None:
         self.unit.listeners.border.end_interrupted(caller)
@@ -196,8 +217,6 @@ class UnitServices(NamedTuple):
 
     store: Store
     """It is open."""
-    device: torch.device
-    """Where the parameters are when they are shown."""
     ranks: Ranks
     listeners: UnitListeners
     buffer: GradientBuffer | None
@@ -205,8 +224,6 @@ class UnitServices(NamedTuple):
     exchange: Exchange | None
     """It joins the collectives of all units, and brings gradients home. None where neither other
     ranks nor a discrete device make it worth a thread."""
-    checked: bool
-    """Whether a digest tells of every write to the parameters."""
 
 
 def declare(facts: UnitFacts, store: Store, config: Config) -> dict[Kind, Block]:
@@ -222,9 +239,9 @@ class Unit:
     """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank
     keeps its shard.
 
-    Lives as long as the engine. Its parts are `data` (what the parameters point at), `gradients`
-    and `states`. It brings the parameters to the compute device itself: `start`, `wait`, `release`,
-    for the thread that runs the model.
+    Lives as long as the engine. Its parts are `on_device` (brings the parameters), `data` (what the
+    parameters point at), `gradients` and `states`. No part knows the unit: each is given facts,
+    and tells a listener.
     """
 
     def __init__(
@@ -241,122 +258,39 @@ class Unit:
 
         self.store, self.ranks = services.store, services.ranks
         self.listeners, self.exchange = services.listeners, services.exchange
-        self.tier: str = blocks[Kind.PARAM].tier
-        """Where its parameters are at home; "" once the engine is closed."""
-        ties = _Ties(self)
-        self.data = ParameterData(self, services.checked)
-        """What the parameters point at."""
-        self.data.place_on(services.device)
-        at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
-        store, exchange = services.store, services.exchange
+        store, exchange, ties = services.store, services.exchange, _Ties(self)
+        parameters = blocks[Kind.PARAM]
+        self.on_device = (
+            GatheredOnDevice(facts, parameters, store, exchange)
+            if facts.shared and exchange is not None
+            else OnDevice(facts, parameters, store)
+        )
+        """Brings the parameters."""
         block = GradientBlock(facts, blocks, store, ties.add_gradients)
         reduction = None if exchange is None else GradientReduction(facts, block, exchange)
+        at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
         buffer = None if at_home else services.buffer
         self.gradients = Gradients(facts, block, buffer, reduction, ties)
         """Those of the step under way."""
         self.states = States(facts, blocks, store, exchange if facts.shared else None, ties)
         """What its blocks hold, on the host."""
-        self.gather_posted: Collective | None = None
-        """The last gather into the place on the compute device, or the one that is on its way."""
-        # The lease that it went to; None when the content has changed since.
-        self._gathered_lease: object = None
+        self.data = ParameterData(
+            facts, parameters, store.resident, self.states, self.on_device, ties
+        )
+        """What the parameters point at."""
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether this is one of this unit's parameters."""
-        return self.data.position(parameter) is not None
+    @property
+    def tier(self) -> str:
+        """Where its parameters are at home; "" once the engine is closed."""
+        return self.data.tier
 
     def position(self, parameter: torch.Tensor) -> int:
         """The index of one of this unit's parameters."""
-        found = self.data.position(parameter)
-        if found is None:
-            raise KeyError(f"no parameter of {self.name}")
-        return found
+        return self.data.index_of(parameter)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""
-        return self.names[self.position(parameter)]
-
-    # Parameters
-
-    def start(self) -> None:
-        """Pin the unit and start bringing it to the compute device; paired with a `release`."""
-        self.store.resident.start(self.blocks[Kind.PARAM])
-        self.gather_ahead()
-
-    def gather_ahead(self) -> None:
-        """Have the unit gathered when its shard is there, if it has a place, and that has not been
-        done."""
-        block, exchange = self.blocks[Kind.PARAM], self.exchange
-        if (
-            exchange is None
-            or not self.facts.shared
-            or block.copy.lease is None
-            or self._gathered_lease is block.copy.lease
-        ):
-            return
-        flat = block.copy.lease.tensor.view(self.dtype)
-        shard = self.facts.shard_of(flat)
-
-        def join() -> None:
-            collectives.all_gather(flat, shard, exchange.ranks.shards)
-
-        resident = self.store.resident
-        arrive = functools.partial(resident.wait, block)
-        # Pinned: an update that may be rolled back puts nothing there any more. What one has put
-        # there before is fetched anew.
-        resident.start(block)
-        try:
-            self.gather_posted = exchange.post(
-                "gather", self.name, join, self.facts.sent_bytes(shard), arrive, everywhere=False
-            )
-            self._gathered_lease = block.copy.lease
-            resident.gather(block, self.gather_posted)
-        finally:
-            resident.release(block)
-
-    @property
-    def stays_whole(self) -> bool:
-        """Whether this rank keeps the parameters of all ranks, on its device: stages 0 to 2."""
-        return not self.facts.shared or self.blocks[Kind.PARAM].spec.whole
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether `wait`, after `start`, needs no collective that is not posted yet."""
-        lease = self._gathered_lease
-        posted = lease is not None and lease is self.blocks[Kind.PARAM].copy.lease
-        return not self.facts.shared or (self.stays_whole and posted)
-
-    def renew(self) -> None:
-        """Have new content gathered where it stays whole, so that this rank may read it alone.
-        Every rank calls it, after a write."""
-        if self.stays_whole:
-            self.gather_ahead()
-
-    def gathered(self) -> bool:
-        """Whether `wait`, after `start`, would not wait for other ranks: the device does."""
-        if not self.facts.shared or self.gather_posted is None:
-            return not self.facts.shared
-        return (
-            self._gathered_lease is self.blocks[Kind.PARAM].copy.lease
-            and self.gather_posted.queued()
-        )
-
-    def wait(self) -> torch.Tensor:
-        """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
-        block = self.blocks[Kind.PARAM]
-        if not self.facts.shared:
-            return self.store.resident.wait(block).view(self.dtype)
-        self.store.resident.place(block)
-        self.gather_ahead()
-        if self.exchange is None or self.gather_posted is None or block.copy.lease is None:
-            raise RuntimeError(f"{self.name} has no place to be gathered into")
-        self.exchange.device.follow_copy(self.gather_posted.await_queued())
-        # This rank's part may have been fetched again since (`Residency.rollback`).
-        return self.store.resident.wait(block).view(self.dtype)
-
-    def release(self) -> None:
-        """End one `start`: the unit may be evicted."""
-        self.store.resident.release(self.blocks[Kind.PARAM])
+        return self.data.name_of(parameter)
 
     def changed(self) -> list[str]:
         """The names of parameters that were written to while nobody may, each told once. The copy
@@ -364,10 +298,8 @@ class Unit:
         names = [self.names[index] for index in self.data.changed()]
         if names:
             self.outdate()
-            self.store.resident.discard(self.blocks[Kind.PARAM])
+            self.on_device.discard()
         return names
-
-    # Gradients
 
     def rollback(self) -> None:
         """What a speculative update of the unit was begun with changes; return when nothing of it
@@ -376,14 +308,22 @@ class Unit:
 
     def outdate(self) -> None:
         """The content changes, and the other ranks' parts of it, too."""
-        self._gathered_lease = None
+        self.on_device.outdate()
         self.data.outdate()
 
     def close(self) -> None:
         """The engine was closed: the parameters keep shape and dtype, and have no data on any
         tier."""
-        self.tier, self._gathered_lease = "", None
+        self.on_device.outdate()
         # A gloo group that lives until the interpreter ends may abort the process there (torch
         # 2.13).
         self.ranks = ALONE
         self.data.close()
+
+
+def unit_of(source: ParameterSource) -> Unit:
+    """The unit whose data `source` is."""
+    ties = source.listener
+    if not isinstance(ties, _Ties):
+        raise TypeError(f"{source.facts.name} has no unit")
+    return ties.unit

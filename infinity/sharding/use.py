@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from infinity.sharding.parameter import ShardedParameter
-from infinity.sharding.unit import Unit
+from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.unit import Unit, unit_of
+from infinity.sharding.value import LazyValue
 from infinity.sharding.views import GatheredParameter
 
 
@@ -18,13 +20,23 @@ def place_of(parameter: torch.Tensor) -> tuple[Unit, int] | None:
     """The unit of a parameter of a wrapped model, and its index there, whether it is shown or not;
     None for any other tensor."""
     if isinstance(parameter, ShardedParameter):
-        unit = type(parameter).unit
-        return unit, unit.position(parameter)
+        source = type(parameter).source
+        return unit_of(source), source.index_of(parameter)
     for views in list(GatheredParameter.views):
         index = views.index(parameter)
         if index is not None:
-            return views.unit, index
+            return unit_of(views.source), index
     return None
+
+
+def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
+    """The unit of the parameter that `tensor` is a handle of, and its index there; None for a
+    tensor that is no handle of a whole parameter."""
+    if isinstance(tensor, LazyValue):
+        return unit_of(tensor.source), tensor.place
+    if is_dtensor(tensor) or not isinstance(tensor, ShardedParameter):
+        return None
+    return place_of(tensor)
 
 
 class Use:

@@ -4,27 +4,19 @@ outside of a forward] in `sharding/parameter`."""
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from infinity.errors import EngineClosedError, ShardedParameterError
-from infinity.placement.spec import Kind
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.lazy_tensor import LazyTensor
-from infinity.sharding.recognize import is_dtensor
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
 
 WRITE = (
     "a copy of a parameter was changed in place, which would be lost; change the parameter inside "
     "`with infinity.gathered(parameter, write=True):`"
 )
-
-
-def readable(unit: Unit, index: int) -> bool:
-    """Whether a parameter may be read outside of a forward."""
-    return unit.is_readable and not is_dtensor(unit.parameters[index])
 
 
 def closed(name: str) -> EngineClosedError:
@@ -35,64 +27,84 @@ def closed(name: str) -> EngineClosedError:
     )
 
 
-def read(unit: Unit, index: int) -> torch.Tensor:
-    """A copy of the value of parameter `index`, on its device; waits for pending updates.
+class ParameterListener(Protocol):
+    """The object that parameters tell of touches, and ask for what lies above the unit."""
 
-    Raises `EngineClosedError` after the end of the engine, and `ShardedParameterError` outside of a
-    forward where a rank must not read alone.
-    """
-    if not unit.tier:
-        raise closed(unit.names[index])
-    if unit.data.shown:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return unit.parameters[index].detach().clone()
-    copy = unit.listeners.border.copied(unit, index)
-    if copy is not None:
-        return copy
-    if not readable(unit, index):
-        raise ShardedParameterError(
-            f"{unit.names[index]} of a wrapped model was read outside of its module's forward, "
-            "where this rank has a part of it; read it inside of `with infinity.gathered(model):`"
-        )
-    unit.listeners.border.check_thread(f"{unit.names[index]} was read")
-    unit.listeners.updates.look()
-    if not unit.facts.shared:
-        return unit.states.parameter(Kind.PARAM, index).to(unit.parameters[index].device)
-    place = unit.layout.places[index]
-    unit.start()
-    try:
-        return unit.wait()[place.offset : place.end].view(place.shape).clone()
-    finally:
-        unit.release()
+    def touched(self) -> bool:
+        """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
+
+    def records_backward(self) -> bool:
+        """Whether code of a backward runs now whose graph may outlive the backward."""
+
+    def copied(self, index: int) -> torch.Tensor | None:
+        """A copy of parameter `index` inside of a forward or a backward of this thread; None
+        outside of both."""
+
+    def check_thread(self, what: str) -> None:
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
+        caller wants to do."""
+
+    def look(self) -> None:
+        """Return when parameters may be read."""
+
+    def get_grad(self, index: int) -> torch.Tensor | None:
+        """`.grad` of parameter `index`."""
+
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
+        """Set `.grad` of parameter `index`; None forgets it."""
+
+
+class ParameterSource(Protocol):
+    """What a handle asks of the data of its unit, which is `ParameterData`: see there."""
+
+    @property
+    def facts(self) -> UnitFacts: ...
+    @property
+    def listener(self) -> ParameterListener: ...
+    @property
+    def tier(self) -> str: ...
+    def position(self, tensor: torch.Tensor) -> int | None: ...
+    def index_of(self, parameter: torch.Tensor) -> int: ...
+    def name_of(self, parameter: torch.Tensor) -> str: ...
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def readable(self, index: int) -> bool: ...
+    def read(self, index: int) -> torch.Tensor: ...
+    def part(self, index: int) -> torch.Tensor: ...
+    def grad(self, index: int) -> torch.Tensor | None: ...
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None: ...
+    def leaf(self, index: int) -> AbstractContextManager[None]: ...
+    def agree(self, index: int) -> None: ...
+    def note(self, tensor: torch.Tensor) -> None: ...
+    def make_dense(self) -> None: ...
 
 
 class LazyValue(LazyTensor):
-    """The value of parameter `index` of `unit`, detached. Each operator reads it again."""
+    """The value of parameter `index` of a unit, detached. Each operator reads it again."""
 
     way = WRITE
 
     @staticmethod
-    def __new__(cls, unit: Unit, index: int) -> Any:
+    def __new__(cls, source: ParameterSource, index: int) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            parameter = unit.parameters[index]
+            parameter = source.facts.parameters[index]
             return cls.without_data(parameter.shape, parameter.dtype, parameter.device)
 
-    def __init__(self, unit: Unit, index: int) -> None:
-        self.unit, self.place = unit, index
+    def __init__(self, source: ParameterSource, index: int) -> None:
+        self.source, self.place = source, index
 
     @property
     def memory(self) -> Hashable:
         """That of the parameter."""
-        return id(self.unit), self.place
+        return id(self.source), self.place
 
     def fetch(self) -> torch.Tensor:
         """A copy of the value."""
-        return read(self.unit, self.place)
+        return self.source.read(self.place)
 
     def check_replace(self) -> None:
         """Refused."""
-        raise ShardedParameterError(f"{WRITE} ({self.unit.names[self.place]})")
+        raise ShardedParameterError(f"{WRITE} ({self.source.facts.names[self.place]})")
 
     def detached(self) -> LazyValue:
         """The same again."""
-        return LazyValue(self.unit, self.place)
+        return LazyValue(self.source, self.place)

@@ -24,20 +24,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from infinity.placement.spec import Kind
 from infinity.sharding.compiled import makes_graph
-from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.lazy_tensor import brought
 from infinity.sharding.twins import passing
+from infinity.sharding.value import ParameterSource
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
-
-if TYPE_CHECKING:
-    from infinity.sharding.unit import Unit
+from infinity.tiers.block import Block
+from infinity.tiers.resident import Residency
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -135,7 +133,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
-                kept = views.unit.data.grad(index)
+                kept = views.source.grad(index)
                 if kept is not None and makes_graph():
                     # torch takes the gradient of what is no lazy tensor for none, too. It asks
                     # what it is like; what runs asks again.
@@ -149,7 +147,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
-                views.unit.data.set_grad(index, value)
+                views.source.set_grad(index, value)
                 return
         _GRAD.__set__(self, value)
 
@@ -191,24 +189,23 @@ class Views:
     """The parameters of a unit as views of its bytes; `attach` makes the parameters point there,
     until `detach`.
 
-    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is
-    its local tensor. With `checked` each stay is checked by a digest of the whole content.
-    They are those of `unit`.
+    `tensors` hold the data, and the parameters have the version counters: of a DTensor the former
+    is its local tensor. Where that is asked for, each stay is checked by a digest of the whole
+    content (`UnitFacts.checked`). The bytes are the copy of `block`.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
+        source: ParameterSource,
         tensors: Sequence[torch.Tensor],
-        places: Sequence[ParameterPlace],
-        checked: bool,
-        unit: Unit,
+        block: Block,
+        resident: Residency,
     ) -> None:
-        self.unit = unit
-        self._parameters = parameters
+        self.source = source
+        """The data of the unit, which is asked for gradients."""
+        self._facts, self._block, self._resident = source.facts, block, resident
+        self._parameters, self._places = source.facts.parameters, source.facts.layout.places
         self._tensors = tensors
-        self._places = places
-        self._checked = checked
         self._address = -1
         self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
         self._storages: list[int] = []  # theirs, of C++
@@ -242,7 +239,7 @@ class Views:
         GatheredParameter.views.add(self)
         self._digests = (
             {index: window.digest() for index, window in enumerate(self._windows)}
-            if self._checked
+            if self._facts.checked
             else {}
         )
 
@@ -258,7 +255,7 @@ class Views:
                 if data.shape == view.shape and data.dtype == view.dtype:
                     view.copy_(data)
                 else:
-                    wrong.append(self.unit.names[index])
+                    wrong.append(self._facts.names[index])
                 tensor.data = view
         return wrong
 
@@ -271,15 +268,15 @@ class Views:
         # Another view would stay behind, and not see what is written.
         if index is None or index in self._left or self._windows[index].references() != _OURS:
             return
-        place, unit, view = self._places[index], self.unit, self._made[index]
+        place, view = self._places[index], self._made[index]
         if not view.numel():
             return
         with torch.inference_mode(False), torch.no_grad():
             window = Window(view.flatten().clone(), 0, view.numel())
             own = window.tensor(place.shape)
         start = window.storage.data_ptr()
-        unit.store.resident.stand_in(
-            unit.blocks[Kind.PARAM],
+        self._resident.stand_in(
+            self._block,
             place.offset * view.itemsize,
             range(start, start + window.storage.nbytes()),
         )
@@ -315,7 +312,7 @@ class Views:
         self._address, self._windows, self._storages, self._made = -1, [], [], []
         if self._left:
             self._left = {}
-            self.unit.store.resident.end_stand_ins(self.unit.blocks[Kind.PARAM])
+            self._resident.end_stand_ins(self._block)
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
 
@@ -338,7 +335,7 @@ class Views:
 
     def index(self, parameter: torch.Tensor) -> int | None:
         """The index of `parameter`, if that is one of these and shown."""
-        return self.unit.data.position(parameter) if self._versions else None
+        return self.source.position(parameter) if self._versions else None
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""

@@ -27,7 +27,7 @@ from infinity.backward import handed_on
 from infinity.errors import ConfigError
 from infinity.sharding.copied import writes
 from infinity.sharding.lazy_tensor import LazyTensor
-from infinity.sharding.parameter import METADATA
+from infinity.sharding.parameter import METADATA, ShardedParameter
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.views import GatheredParameter
 
@@ -238,8 +238,8 @@ def _turns(name: str, args: Any, kwargs: Any, ndim: int) -> bool:
 
 
 def _check_alone(bank: TiledBank) -> None:
-    unit = getattr(type(bank.pieces[0]), "unit", None)
-    if unit is not None and unit.ranks.number > 1:
+    piece = bank.pieces[0]
+    if isinstance(piece, ShardedParameter) and type(piece).source.facts.ranks > 1:
         raise ConfigError(
             "ranks whose tokens go to other experts would bring the tiles of a bank in another "
             'order: call model.set_experts_implementation("grouped_mm") of transformers, or wrap '

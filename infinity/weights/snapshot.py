@@ -57,7 +57,7 @@ class Snapshot:
             table.update(entries)
         for parameter, form, data in self._parameters:
             if isinstance(parameter, ShardedParameter):
-                type(parameter).unit.data.make_dense()
+                type(parameter).source.make_dense()
             parameter.__class__ = form
             if is_dtensor(parameter):
                 attach(parameter, data)

@@ -181,7 +181,7 @@ def test_of_n_equal_units_with_room_for_k_all_but_k_less_2_are_read(
     settings = config(gpu_memory=room * unit)
     infinity.wrap(model, settings, weights=tmp_path, units=[nn.Linear])
     with infinity.engine(model) as engine, torch.no_grad():
-        assert [each.nbytes for each in engine.units] == [unit] * UNITS
+        assert [each.facts.nbytes for each in engine.units] == [unit] * UNITS
         totals = []
         for _ in range(4):
             assert torch.equal(model(torch.ones(1, 64)), expected(torch.ones(1, 64)))

@@ -596,34 +596,34 @@ def check_who_waits(
     unit: Any, machine: Any, rank: int, told: Any, loses_order: bool = False
 ) -> None:
     """While a gather of the unit stands still on the device: no thread, but all that is queued."""
-    unit.start()
-    flat = unit.wait()
+    unit.on_device.start()
+    flat = unit.on_device.wait()
     expected = flat.clone()
-    unit.release()
+    unit.on_device.release()
     flat.chunk(2)[1 - rank].zero_()  # what comes from the other rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(told, "before_gathered", machine.native.hold)
         late = threading.Timer(60, machine.native.let_go)
         late.start()
         unit.outdate()  # it is gathered anew
-        unit.start()
-        seen = unit.wait().clone()
-        ended = unit.gather_posted.ended()
+        unit.on_device.start()
+        seen = unit.on_device.wait().clone()
+        ended = unit.on_device.posted.ended()
         if loses_order:
             machine.current_stream().synchronize()
         machine.native.let_go()
         late.cancel()
-        unit.release()
+        unit.on_device.release()
     assert not ended
     machine.synchronize()
     assert torch.equal(seen.cpu(), expected.cpu()) is not loses_order
-    unit.gather_posted.wait()
+    unit.on_device.posted.wait()
 
 
 def forget_gathers(
     device: ComputeDevice, copy: Copy, real: Any = ComputeDevice.follow_copy
 ) -> None:
-    """Called by `Unit.wait`, it lets the model go on before a gather has ended."""
+    """Called by `GatheredOnDevice.wait`, it lets the model go on before a gather has ended."""
     if sys._getframe(1).f_code.co_name != "wait":
         real(device, copy)
 

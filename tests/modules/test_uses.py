@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.optim.chunk import Chunk
 from infinity.placement.spec import Kind
-from infinity.sharding.layout import FlatLayout
+from infinity.sharding.layout import PAGE
 from infinity.sharding.unit import Unit
 from infinity.sharding.views import Views, Window
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import CopyState
 from support import smallest
+from support.facts import facts_of
 from support.smallest import WIDTH, Block, Wrap, wrapping
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
@@ -220,8 +222,10 @@ def test_a_digest_is_of_every_byte_in_its_place() -> None:
     assert Window(flat, 5, 5).digest() == 0
 
 
-def refused(index: int, value: torch.Tensor | None) -> None:
-    raise AssertionError(f"nobody sets a gradient, but that of {index} was set to {value}")
+def views_of(parameters: list[nn.Parameter]) -> Views:
+    """Those of a unit that no engine has, and that has no block."""
+    source, nothing = SimpleNamespace(facts=facts_of(parameters)), object()
+    return Views(source, parameters, nothing, nothing)  # type: ignore[arg-type]
 
 
 def test_parameters_that_point_elsewhere_were_changed() -> None:
@@ -230,9 +234,8 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
         nn.Parameter(torch.zeros(0)),
         nn.Parameter(torch.zeros(2, 2)),
     ]
-    layout = FlatLayout([p.shape for p in parameters])
-    views = Views(parameters, parameters, layout.places, False, refused)
-    views.attach(torch.zeros(layout.numel))
+    views = views_of(parameters)
+    views.attach(torch.zeros(PAGE))
     assert (views.changed(), views.referenced()) == ([], [])
     with torch.no_grad():
         parameters[2].add_(1)
@@ -243,9 +246,8 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
 
 def test_a_view_that_is_kept_is_told_once() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4))
-    layout = FlatLayout([parameter.shape])
-    views = Views([parameter], [parameter], layout.places, False, refused)
-    flat = torch.zeros(layout.numel)
+    views = views_of([parameter])
+    flat = torch.zeros(PAGE)
     kept = None
     for expected in ([0], [], []):
         views.attach(flat)
@@ -341,7 +343,7 @@ def test_a_write_inside_of_a_forward_is_undone_while_an_update_is_being_written(
         engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters())
         unit = engine.units[0]
         weight = unit.blocks[Kind.PARAM]
-        assert weight.moved_bytes == weight.nbytes and unit.names == ["special.weight"]
+        assert weight.moved_bytes == weight.nbytes and unit.names == ("special.weight",)
         model(batch()).square().mean().backward()
         engine.drain()
         if acts:

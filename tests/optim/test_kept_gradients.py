@@ -558,3 +558,33 @@ def test_any_order_of_uses(data: st.DataObject, tmp_path: Path) -> None:
         pair.engine.close()
         kept.clear()
         gc.collect()
+
+
+class Either(nn.Module):
+    """Two layers in one unit, of which a forward uses one, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.later = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.always(x)
+        return out + self.later(x) if both else out
+
+
+def test_a_gradient_that_comes_after_a_clipped_step_is_not_clipped_by_that(tmp_path: Path) -> None:
+    plain, model = Either(), Either()
+    config = config_of(nvme=tmp_path, gpu_memory=1 << 16, cpu_memory=1 << 24, algorithm="sgd")
+    with infinity.engine(infinity.wrap(model, config, units=[Either])) as engine:
+        of_torch = torch.optim.SGD(plain.parameters(), lr=0.1)
+        ours = infinity.SGD(model.parameters(), lr=0.1, max_grad_norm=0.1)
+        for both in (False, True):  # without zero_grad between
+            for each in (plain, model):
+                each(inputs(0), both).square().sum().backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            of_torch.step()
+            ours.step()
+        found = engine.state_dict()
+        for name, expected in plain.named_parameters():
+            torch.testing.assert_close(found[name], expected.detach(), rtol=1e-5, atol=1e-7)

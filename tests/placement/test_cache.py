@@ -422,20 +422,20 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
         u for u in engine.units if 0 < u.blocks[Kind.PARAM].cached_elements < u.layout.shard_numel
     )
     with infinity.gathered(unit.parameters):
-        expected = unit.wait().clone()
+        expected = unit.on_device.wait().clone()
     unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
     unit.store.resident.end_update([])
     unit.blocks[Kind.PARAM].copy.to_absent()
     engine.io.set_faults(fail_read_at=0)
-    unit.start()
+    unit.on_device.start()
     with pytest.raises(infinity.NvmeError):
-        unit.wait()
-        unit.wait()  # where the mover met the error first, this one tries again
+        unit.on_device.wait()
+        unit.on_device.wait()  # where the mover met the error first, this one tries again
         pytest.skip("the mover met the only error")
-    unit.release()
+    unit.on_device.release()
     engine.io.set_faults()
     with infinity.gathered(unit.parameters):
-        assert torch.equal(unit.wait(), expected)
+        assert torch.equal(unit.on_device.wait(), expected)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

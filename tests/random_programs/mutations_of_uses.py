@@ -55,7 +55,7 @@ def _old_values(real: Any) -> Any:
     read: dict[Any, torch.Tensor] = {}
 
     def fetch(self: Any) -> torch.Tensor:
-        key = id(self.unit), self.place
+        key = id(self.source), self.place
         if key not in read:
             read[key] = real(self)
         return read[key].clone()

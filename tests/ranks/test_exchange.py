@@ -116,9 +116,9 @@ def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
         def await_next(number: int) -> None:
             if number + 1 < DEPTH:
                 following = engine.units[number + 1]
-                assert following.gather_posted is not None
-                following.gather_posted.await_end()
-                assert following.gathered()
+                assert following.on_device.posted is not None
+                following.on_device.posted.await_end()
+                assert following.on_device.is_gathered
 
         for block in model:
             block.during = await_next
@@ -269,17 +269,17 @@ def evict_one_that_is_being_gathered(victim: Any, taker: Any) -> None:
 
     with watched(until_somebody_waits):
         victim.outdate()
-        victim.start()
-        victim.release()
-        posted = victim.gather_posted
+        victim.on_device.start()
+        victim.on_device.release()
+        posted = victim.on_device.posted
         assert block.copy.pending is posted
         await_end = posted.await_end
         posted.await_end = lambda: (waiting.set(), await_end())
-        taker.start()
+        taker.on_device.start()
         assert posted.ended()
         assert block.copy.lease is None
-        taker.wait()
-        taker.release()
+        taker.on_device.wait()
+        taker.on_device.release()
 
 
 def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:

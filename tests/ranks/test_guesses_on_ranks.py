@@ -31,15 +31,15 @@ def work(task: Any, where: Path, rank: int) -> None:
             placing = resident.renew(block, 0, guess)
             assert placing is not None
             placing.wait()
-            unit.gather_ahead()
+            unit.on_device.gather_ahead()
         for unit in engine.units:
-            unit.start()
-            flat = unit.wait()
+            unit.on_device.start()
+            flat = unit.on_device.wait()
             for name, place in zip(unit.names, unit.layout.places, strict=True):
                 seen = flat[place.offset : place.end].view(place.shape)
                 assert torch.equal(seen, before[name]), name
             del flat
-            unit.release()
+            unit.on_device.release()
 
 
 def test_ranks_gather_what_holds_before_the_step(on_ranks: OnRanks) -> None:

@@ -1,0 +1,162 @@
+"""A part of a unit works without a unit and an engine: it takes facts, and tells a listener."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.device import ComputeDevice
+from infinity.observe import Recorder
+from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_block import GradientBlock
+from infinity.sharding.gradients import Gradients, GradientState
+from infinity.sharding.unit import declare
+from infinity.tiers.store import Store
+from support.configs import config_of
+from support.facts import facts_of
+
+SHAPES = [(3, 5), (70,), (2, 2)]
+
+
+@contextmanager
+def block_of(tier: str) -> Iterator[tuple[UnitFacts, GradientBlock]]:
+    """The facts of a unit whose gradients are at home in `tier`, and its block."""
+    tiers = dict.fromkeys(("parameters", "gradients", "optimizer"), tier)
+    config = config_of(gpu_memory="1MiB", cpu_memory="64MiB", device="cpu", **tiers)
+    facts = facts_of([nn.Parameter(torch.zeros(shape)) for shape in SHAPES], config)
+    store = Store(config, ComputeDevice("cpu"), Recorder())
+    try:
+        blocks = declare(facts, store, config)
+        store.open(store.placement.layout(facts.nbytes, 0))
+        yield facts, GradientBlock(facts, blocks, store)
+    finally:
+        store.close()
+
+
+class Listening:
+    """Keeps the content of the block as it was when its readers were last waited for."""
+
+    def __init__(self, block: GradientBlock) -> None:
+        self._block = block
+        self.unread = block.flat().clone()
+        self.rollbacks = self.outdated = 0
+
+    def await_readers(self) -> None:
+        self.unread = self._block.flat().clone()
+
+    def rollback(self) -> None:
+        self.rollbacks += 1
+
+    def outdate(self) -> None:
+        self.outdated += 1
+
+    def changing(
+        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        pass
+
+    def forgetting(self, indices: Iterable[int]) -> None:
+        pass
+
+    def square_ahead(self, all_came: bool) -> float | None:
+        return None
+
+    def gradients_came(self) -> None:
+        pass
+
+
+class Step:
+    """Gradients, and what torch would have of them."""
+
+    def __init__(self, facts: UnitFacts, block: GradientBlock, seed: int) -> None:
+        self.block, self.listener = block, Listening(block)
+        self.gradients = Gradients(facts, block, None, None, self.listener)
+        self.of_torch: dict[int, torch.Tensor] = {}
+        self._random = random.Random(seed)
+        self._values = torch.Generator().manual_seed(seed)
+
+    def _drawn(self, index: int) -> torch.Tensor:
+        return torch.randn(SHAPES[index], generator=self._values)
+
+    def add(self, index: int) -> None:
+        value = self._drawn(index)
+        self.gradients.add(index, value.clone())
+        self.of_torch[index] = self.of_torch[index] + value if index in self.of_torch else value
+
+    def zero(self, index: int) -> None:
+        self.gradients.zero([index])
+        self.of_torch.update({index: torch.zeros(SHAPES[index])} if index in self.of_torch else {})
+
+    def assign(self, index: int) -> None:
+        self.of_torch[index] = self._drawn(index)
+        self.gradients.assign(index, self.of_torch[index].flatten())
+
+    def forget(self, index: int) -> None:
+        self.gradients.forget([index])
+        self.of_torch.pop(index, None)
+
+    def clip(self, index: int) -> None:
+        self.gradients.scale([index], 0.5)
+        if index in self.of_torch:
+            self.of_torch[index] = self.of_torch[index] * 0.5
+
+    def spend(self, index: int) -> None:
+        self.gradients.spend([index])
+
+    def backward(self) -> None:
+        for _ in range(self._random.randint(1, 5)):
+            self._checked(self.add, self._random.randrange(len(SHAPES)))
+        self.gradients.settle()
+
+    def between(self) -> None:
+        for _ in range(self._random.randint(0, 4)):
+            changes = [self.zero, self.assign, self.forget, self.clip, self.spend]
+            if self.gradients.state is GradientState.EMPTY:
+                changes = [self.assign, self.forget]
+            self._checked(self._random.choice(changes), self._random.randrange(len(SHAPES)))
+
+    def _checked(self, change: Callable[[int], None], index: int) -> None:
+        before = self.block.flat().clone()
+        change(index)
+        if not torch.equal(self.block.flat(), before):
+            assert torch.equal(self.listener.unread, before), "readers of the old bytes were lost"
+        assert self.gradients.present() == sorted(self.of_torch)
+        for each, expected in self.of_torch.items():
+            assert torch.equal(self.block.part(each) * self.gradients.clip_of(each), expected)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+def test_gradients_alone_are_those_of_torch(tier: str) -> None:
+    """After each call they have the bits of `.grad`, and no byte changes before the readers of the
+    block were waited for."""
+    for seed in range(20):
+        with block_of(tier) as (facts, block):
+            step = Step(facts, block, seed)
+            for _ in range(4):
+                step.backward()
+                step.between()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_alone_tell_before_an_update_is_outdated() -> None:
+    """A gradient more than in the last step rolls back what began without it; one that was expected
+    does not."""
+    with block_of("cpu") as (facts, block):
+        listener = Listening(block)
+        gradients = Gradients(facts, block, None, None, listener)
+        gradients.add(0, torch.ones(SHAPES[0]))
+        gradients.settle()
+        gradients.spend([0])
+        assert listener.outdated == 1
+        gradients.clear()
+        told = listener.rollbacks
+        gradients.add(0, torch.ones(SHAPES[0]))
+        assert listener.rollbacks == told
+        gradients.add(1, torch.ones(SHAPES[1]))
+        assert listener.rollbacks == told + 1
