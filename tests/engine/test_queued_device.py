@@ -27,7 +27,7 @@ import infinity
 from infinity import build, closing, pinning
 from infinity.device import ComputeDevice, Copy, huge_pages, read_values
 from infinity.optim import kernels
-from infinity.sharding import gradient_block
+from infinity.sharding import gradient_reduction
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.tiers.resident import Residency
 from support import elsewhere, queued
@@ -682,7 +682,7 @@ def serve_whole_gradients(directory: Path, rank: int, ranks: int) -> None:
     machine = queued.load()
     queued.let_gloo_reach_it()
     vars(build)["ComputeDevice"] = queued.QueuedDevice
-    vars(gradient_block)["PIECE_BYTES"] = 6 << 10  # three pieces or more
+    vars(gradient_reduction)["PIECE_BYTES"] = 6 << 10  # three pieces or more
 
     def trained(gradients: str) -> dict[str, Any]:
         model = queued.move(transformer(tied=False))

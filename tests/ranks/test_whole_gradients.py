@@ -25,7 +25,7 @@ from infinity.engine import is_wrapped
 from infinity.placement.memory import bytes_on_tiers
 from infinity.placement.spec import Kind
 from infinity.quantities import round_up
-from infinity.sharding import gradient_block
+from infinity.sharding import gradient_reduction
 from support.configs import config_of
 from support.probe import Probe
 from support.rank_group import run_ranks
@@ -224,9 +224,9 @@ def programs(
 def count(directory: Path, rank: int, ranks: int) -> dict[str, Any]:
     """Reductions in each of some micro-batches, and in the step after them."""
     found = {}
-    for name, size in (("large pieces", gradient_block.PIECE_BYTES), ("small", SMALL_PIECE)):
+    for name, size in (("large pieces", gradient_reduction.PIECE_BYTES), ("small", SMALL_PIECE)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradient_block, "PIECE_BYTES", size)
+            patch.setattr(gradient_reduction, "PIECE_BYTES", size)
             calls: Counter[str] = Counter()
             count_collectives(patch, calls)
             where = directory / f"count {name} {rank}"
