@@ -79,8 +79,8 @@ _IN_TRANSFORM = (
     "model.named_parameters()})"
 )
 _TRACED = (
-    "torch.jit.trace, torch.export, make_fx and FakeTensorMode cannot follow a model that was built "
-    "in infinity.init() and has no memory yet; follow one that was built outside of it, which may "
+    "torch.jit.trace, torch.export, make_fx and FakeTensorMode cannot follow a model that was "
+    "built in infinity.init() and has no memory yet; follow one that was built outside of it, which may "
     "load_state_dict(model.state_dict())"
 )
 _SET_DATA = cast("Any", torch.Tensor.data).__set__
