@@ -80,8 +80,8 @@ _IN_TRANSFORM = (
 )
 _TRACED = (
     "torch.jit.trace, torch.export, make_fx and FakeTensorMode cannot follow a model that was "
-    "built in infinity.init() and has no memory yet; follow one that was built outside of it, which may "
-    "load_state_dict(model.state_dict())"
+    "built in infinity.init() and has no memory yet; follow one that was built outside of it, "
+    "which may load_state_dict(model.state_dict())"
 )
 _SET_DATA = cast("Any", torch.Tensor.data).__set__
 _ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_"}
