@@ -41,6 +41,7 @@ from infinity.sharding.collectives import Group
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.unit import Unit, Updates
+from infinity.sharding.watch import OF_A_STEP
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
@@ -203,7 +204,7 @@ class Updater(Updates):
             mine = [unit.gradients.summary() for unit in units]
             values = [float(added), *(value for summary in mine for value in summary)]
             digest = 0 if step is None else step.digest
-            found = exchange.sum_alike(values, "of gradients that there are", digest)
+            found = exchange.sum_alike(values, OF_A_STEP, digest)
             if found is None:
                 way_out = "give the optimizers of all ranks the same settings and parameters"
                 exchange.explain([] if step is None else step.facts(), way_out)

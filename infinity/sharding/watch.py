@@ -259,19 +259,31 @@ def _read(store: distributed_c10d.Store, rank: int) -> Note | None:
     return None if value is None else Note(*value)
 
 
+OF_A_STEP = "of gradients that there are"
+"""What the first collective of an optimizer step sums."""
+_WITHOUT_BACKWARD = (
+    "all ranks must go backward through the model before a step; let the loss of each use an "
+    "output of the model, times 0 where it is to add nothing"
+)
+_OTHER_MODULES = (
+    "all ranks must run the same modules in one order; where the data of a rank decides, make one "
+    "unit of the module that does: infinity.wrap(model, config, units=[its class])"
+)
+
+
 def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
     """Where the ranks' orders part, for people; "" as far as is known that they do not."""
     for other, note in sorted(others.items()):
         for number in range(mine.posted - len(mine.recent), mine.posted if note is not None else 0):
             theirs = None if note is None else note.at(number)
             if note is not None and theirs is not None and theirs != mine.at(number):
+                is_lone = {mine.at(number), theirs} & {f"sum {OF_A_STEP}"}
+                way_out = _WITHOUT_BACKWARD if is_lone else _OTHER_MODULES
                 return (
                     "the ranks used the units of the model in different orders: collective "
                     f"{number} is {mine.at(number)} on rank {rank} (after "
                     f"{mine.until(number - 1) or 'nothing'}), and {theirs} on rank {other} (after "
-                    f"{note.until(number - 1) or 'nothing'}); all ranks must run the same modules "
-                    "in one order; where the data of a rank decides, make one unit of the module "
-                    "that does: infinity.wrap(model, config, units=[its class])"
+                    f"{note.until(number - 1) or 'nothing'}); {way_out}"
                 )
     return ""
 

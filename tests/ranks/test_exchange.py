@@ -456,6 +456,22 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
     infinity.engine(model).close()
 
 
+def a_rank_goes_not_backward(directory: Path, rank: int) -> None:
+    """DDP cannot go on, either; with an output times 0 it does."""
+    model, optimizer = wrap(directory, rank, gpu_memory="112KiB", **STUCK)
+    train(model, optimizer)
+    (model(torch.randn(4, WIDTH)).sum() * rank).backward()
+    optimizer.step()
+    with pytest.raises(infinity.EngineClosedError) as caught:
+        if rank == 0:
+            model(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()
+    assert "all ranks must go backward through the model before a step; let the" in str(
+        caught.value
+    )
+    infinity.engine(model).close()
+
+
 def a_rank_saves_alone(directory: Path, rank: int) -> None:
     """Every rank is told of the call that the others have not made; so it is with a load."""
     for call in ("save_checkpoint", "load_checkpoint"):
@@ -514,7 +530,13 @@ def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [a_rank_sleeps, a_rank_sleeps_under_a_watchdog, a_rank_skips_a_unit, a_rank_saves_alone],
+    [
+        a_rank_sleeps,
+        a_rank_sleeps_under_a_watchdog,
+        a_rank_skips_a_unit,
+        a_rank_goes_not_backward,
+        a_rank_saves_alone,
+    ],
 )
 def test_ranks_that_are_stuck_are_told_why(
     work: Callable[[Path, int], None], on_ranks: OnRanks
