@@ -1,5 +1,5 @@
-"""Operations in flight on blocks: a fetch to the compute device, a check-out of one chunk; and the
-thread that ends fetches."""
+"""Operations in flight on blocks (a fetch to the compute device, a check-out of one chunk), and the
+thread that finishes fetches."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Pending(Protocol):
     """A collective into a lease."""
 
     def ended(self) -> bool:
-        """Whether it does not any more."""
+        """Whether the collective has ended."""
 
     def await_end(self) -> None:
         """Block until it has ended, well or not."""
 
 
 class Fetch:
-    """A parameter shard on its way to its lease on the compute device; `finish` may be called by
-    any thread, often.
+    """A parameter shard on its way to its lease on the compute device. Any thread may call
+    `finish`, more than once.
 
-    `work` blocks until the bytes are there; `land(fetch, arrived)` is called once, when it returned
-    or raised.
+    `work` blocks until the bytes are there. When it has returned or raised, `land(fetch, arrived)`
+    is called once.
     """
 
     def __init__(self, work: Callable[[], None], land: Callable[[Fetch, bool], None]) -> None:
@@ -41,8 +41,10 @@ class Fetch:
         self._finished = False
 
     def finish(self) -> None:
-        """Block until the copy is there. Who does the work meets its error; for everybody else the
-        fetch just did not land."""
+        """Block until the fetch has landed or failed.
+
+        The first caller does the work and gets its error. Later callers get no error.
+        """
         with self._lock:
             if self._finished:
                 return
@@ -55,8 +57,8 @@ class Fetch:
                 self._land(self, arrived)
 
     def await_end(self) -> None:
-        """Like `finish`, for who does not need the block: it landed or it failed, and whoever needs
-        it fetches it again."""
+        """Like `finish`, but an `Exception` is only logged: the next use fetches the block
+        again."""
         try:
             self.finish()
         except Exception as error:
@@ -64,8 +66,8 @@ class Fetch:
 
 
 class PlaceCopy(Copy):
-    """What an update made, on its way to its place on the compute device; `end` is told when it has
-    ended. Used by one thread, which calls `wait` in the end."""
+    """New content from an update, on its way to its place on the compute device. `end` is called
+    when the copy has ended. One thread uses it, and calls `wait` at the end."""
 
     def __init__(self, copy: Copy, end: Callable[[], None]) -> None:
         super().__init__(copy.event)
@@ -73,13 +75,13 @@ class PlaceCopy(Copy):
         self._finished = False
 
     def done(self) -> bool:
-        """Whether it has ended; then `end` is told."""
+        """Whether the copy has ended. If so, `end` has been called."""
         if not self._finished and self._copy.done():
             self.wait()
         return self._finished
 
     def wait(self) -> None:
-        """Block until it has ended. May be called often."""
+        """Block until the copy has ended. May be called again."""
         if not self._finished:
             self._finished = True
             try:
@@ -89,25 +91,25 @@ class PlaceCopy(Copy):
 
 
 class Mover:
-    """One thread that finishes fetches in the order in which they were posted, so that copies do
-    not wait for the model."""
+    """One thread that finishes fetches in the order in which they were posted, so copies do not
+    wait for the model."""
 
     def __init__(
         self, begin: Callable[[], object], failed: Callable[[BaseException], object]
     ) -> None:
-        """`begin` is called first on the thread. `failed` is told what ends a fetch that is not an
-        `Exception`: nobody who waits may ever meet it."""
+        """`begin` is called first on the thread. `failed` gets an error that is not an `Exception`,
+        because no other thread may see it."""
         self._begin, self._failed = begin, failed
         self._posted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
         self._thread.start()
 
     def post(self, fetch: Fetch) -> None:
-        """Finish `fetch` some time soon."""
+        """Queue `fetch` for the thread. Returns at once."""
         self._posted.put(fetch)
 
     def close(self) -> None:
-        """Finish what was posted and end the thread."""
+        """Finish all posted fetches and end the thread."""
         self._posted.put(None)
         self._thread.join()
 
@@ -124,9 +126,9 @@ class Checkout:
     """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it,
     `commit` it; then `release`.
 
-    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing
-    is copied. Where an update writes a shadow copy, that is `tensor`, and what it reads is
-    `source`, until `fill`.
+    One thread uses it. If the block is at home in host memory, `tensor` is the home itself and
+    nothing is copied. If an update writes a shadow copy, `tensor` is the shadow copy, and `source`
+    is the current content until `fill`.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Checkout:
         self._writing: Ticket | Copy | None = None
 
     def wait(self) -> None:
-        """Block until the content is there."""
+        """Block until the content has arrived."""
         if isinstance(self._arrive, Ticket | Copy):
             self._arrive.wait()
         elif self._arrive is not None:
@@ -150,7 +152,7 @@ class Checkout:
         self._arrive = None
 
     def arrived(self) -> bool:
-        """Whether `wait` would not wait for I/O."""
+        """Whether `wait` would return without waiting for I/O."""
         return not isinstance(self._arrive, Ticket | Copy) or self._arrive.done()
 
     def expect(self, copy: Copy) -> None:
@@ -158,11 +160,11 @@ class Checkout:
         self._arrive = copy
 
     def hold(self, copy: Copy) -> None:
-        """`copy` reads the content: it stays until that has ended."""
+        """`copy` reads the content: `release` waits for it."""
         self._writing = copy
 
     def fill(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Let `copy(target, source)` take to `tensor` what only `source` has."""
+        """Call `copy(tensor, source)` if only `source` has the content."""
         if self.source is not None:
             copy(self.tensor, self.source)
             self.source = None
@@ -173,22 +175,21 @@ class Checkout:
         return self._write is not None
 
     def commit(self, background: bool = False) -> None:
-        """Start writing the content back; in the `background` when nobody waits for it."""
+        """Start writing the content back. Use `background` if no caller waits for the write."""
         if self._write is not None:
             self._writing = self._write(background)
 
     def promote(self) -> None:
-        """Somebody waits for what is being written."""
+        """A caller now waits for the write: move it out of the background."""
         if isinstance(self._writing, Ticket):
             self._writing.promote()
 
     def committed(self) -> bool:
-        """Whether `release` would return at once."""
+        """Whether the write, if any, has ended."""
         return self._writing is None or self._writing.done()
 
     def release(self) -> None:
-        """Wait for what is in flight and give the slot back; it goes back even when the I/O
-        failed."""
+        """Wait for all I/O in flight and return the slot, even if the I/O failed."""
         try:
             self.wait()
             if self._writing is not None:

@@ -1,5 +1,5 @@
-"""Arenas: memory allocated once and cut into equal slots; leases: the scoped right to a run of
-them."""
+"""Arenas are memory allocated once and cut into equal slots. A lease is the scoped right to a run
+of slots."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from infinity.quantities import round_up
 from infinity.tiers.slots import Clock, SlotMap
 
-# Every float type reads as NaN, so a value used after its lease ended is seen at once.
+# Every float type reads this byte as NaN, so a use after the end of a lease shows at once.
 POISON = 0xFF
 
 
 class Lease:
-    """The right to `tensor`, a uint8 view of `nbytes` bytes of an arena, until `release`. Ends once
-    (invariant I3)."""
+    """The right to `tensor`, a uint8 view of `nbytes` bytes of an arena, until `release`. A lease
+    ends exactly once (invariant I3)."""
 
     def __init__(self, arena: Arena, owner: Hashable, offset: int, nbytes: int) -> None:
         self._arena, self._owner = arena, owner
@@ -62,7 +62,7 @@ class Arena:
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody holds."""
+        """How many slots are in no lease."""
         return self._slots.count - self._slots.used
 
     def find(
@@ -72,13 +72,13 @@ class Arena:
         beyond: float = -math.inf,
         clock: Clock | None = None,
     ) -> tuple[int, tuple[Hashable, ...]] | None:
-        """The start of the best window for `nbytes` and the owners to evict for it (see
+        """The start slot of the best window for `nbytes` and the owners to evict from it (see
         `SlotMap.place`), or None."""
         return self._slots.place(self.slots_for(nbytes), next_use, beyond, clock)
 
     def lease(self, owner: Hashable, nbytes: int, start: int | None = None) -> Lease | None:
-        """Lease a run for `nbytes`, at slot `start` or wherever there is a free one; None when
-        there is none."""
+        """Lease a run of slots for `nbytes`: at slot `start`, or the first free run. None if there
+        is no free run. Raises `ValueError` if the slots at `start` are not free."""
         length = self.slots_for(nbytes)
         if start is None:
             found = self._slots.place(length, lambda _: None)
@@ -91,11 +91,11 @@ class Arena:
         return Lease(self, owner, start * self.slot_bytes, nbytes)
 
     def owner_at(self, offset: int) -> Hashable | None:
-        """Who holds the slot at byte `offset`."""
+        """The owner of the slot at byte `offset`; None if it is free."""
         return self._slots.owner_at(offset // self.slot_bytes)
 
     def start_at(self, offset: int) -> int | None:
-        """The offset of the lease that holds byte `offset`; None where there is none."""
+        """The offset of the lease that contains byte `offset`; None if there is none."""
         owner = self.owner_at(offset)
         return None if owner is None else self._slots.runs[owner].start * self.slot_bytes
 
@@ -107,5 +107,5 @@ class Arena:
             lease.tensor.fill_(POISON)
 
     def drop(self) -> None:
-        """Let go of the memory; there is nothing to lease any more."""
+        """Release the memory. No lease is possible afterward."""
         self.memory = self.memory.new_empty(0)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class CopyState(enum.Enum):
-    """What the compute device holds of a block.
+    """The content of a block's copy on the compute device.
 
     ABSENT: nothing. Costs no memory there.
-    RESERVED: a place without the content. It was just leased, a fetch into it failed, or somebody
-    wrote to the copy.
+    RESERVED: a place without the content. It was just leased, a fetch into it failed, or the
+    caller's code wrote to the copy.
     LOADING: a place, and a fetch that brings the content.
     READY: the content. A block at home on the compute device is always READY or UPDATING.
-    UPDATING: the optimizer replaces the content. A place, if there is one, gets the new content as
-    it is made.
+    UPDATING: the optimizer replaces the content. A place, if there is one, receives the new content
+    chunk by chunk.
     """
 
     ABSENT = enum.auto()
@@ -36,7 +36,7 @@ class CopyState(enum.Enum):
 
 
 class DeviceCopy:
-    """The copy of one block on the compute device. The store alone moves it, under its lock.
+    """The copy of one block on the compute device. The store alone changes it, under its lock.
 
                   reserve              to_loading            to_ready
         ABSENT  ----------> RESERVED ------------> LOADING ------------> READY
@@ -54,35 +54,35 @@ class DeviceCopy:
         self.state = CopyState.ABSENT
         self.lease: Lease | None = None
         self.fetch: Fetch | None = None
-        """What brings the content, while LOADING."""
+        """The fetch that brings the content, while LOADING."""
         self.gathering: Pending | None = None
-        """What fills the rest of the span from other ranks, or has. Until it has ended, the lease
-        may neither end nor get other content."""
+        """The collective that fills the rest of the span from other ranks. Until it has ended, the
+        lease may neither end nor get other content."""
         self.pins = 0
-        """Uses that need the copy where it is."""
+        """How many uses need the copy in its place."""
         self.used: Mark | None = None
-        """After what the lease may be filled: the model's last use of it, or of what had its place
-        before. None: at once."""
+        """The lease may be filled after this mark: the model's last use of it, or of the copy that
+        had its place before. None: at once."""
         self.arriving: Copy | None = None
-        """The last copy into the lease that was queued. What reads the lease comes after it, on its
-        own stream, and what it reads stays as it is until it has ended."""
+        """The last copy into the lease that was queued. Readers of the lease run after it on their
+        own streams. Its source does not change until it has ended."""
         self.leaving: Copy | None = None
         """The last copy from the lease that was queued. The lease does not end before it has."""
         self.copying = 0
-        """Copies from or to the lease that are under way. It may not end meanwhile."""
+        """How many copies from or to the lease are under way. The lease ends after them."""
         self.posting = 0
-        """How many of them are `renewed` already, and not queued yet."""
+        """How many copies are in `renewed` already, but not queued yet."""
         self.holds_old = False
-        """Whether the lease of an UPDATING block holds its old content, where not `renewed`."""
+        """Whether chunks that are not in `renewed` hold the old content of an UPDATING block."""
         self.renewed: set[int] = set()
-        """First elements of the chunks of which the lease holds what an update made. While UPDATING
-        that is the new content. While READY, and in no use, it is what the next update will make,
-        unless that is rolled back."""
+        """First elements of the chunks that an update wrote to the lease. While UPDATING, they
+        hold the new content. While READY and not in use, they hold a guess: the content after the
+        next update, unless that update is rolled back."""
         self._is_home = False
 
     @property
     def pending(self) -> Pending | Fetch | None:
-        """What has to end before the lease may."""
+        """The collective or fetch that has to end before the lease ends."""
         return (
             self.gathering
             if self.gathering is not None and not self.gathering.ended()
@@ -90,14 +90,15 @@ class DeviceCopy:
         )
 
     def be_home(self, lease: Lease) -> None:
-        """The compute device is the home of the block: `lease` is the block itself and never
-        ends."""
+        """-> READY. The compute device is the home of the block: `lease` is the block itself and
+        never ends."""
         self.lease = lease
         self._is_home = True
         self.state = CopyState.READY
 
     def reserve(self, lease: Lease, used: Mark | None) -> None:
-        """ABSENT -> RESERVED; an UPDATING block stays so. `lease` may be filled after `used`."""
+        """ABSENT -> RESERVED; an UPDATING block stays UPDATING. `lease` may be filled after
+        `used`."""
         self._expect(CopyState.ABSENT, CopyState.UPDATING)
         self.lease = lease
         self.used = used
@@ -111,7 +112,7 @@ class DeviceCopy:
         self.fetch = fetch
 
     def to_ready(self) -> None:
-        """LOADING or UPDATING -> READY; RESERVED, too, where all that was lacking is queued."""
+        """LOADING or UPDATING -> READY. Also RESERVED -> READY, if all missing bytes are queued."""
         self._expect(CopyState.RESERVED, CopyState.LOADING, CopyState.UPDATING)
         self._move_to(CopyState.READY)
 
@@ -121,8 +122,8 @@ class DeviceCopy:
         self._move_to(CopyState.RESERVED)
 
     def to_outdated(self) -> None:
-        """READY -> RESERVED: what the lease holds is not the content. It stays, as in `to_failed`.
-        An UPDATING block stays so: the end of its update fetches the content."""
+        """READY -> RESERVED: the lease does not hold the content. It stays, as in `to_failed`. An
+        UPDATING block stays UPDATING: the end of its update fetches the content."""
         self._expect(CopyState.READY, CopyState.UPDATING)
         before = self.state
         self._move_to(CopyState.RESERVED)
@@ -137,7 +138,7 @@ class DeviceCopy:
         self._move_to(CopyState.ABSENT)
 
     def evict(self) -> None:
-        """RESERVED or READY -> ABSENT; an UPDATING block stays so, without a place."""
+        """RESERVED or READY -> ABSENT; an UPDATING block stays UPDATING, without a place."""
         self._expect(CopyState.RESERVED, CopyState.READY, CopyState.UPDATING)
         before = self.state
         self.to_absent()
@@ -154,7 +155,7 @@ class DeviceCopy:
         self.state = CopyState.UPDATING
 
     def drop(self) -> None:
-        """The store was closed: let go of the memory."""
+        """The store was closed: release the memory."""
         self.lease = self.fetch = self.gathering = None
 
     def _move_to(self, state: CopyState) -> None:
@@ -233,15 +234,15 @@ class Block:
 
     @property
     def written(self) -> bool:
-        """Whether an update has ended; else the block reads as zeros."""
+        """Whether the block has content; if not, it reads as zeros."""
         return self.home.written
 
     @property
     def original(self) -> FileExtent | None:
-        """The place in files of the user, while the content is there."""
+        """The place in the user's files, while the content is there; else None."""
         return self.home.original
 
     def drop(self) -> None:
-        """The store was closed: somebody may keep the block, but not what it held."""
+        """The store was closed: release the memory, even if a caller keeps the block."""
         self.home.drop()
         self.copy.drop()

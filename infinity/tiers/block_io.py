@@ -1,4 +1,4 @@
-"""Reads and writes of blocks on NVMe, and the checksums of what was written.
+"""Reads and writes of blocks on NVMe, and the checksums of the written bytes.
 
 [Note: pieces]
 A block has a CRC32C for every `CHUNK_ELEMENTS` elements (more where the format cannot cut there).
@@ -6,8 +6,9 @@ Chunks begin at these borders whatever the budgets are, so a later run with othe
 same pieces. With bf16 that is 4 bytes for every 32 KiB.
 
 [Note: when they are checked]
-On every read with `Tuning(verify="always")`. States that outlive the process are all checked when
-they are taken over: the record of a commit has their checksums. So is all that a snapshot reads.
+With `Tuning(verify="always")`, every read is checked. All states that outlive the process are
+checked when a later run adopts them: the record of a commit has their checksums. Every read of a
+snapshot is checked, too.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Sums = npt.NDArray[np.uint32]
 
 
 def begin_of(block: Block, extent: Extent | FileExtent) -> int:
-    """The byte of `block` with which one of its extents begins. It ends where the block does."""
+    """The first byte of `block` in `extent`. The extent ends where the block does."""
     return block.nbytes - extent.nbytes
 
 
 def piece_bytes(placed: Placed) -> int:
-    """Bytes of a block that have one checksum; the last piece may be shorter."""
+    """Bytes of a piece, which has one checksum. The last piece of a block may be shorter."""
     form = placed.spec.format
     elements = CHUNK_ELEMENTS * WIDEST_ELEMENT // max(WIDEST_ELEMENT, form.width)
     return form.bytes_of(max(elements, form.elements))
@@ -49,12 +50,12 @@ def _number_of_pieces(placed: Placed) -> int:
 
 
 class BlockIo:
-    """Moves bytes of blocks between memory and their extents. Any thread may call it; the memory
-    outlives the transfer."""
+    """Moves bytes of blocks between memory and their extents. Any thread may call it. The caller
+    keeps the memory until the transfer ends."""
 
     def __init__(self, drives: NvmeTier, meter: Meter, keeps: bool, verifies: bool) -> None:
-        """`meter` counts what has no meter of its own. Checksums are kept where `keeps`, and
-        checked on every read where `verifies`."""
+        """`meter` counts transfers without a meter of their own. With `keeps`, checksums are kept.
+        With `verifies`, they are kept and checked on every read."""
         self._drives = drives
         self._meter = meter
         self._keeps = keeps or verifies
@@ -63,8 +64,8 @@ class BlockIo:
 
     @property
     def direct(self) -> bool:
-        """Whether drives write parameters straight into the memory of the compute device. There
-        nothing is checked, so never where every read is."""
+        """Whether drives write parameters straight into the memory of the compute device. Such
+        reads cannot be checked, so it is False if every read is checked."""
         return bool(self._drives.direct) and not self._verifies
 
     def read(
@@ -77,7 +78,7 @@ class BlockIo:
         direct: bool = False,
     ) -> Ticket:
         """Start reading bytes [at, at + nbytes) of the content of `block` to `address`. `wait`
-        raises `CorruptStateError` where they are checked, and are not what was written."""
+        raises `CorruptStateError` if the bytes are checked and differ from the written bytes."""
         extent = block.home.extent
         begin = at - begin_of(block, extent)
         ticket = self._drives.read(
@@ -90,8 +91,8 @@ class BlockIo:
     def read_version(
         self, block: Block, extent: Extent | FileExtent, at: int, nbytes: int, address: int
     ) -> Ticket:
-        """Like `read`, of what lies in `extent`, which has all of `block`, in the background. An
-        extent of ours is always checked."""
+        """Like `read`, from `extent`, which has all of `block`, in the background. An `Extent` is
+        always checked; a `FileExtent` never is."""
         ticket = self._drives.read(extent, at, nbytes, address, block.name, background=True)
         self._check(ticket, block, extent, at, nbytes, address)
         return ticket
@@ -105,7 +106,7 @@ class BlockIo:
         nbytes: int,
         address: int,
     ) -> None:
-        """Have `ticket` compare what it reads; files of the user have no checksums."""
+        """Let `ticket` compare the bytes it reads. The user's files have no checksums."""
         if isinstance(extent, Extent):
             sums = self.sums(block, extent)
             ticket.check = lambda: self.compare(block, extent, sums, at, nbytes, address)
@@ -121,7 +122,7 @@ class BlockIo:
         background: bool = False,
     ) -> Ticket:
         """Start writing bytes [at, at + nbytes) of `block` from `address` to `extent`, one of its
-        own."""
+        own. Raises `RuntimeError` for a `FileExtent`."""
         if self._keeps and isinstance(extent, Extent):
             self._of(self.sums(block, extent), block.placed, at, nbytes)[:] = _computed(
                 block.placed, nbytes, address
@@ -132,19 +133,19 @@ class BlockIo:
         )
 
     def sums(self, block: Block, extent: Extent | FileExtent) -> Sums:
-        """The checksums (uint32) of what lies in an extent of `block`, one for each piece; to be
-        filled where it was written by an earlier run."""
+        """The checksums (uint32) of `extent` of `block`, one for each piece. The caller fills them
+        for an extent of an earlier run. Raises `RuntimeError` for a `FileExtent`."""
         if not isinstance(extent, Extent):
             raise RuntimeError(f"{block.name} is at home in files of the user")
         found = self._sums.get(extent)
-        if found is None:  # two threads may meet here
+        if found is None:  # two threads may do this at once
             none = np.zeros(_number_of_pieces(block.placed), np.uint32)
             found = self._sums.setdefault(extent, none)
         return found
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
-        """Inside, every read is checked. For a time when no other thread reads."""
+        """Inside, every read is checked. No other thread may read meanwhile."""
         before, self._verifies = self._verifies, True
         try:
             yield
@@ -152,7 +153,7 @@ class BlockIo:
             self._verifies = before
 
     def _of(self, sums: Sums, placed: Placed, at: int, nbytes: int) -> Sums:
-        """Those of the pieces that bytes [at, at + nbytes) of a block are."""
+        """The checksums of bytes [at, at + nbytes) of a block, which are whole pieces."""
         piece = piece_bytes(placed)
         end = at + nbytes
         if at % piece or (end % piece and end != placed.spec.nbytes):
@@ -162,8 +163,10 @@ class BlockIo:
     def compare(
         self, block: Block, extent: Extent, sums: Sums, at: int, nbytes: int, address: int
     ) -> None:
-        """Raise `CorruptStateError` where memory at `address`, as bytes [at, at + nbytes) of
-        `block`, has other checksums than `sums` of the whole block."""
+        """Raise `CorruptStateError` if memory at `address` does not match `sums`.
+
+        The memory is bytes [at, at + nbytes) of `block`. `sums` are of the whole block.
+        """
         wanted = self._of(sums, block.placed, at, nbytes)
         (wrong,) = np.nonzero(_computed(block.placed, nbytes, address) != wanted)
         if wrong.size:
@@ -180,14 +183,14 @@ def _computed(placed: Placed, nbytes: int, address: int) -> Sums:
 
 
 def pack_sums(sums: Sequence[Sums]) -> bytes:
-    """The checksums of blocks as bytes: how many blocks, how many of each, and then they,
-    little-endian."""
+    """The checksums of blocks as little-endian uint32: how many blocks, how many checksums of
+    each block, and the checksums."""
     lengths = np.array([len(sums), *map(len, sums)], "<u4")
     return b"".join([lengths.tobytes(), *(each.astype("<u4").tobytes() for each in sums)])
 
 
 def unpack_sums(content: bytes) -> tuple[list[Sums], bytes]:
-    """What `pack_sums` was given, and the bytes behind it."""
+    """The checksums that `pack_sums` packed, and the bytes after them."""
     (count,) = np.frombuffer(content, "<u4", 1)
     lengths = np.frombuffer(content, "<u4", count, offset=4)
     values = np.frombuffer(content, "<u4", int(lengths.sum()), offset=4 + lengths.nbytes)

@@ -1,8 +1,8 @@
 """Where an element of a block lies: pure arithmetic of chunks, in elements and bytes. Imports no
 torch.
 
-An update takes a chunk of every block of a unit at once, so chunks are the same for all of these
-blocks. Only a frozen block of wider elements, which is alone in its unit, has shorter ones: a
+An update takes a chunk of every block of a unit at once, so all blocks of a unit have the same
+chunks. Only a frozen block of wider elements, which is alone in its unit, has shorter chunks: a
 staging slot fits `most` elements of `WIDEST_ELEMENT` bytes.
 """
 
@@ -18,7 +18,7 @@ class Chunks:
     """Cuts blocks into chunks of at most `most` elements. No chunk extends across a cut of its
     unit.
 
-    `cuts` maps the number of a unit to elements. Any thread may ask; answers are kept until
+    `cuts` maps the number of a unit to elements. Any thread may call it. Results are cached until
     `forget`.
     """
 
@@ -37,7 +37,7 @@ class Chunks:
         return self._starts[block]
 
     def end(self, block: Placed, begin: int) -> int:
-        """The element after the last one of the chunk of `block` that holds element `begin`.
+        """The end (exclusive) of the chunk of `block` that contains element `begin`.
 
         Example: 1000 elements, `most` = 400, a cut at 600. Chunks begin at 0, 400, 600 and 800.
         """
@@ -47,13 +47,13 @@ class Chunks:
         return min(full, block.spec.elements, *(cut for cut in cuts if cut > begin))
 
     def bytes_of(self, block: Placed, begin: int) -> tuple[int, int]:
-        """The first byte of the chunk of `block` from element `begin` on, and how many bytes it
-        has."""
+        """The first byte and the size in bytes of the chunk of `block` that begins at element
+        `begin`."""
         at = block.spec.format.bytes_of(begin)
         return at, block.spec.format.bytes_of(self.end(block, begin) - begin)
 
     def runs(self, block: Placed, without: Collection[int]) -> list[tuple[int, int]]:
-        """Runs of elements [begin, end) of `block` but the chunks that begin at `without`.
+        """Runs of elements [begin, end) of `block`, except the chunks that begin at `without`.
 
         A run lies on one side of the border between host memory and NVMe
         (`Placed.cached_elements`).
@@ -67,5 +67,5 @@ class Chunks:
         return runs
 
     def forget(self) -> None:
-        """Let go of all blocks."""
+        """Clear the cache."""
         self._starts.clear()

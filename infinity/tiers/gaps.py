@@ -6,18 +6,16 @@ from bisect import bisect_left
 
 
 class Gaps:
-    """The free ranges of an address space; the first that is long enough is taken. Not
-    thread-safe."""
+    """The free ranges of an address space: first fit, by address. Not thread-safe."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._starts = [0] if nbytes else []
         self._ends = [nbytes] if nbytes else []
         self.free = nbytes
-        """Bytes that nobody has."""
+        """Bytes that are free."""
 
     def take(self, nbytes: int) -> int | None:
-        """The start of `nbytes` (more than 0) that are the caller's from now on; None where no
-        range is long enough."""
+        """Take `nbytes` (more than 0) and return their start; None if no range is long enough."""
         for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= nbytes:
                 self._starts[at] += nbytes
@@ -28,7 +26,8 @@ class Gaps:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """These `nbytes`, taken before or new, are free."""
+        """Free `nbytes` from `start`, taken before or new. Raises `ValueError` if some are free
+        already."""
         at, end = bisect_left(self._starts, start), start + nbytes
         if (at and self._ends[at - 1] > start) or (
             at < len(self._starts) and self._starts[at] < end

@@ -1,4 +1,4 @@
-"""Where a block lives: buffers in memory or extents on NVMe, and which of them has its content."""
+"""The home of a block: buffers in memory or extents on NVMe, and which of them has its content."""
 
 from __future__ import annotations
 
@@ -15,89 +15,90 @@ if TYPE_CHECKING:
 
 
 class Home:
-    """The home of one block. The store alone changes it, under its lock.
+    """The home of one block. Only the store changes it, under its lock.
 
-    A block in memory has `buffers`, a block on NVMe has `extents`. Where an update writes beside
-    the old content there are several of them: `version` is the current one, `target` the one that
-    an update writes. The cached part of a block on NVMe lies in `cached` (uint8) and is rewritten
-    in place. The extent of a block that nobody rewrote yet may be a place in files of the user.
+    A block in memory has `buffers`; a block on NVMe has `extents`. If an update writes beside the
+    old content, there are several of them: `version` is the current one, and an update writes
+    `target`. The cached part of a block on NVMe lies in `cached` (uint8) and is rewritten in place.
+    Until its first update, the extent of a block may be a place in the user's files.
 
-    `left` is how many steps lie between the one of an update and the one that is committed next: 0
-    for that one itself, for a write outside of steps, and wherever every step or none is committed.
+    `left` is the number of steps between the step of an update and the next committed step. It is 0
+    for the committed step itself, for a write outside of steps, and if every step or no step is
+    committed.
 
     `written` is False until the first update ends: such a block reads as zeros, without I/O.
     """
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        """Where this is: where the configuration wants it, and from `Store.open` on as decided."""
+        """The spec and its tier: as configured, and from `Store.open` on as decided."""
         self.buffers: tuple[Lease, ...] = ()
         self.extents: tuple[Extent | FileExtent, ...] = ()
         self.cached: torch.Tensor | None = None
         self.version = 0
         self.written = False
         self.updates = 0
-        """How many updates have begun to replace the content."""
+        """How many updates have begun."""
 
     @property
     def buffer(self) -> Lease | None:
-        """The memory that holds the current content; None on NVMe."""
+        """The lease that has the current content; None on NVMe."""
         return self.buffers[self.version] if self.buffers else None
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """All of the home (uint8) where it is memory: the block, or the unit that it is a part of
-        (`BlockSpec.whole`); None on NVMe."""
+        """All of the home (uint8) in memory: the block, or the unit that contains it
+        (`BlockSpec.whole`). None on NVMe."""
         return None if self.buffer is None else self.buffer.tensor
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """The block (uint8) where it is at home in memory; None on NVMe."""
+        """The block (uint8) in memory; None on NVMe."""
         spec, tensor = self.placed.spec, self.whole
         if tensor is None or not spec.whole:
             return tensor
         return tensor[spec.at : spec.at + spec.nbytes]
 
     def memory_of(self, begin: int) -> torch.Tensor | None:
-        """The memory (uint8, from element 0 on) that is the home of element `begin`, if any."""
+        """The memory (uint8, from element 0) that is the home of element `begin`; None on NVMe."""
         if self.buffers:
             return self.memory
         return self.cached if begin < self.placed.cached_elements else None
 
     @property
     def extent(self) -> Extent | FileExtent:
-        """The place on NVMe of the current content, but for what is cached in memory."""
+        """The place on NVMe of the current content, except for its cached part."""
         return self.extents[self.version]
 
     @property
     def original(self) -> FileExtent | None:
-        """The place in files of the user, while the content is there."""
+        """The place in the user's files, while the content is there; else None."""
         extent = self.extents[self.version] if self.extents else None
         return extent if isinstance(extent, FileExtent) else None
 
     @property
     def has_shadow(self) -> bool:
-        """Whether an update writes beside the old content what is not cached in memory."""
+        """Whether an update writes beside the old content, except for its cached part."""
         return max(len(self.extents), len(self.buffers)) > 1
 
     def target(self, left: int = 0) -> int:
-        """Which of the extents or buffers an update writes."""
+        """The number of the extent or buffer that an update writes."""
         return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
 
     def writes_through(self, left: int = 0) -> bool:
-        """Whether an update writes what is cached in memory to its target, too."""
+        """Whether an update also writes the cached part to its target on NVMe."""
         return False
 
     def is_free(self, left: int = 0) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed."""
+        """Whether an update may write: no commit still needs the bytes that it overwrites."""
         return True
 
     def is_pinned(self, left: int = 0) -> bool:
-        """Whether an update would overwrite what a snapshot has yet to read."""
+        """Whether an update would overwrite bytes that a snapshot has not read yet."""
         return False
 
     def flip(self, left: int = 0) -> None:
-        """An update has written all of the target: that is the content from now on."""
+        """An update has written all of the target: make it the current content."""
         self._become(self.target(left))
 
     def _become(self, version: int) -> None:
@@ -115,6 +116,6 @@ class Home:
             self.cached.zero_()
 
     def drop(self) -> None:
-        """The store was closed: let go of the memory."""
+        """The store was closed: release the memory."""
         self.buffers = ()
         self.cached = None

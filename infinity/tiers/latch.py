@@ -1,4 +1,4 @@
-"""Whether the store can go on: open, failed, closed, or in a forked child. It only ever closes."""
+"""Whether the store can continue: open, failed, closed, or in a forked child. It never reopens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger("infinity")
 
 
 class Latch:
-    """Keeps the first failure and tells everybody who asks. Any thread may call it.
+    """Keeps the first failure, and raises it in every later check. Any thread may call it.
 
-    `changed` is the condition of the store: its lock guards the latch, and whoever waits for it
-    wakes on a failure.
+    `changed` is the condition of the store. Its lock guards the latch. A failure wakes all threads
+    that wait for it.
     """
 
     def __init__(self, changed: threading.Condition, device: ComputeDevice) -> None:
@@ -29,13 +29,13 @@ class Latch:
         self._listeners: list[Callable[[EngineClosedError], None]] = []
 
     def add_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
-        """Call `listener` once something failed, on the thread that failed; until
+        """Call `listener` on the first failure, on the thread that failed, until
         `remove_listener`."""
         with self._changed:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
-        """Undo `add_listener`, if that was not undone before."""
+        """Undo `add_listener`. A second call does nothing."""
         with self._changed:
             if listener in self._listeners:
                 self._listeners.remove(listener)
@@ -46,10 +46,10 @@ class Latch:
         return self._failure is not None
 
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
-        """`what` failed: whoever waits, now or later, gets an error from `error`; returned is one
-        like it.
+        """Note that `what` failed, wake all waiting threads, and call the listeners.
 
-        Only the first failure is kept.
+        Only the first failure is kept. Returns an error that names it and has it as its cause;
+        later checks raise the same.
         """
         with self._changed:
             is_first = self._failure is None
@@ -61,7 +61,7 @@ class Latch:
         for listener in listeners:
             try:
                 listener(told)
-            except Exception as later:  # this failure is the one to tell
+            except Exception as later:  # `error` is the failure to report
                 log.error(
                     "%s failed (%s), and so did telling of it: %s",
                     what,
@@ -72,27 +72,27 @@ class Latch:
         return told
 
     def close(self) -> None:
-        """Nothing may begin from now on."""
+        """Close: from now on `check_open` raises, and all waiting threads wake."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise `EngineClosedError` when something failed or the store was closed."""
+        """Raise `EngineClosedError` if something failed or the store was closed."""
         with self._changed:
             if self._failure is not None:
                 raise self._error()
             self.check_open()
 
     def check_open(self) -> None:
-        """Raise `EngineClosedError` when the store was closed."""
+        """Raise `EngineClosedError` if the store was closed."""
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
 
     def check_usable(self) -> None:
-        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError`
-        while a graph is captured."""
+        """Raise if no block can be fetched: `EngineClosedError` in a forked child, `RuntimeError`
+        while a CUDA graph is captured."""
         if os.getpid() != self._process:
             raise EngineClosedError(
                 "this process was forked from the one that wrapped the model, and has neither its "

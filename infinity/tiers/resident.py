@@ -1,41 +1,43 @@
-"""Copies of blocks on the compute device: who brings them, who evicts them, who renews them.
+"""Copies of blocks on the compute device: how they are fetched, evicted and renewed.
 
 The model needs a unit's parameters whole, on the compute device, ahead of use. A copy is clean, so
 evicting it moves no byte.
 
-[Note: who evicts]
-`Residency._acquire` alone, for a block that needs a place. Its numbered steps are the whole recipe;
-`SlotMap.place` chooses the window. A demand fetch (`start`, `wait`, `place`) may evict every copy
-that is not pinned. A prefetch may only evict what is needed later than what it brings.
+[Note: eviction]
+Only `Residency._acquire` evicts, for a block that needs a place. Its numbered steps are the whole
+recipe. `SlotMap.place` chooses the window. A demand fetch (`start`, `wait`, `place`) may evict
+every copy that is not pinned. A prefetch may only evict copies that are needed later than its own
+block.
 
-What is evicted follows from the uses alone, never from what happens to have landed. The ranks of a
-group gather a unit when they fetch it, so they must choose alike (invariant I6). The planner states
-the reads of this choice, too. So a copy that is still on its way is not spared: the thread waits
-for it.
+The choice follows from the uses alone, never from the fetches that have landed. The ranks of a
+group gather a unit when they fetch it, so they must choose alike (invariant I6). The planner also
+predicts the reads of this choice. So a copy that is still on its way may be chosen, and the thread
+waits for it.
 
 [Note: the place of a copy outlives an update]
 A parameter block may have a copy on the compute device when the step comes. The update reads the
 parameter there, if it reads it at all. The new content goes to NVMe and into the same place. A
 place that the next forward takes while the update is still to come is filled the same way. So a
 parameter moves once for a forward, once for its backward and once for its update, and none of these
-twice. An update that begins before its step puts what it makes there, too, once backward has left
-the unit. Who uses the unit before the step is fixed, or rolls the update back, fetches the old
+twice. An update that begins before its step also puts new content there, once backward has left the
+unit. A use of the unit before the step is fixed, or a rollback of the update, fetches the old
 content again (`rollback`).
 
 The drive reads the new content from a staging slot, never from the place, on the CPU too. The model
-uses the place while the write is under way. What its code writes there must not reach the home: it
-is refused, and undone by a fetch (`discard`).
+uses the place while the write is under way. Bytes that the model's code writes there must not reach
+the home: the write is refused, and a fetch undoes it (`discard`).
 
-[Note: what a place may be filled after]
+[Note: when a place may be filled]
 A stream device queues the model's work. Long after `release` a kernel may still read the copy. So
 each `release` marks where the model's stream is (`DeviceCopy.used`). A copy into the place, for
 this block or for the next one there, comes after that mark. It waits for nothing that is queued
-later. A copy is queued behind the mark. A drive that writes to the device itself
-(`Tuning.gpu_direct`) is asked to when the mark has been reached.
+later. A copy is queued behind the mark. A read of a drive that writes to the device itself
+(`Tuning.gpu_direct`) is submitted when the mark has been reached.
 
-[Note: who waits for a copy]
-The stream that reads the place, and no thread of the host. A block whose home is host memory is
-READY as soon as its copies are queued, and `wait` lets the caller's stream come after the last one
+[Note: waiting for a copy]
+Only the stream that reads the place waits, and no thread of the host. A block whose home is host
+memory is READY as soon as its copies are queued, and `wait` lets the caller's stream come
+after the last copy
 (`DeviceCopy.arriving`). All copies to the device share a stream, so the last one is the last to
 end, and a place that changes hands needs no wait either. The host waits in three cases: for a read
 of a drive; before a home is rewritten that a copy still reads (`await_idle`); and before a drive
@@ -85,10 +87,8 @@ class Loader:
         return self._chunks.runs(block.placed, without=block.copy.renewed)
 
     def begin(self, block: Block) -> Callable[[], None] | None:
-        """Start filling what the place of `block` lacks; the result blocks until it is there. None
-        where all of it is queued.
-
-        NVMe reads are submitted, and copies from host memory queued, here and now.
+        """Start filling the missing parts of the place of `block`. The result blocks until they
+        have arrived; None if all of them are queued copies. Raises `RuntimeError` without a lease.
         """
         if block.copy.lease is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
@@ -119,14 +119,14 @@ class Loader:
         return self._io.read(block, at, nbytes, part.data_ptr()).wait
 
     def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
-        """The drive knows no streams: who finishes the fetch first waits until the model has left
-        the place, and what was copied there has ended."""
+        """Wait until no kernel uses the place and all copies have ended, because a drive is not
+        ordered by streams. Then read."""
         self._device.reach(used)
         self._device.await_copies()
         self._io.read(block, at, part.numel(), part.data_ptr(), direct=True).wait()
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
-        """While chunks are copied the next ones are read."""
+        """Read the next chunks while earlier chunks are copied to the device."""
         chunks = [first for first in self._staging.chunks(block) if begin <= first < end]
         requests = [ChunkRequest([block], first, load=[block]) for first in chunks]
         at = 0
@@ -138,16 +138,15 @@ class Loader:
 
 
 class CopyListeners(NamedTuple):
-    """Whom the copies ask, and tell: given at construction. Without a listener nothing is used
-    again."""
+    """Callbacks of the copies, given at construction. By default no unit is used again."""
 
     next_use: Callable[[int], float] = lambda unit: math.inf
     """How far away the next use of a unit's parameters is; asked under the store's lock."""
     placed: Callable[[int], None] = lambda unit: None
-    """Told of the unit when a copy is on the compute device, or the place of one whose block is
-    UPDATING."""
+    """Called with the unit when its copies are queued, when its fetch ends, or when an UPDATING
+    block gets a place."""
     clock: Callable[[], Clock | None] = lambda: None
-    """When `next_use` is asked, where that is known; see `SlotMap.place`."""
+    """The time at which `next_use` is called, or None if unknown; see `SlotMap.place`."""
 
 
 NOBODY = CopyListeners()
@@ -210,9 +209,8 @@ class Residency:
             return block.copy.state is CopyState.UPDATING
 
     def block_at(self, address: int) -> tuple[Block, int] | None:
-        """The block whose compute copy holds `address`, or what stands in for a part of it, and the
-        byte offset in its span; None outside of all copies, and once the store was closed, which
-        may be by another thread."""
+        """The block whose compute copy or stand-in contains `address`, and the byte offset in its
+        span. None outside of all copies, and after another thread closed the store."""
         memory = self._arena.memory
         offset = address - memory.data_ptr()
         if not 0 <= offset < memory.numel():
@@ -243,7 +241,7 @@ class Residency:
             self._stand_ins.setdefault(block, {})[addresses] = at
 
     def end_stand_ins(self, block: Block) -> None:
-        """Nothing stands in for parts of `block` any more."""
+        """Undo all `stand_in` of `block`."""
         with self._changed:
             self._stand_ins.pop(block, None)
 
@@ -254,16 +252,15 @@ class Residency:
 
     @property
     def lost(self) -> int:
-        """How often a copy lost its place so far; not counted are those that a `prefetch` evicted,
-        which are needed later than what it brought."""
+        """How many copies have lost their place so far, except those that a `prefetch` evicted."""
         return self._lost
 
     # Uses
 
     def prefetch(self, block: Block, beyond: float) -> bool:
-        """Start bringing `block` if that evicts only what is needed later than `beyond`.
+        """Start fetching `block` if that evicts only copies that are needed later than `beyond`.
 
-        Returns at once, unless what it evicts is itself still on its way; False when there is no
+        Returns at once, unless a copy that it evicts is still on its way. False if there is no
         room. While the optimizer updates the block, its place is kept and the fetch starts when the
         update ends.
         """
@@ -315,13 +312,13 @@ class Residency:
                 self.place(block)
 
     def _follow(self, lease: Lease, copy: DeviceCopy) -> torch.Tensor:
-        """What the lease holds, for what the caller's stream is given from now on."""
+        """The tensor of the lease, ready for work that the caller's stream gets from now on."""
         if copy.arriving is not None:
             self._device.follow_copy(copy.arriving)
         return lease.tensor
 
     def place(self, block: Block) -> None:
-        """Give a pinned `block` its place, for who waits for it elsewhere.
+        """Give a pinned `block` its place, without waiting for its content.
 
         Raises `BudgetError` like `wait`.
         """
@@ -345,10 +342,10 @@ class Residency:
             block.copy.used = self._device.mark()
 
     def discard(self, block: Block) -> None:
-        """Somebody wrote to the copy of `block`, so it is not clean: the next use fetches the
-        content again, to the same place. What an update put there is written, and then fetched.
+        """The copy of `block` was written to, so it is not clean: the next use fetches the content
+        again, to the same place. An update under way is written first, and then fetched.
 
-        Where the compute device is the home of `block`, the copy is the content, and stays.
+        If the compute device is the home of `block`, the copy is the content, and stays.
         """
         with self._changed:
             there = block.copy.state in (CopyState.READY, CopyState.UPDATING)
@@ -416,8 +413,8 @@ class Residency:
         return self._listeners.next_use(owner.unit)
 
     def _leave(self, block: Block, counts: bool = True) -> None:
-        """`block` has lost its place: what comes there next is filled after what the model, or
-        poison, did there. `counts`: see `lost`."""
+        """`block` has lost its place: the next copy there is filled after the last use by the model
+        or poison. `counts`: see `lost`."""
         self._lost += counts
         used = self._device.mark() if self._arena.poison else block.copy.used
         if used is not None:
@@ -447,14 +444,14 @@ class Residency:
                         block.copy.to_failed()
                     self._changed.notify_all()
             self._listeners.placed(block.unit)
-        except BaseException as error:  # the fetch is over all the same: tell whoever waits for it
+        except BaseException as error:  # the fetch is over all the same: tell the waiting threads
             self._latch.fail(error, f"bringing {block.name}")
             raise
 
     # Updates
 
     def begin_update(self, block: Block, keep: bool = False) -> None:
-        """Announce new content: whoever fetches `block` waits until `end_update`.
+        """Announce new content: uses of `block` wait until `end_update`.
 
         With `keep` a copy stays, to be renewed.
         """
@@ -487,8 +484,8 @@ class Residency:
         """For an update, by kernels of the compute device, of a unit that is at home there and
         whose parameters are `block`.
 
-        What is queued inside comes after what the model does with them, and has ended when the
-        result has.
+        Work that is queued inside runs after the model's use of them. It has ended when the
+        result has ended.
         """
         return self._device.updating(block.copy.used)
 
@@ -498,7 +495,7 @@ class Residency:
         result has ended.
 
         So it is there for the next forward without being read. Before `begin_update` that is a
-        guess, and the place is free for it only while nobody uses the block; see `rollback`.
+        guess, and is made only if no caller uses the block; see `rollback`.
         """
         copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
         with self._changed:
@@ -529,8 +526,8 @@ class Residency:
             self._changed.notify_all()
 
     def rollback(self, block: Block) -> None:
-        """The copy of `block` is not to be what `renew` made of it before an update began: whoever
-        uses it next fetches it."""
+        """Drop the chunks that `renew` put into the copy of `block` before an update began. The
+        next use fetches the block."""
         copy = block.copy
         with self._changed:
             while copy.state is CopyState.READY and copy.renewed:
@@ -541,8 +538,8 @@ class Residency:
                     self._changed.wait()
 
     def end_update(self, blocks: Sequence[Block], left: int = 0) -> None:
-        """All chunks of `blocks` are committed and released: from now on they read as what was
-        written. `left`: see `Home`."""
+        """All chunks of `blocks` are committed and released: from now on they read as the new
+        content. `left`: see `Home`."""
         queued: list[Block] = []
         with self._changed:
             for block in blocks:
@@ -578,7 +575,7 @@ class _Leaving(NamedTuple):
 
 
 def _pending(copy: DeviceCopy) -> Pending | Fetch | _Leaving | None:
-    """What has to end before the lease of `copy` may."""
+    """The operation that has to end before the lease of `copy` ends; None if there is none."""
     if copy.pending is not None:
         return copy.pending
     leaving = copy.leaving
