@@ -1,12 +1,12 @@
 """Tensors that users assigned to `.grad`.
 
 [Note: an assigned gradient is the tensor itself]
-In PyTorch `parameter.grad = tensor` keeps the tensor, so a later change of it is one of the
-gradient. The engine copies it to its home, and must not keep memory that nothing else needs. So it
-remembers where the tensor is (`AssignedTensor`). Before the engine uses the gradient it looks
-whether the content changed, by a digest: a write through an alias or an array changes no version
-counter. When the tensor dies, its memory is kept until then if its content changed, or if a view of
-it is left.
+In PyTorch `parameter.grad = tensor` keeps the tensor, so a later change of the tensor changes the
+gradient. The engine copies the tensor, and must not keep memory that nothing else needs. An
+`AssignedTensor` therefore refers to the tensor weakly. Before the engine uses the gradient, it
+compares a digest of the content with the previous digest. A version counter does not suffice: a
+write through an alias or an array does not change it. When the tensor dies, its memory is kept
+until the next comparison if the content changed. It is kept longer while a view of it exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = 8  # bytes that a digest reads at a time
 
 
 class AssignedTensor:
-    """The memory of a dense `tensor`, which this object does not keep alive without need."""
+    """A weak reference to a dense `tensor` and its memory. See the note."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._dtype, self._device = tensor.dtype, tensor.device
@@ -40,23 +40,22 @@ class AssignedTensor:
         self._tensor = weakref.ref(tensor, died)
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, or when it died one of the same memory; None where nothing can change it any
-        more."""
+        """The tensor. After its death, a tensor of the same memory if that is kept, else None."""
         tensor = self._tensor()
         return tensor if tensor is not None or self._kept is None else self._on(self._kept)
 
     def take(self) -> torch.Tensor | None:
-        """The tensor, if its content changed since this object was made or this was last asked."""
+        """The tensor if its content changed since the last `take` or `note`, else None."""
         tensor = self.tensor()
         if tensor is None:
             return None
         before, self._digest = self._digest, _digest(tensor)
         if self._kept is not None and _tensors(self._kept) == 1:
-            self._kept = None  # which is `tensor` alone
+            self._kept = None  # no other tensor uses it
         return tensor if self._digest != before else None
 
     def note(self) -> None:
-        """The content that the tensor has now is known."""
+        """Ignore changes of the content until now."""
         self.take()
 
     def _on(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -73,7 +72,7 @@ class AssignedTensor:
 
 
 def _tensors(storage: torch.UntypedStorage) -> int:
-    """How many tensors are of this storage."""
+    """The number of tensors with this storage."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 

@@ -1,7 +1,7 @@
-"""What an optimizer does, as facts that the ranks compare in each step.
+"""The facts of an optimizer that the ranks compare in each step.
 
-A step of ranks whose optimizers differ would be a mixture: each rank updates its own shards by its
-own rule. The first sum of a step carries a digest of these facts, so that comparing costs no
+If the optimizers of two ranks differed, each rank would update its shards by its own rule. The
+first sum of a step carries a digest of these facts, so that comparing costs no
 collective (`Exchange.sum_alike`).
 """
 
@@ -17,11 +17,11 @@ from infinity.optim.scaler import LossScaler
 from infinity.sharding.alike import Fact, Facts, digest_of, facts_of
 from infinity.sharding.unit import Unit
 
-_MOST_NUMBERS = 16  # of a hyper-parameter that is a tensor
+_MOST_NUMBERS = 16  # elements of a tensor hyper-parameter that are compared
 
 
 class ComparedClipping(Protocol):
-    """What an optimizer does with its gradients, as ranks compare it."""
+    """The settings for gradients that ranks compare."""
 
     max_grad_norm: float | None
     clip: str
@@ -31,26 +31,26 @@ class ComparedClipping(Protocol):
 
 
 class ComparedOptimizer(Protocol):
-    """An optimizer, as ranks compare it."""
+    """The parts of an optimizer that ranks compare."""
 
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
 
     @property
     def clipping(self) -> ComparedClipping:
-        """What it does with its gradients."""
+        """Its settings for gradients."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that it may update."""
 
     def facts_so_far(self) -> list[tuple[str, object]]:
-        """What its steps so far have brought, which is the same on all ranks."""
+        """Facts about its earlier steps. They are equal on all ranks."""
 
 
 class ComparedStep(NamedTuple):
-    """What an optimizer brings to a step, for `Updater.settle`: 32 bits that differ where `facts`
-    do, as a rule."""
+    """The facts of a step for `Updater.settle`, and a digest of them with 32 bits. Different facts
+    nearly always have different digests."""
 
     digest: int
     facts: Callable[[], Facts]
@@ -58,16 +58,16 @@ class ComparedStep(NamedTuple):
 
 
 class StepComparer:
-    """Makes the `ComparedStep` of each step of one optimizer, which it does not refer to. Used by
-    the thread that runs the model."""
+    """Makes the `ComparedStep` of each step of one optimizer, without a reference to the optimizer.
+    Used by the thread that runs the model."""
 
     def __init__(self) -> None:
         self._groups: Sequence[tuple[int, int]] = ()
         self._members = ""  # a digest of the parameters of `_groups`
 
     def step(self, optimizer: ComparedOptimizer) -> ComparedStep:
-        """The step of `optimizer` that begins."""
-        # Lists of parameters change with `add_param_group`; thousands of names take a while.
+        """The facts of the step that `optimizer` begins."""
+        # Only `add_param_group` changes these lists. A digest of thousands of names is slow.
         groups = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         if groups != self._groups:
             self._groups, self._members = groups, digest_of(_parameters(optimizer))
@@ -76,7 +76,7 @@ class StepComparer:
 
 
 def shared_settings(clipping: ComparedClipping) -> list[Fact]:
-    """Those that stages of a pipeline have in common, whose norms are one."""
+    """The settings that all stages of a pipeline must share, because they share one norm."""
     names = ("max_grad_norm", "clip", "skip_nonfinite", "error_if_nonfinite")
     found = [(name, _in_words(getattr(clipping, name))) for name in names]
     return facts_of([*found, ("loss_scaler", "none" if clipping.scaler is None else "given")])
@@ -118,7 +118,7 @@ def _parameters(optimizer: ComparedOptimizer) -> list[Fact]:
 
 
 def _in_words(value: Any) -> str:
-    """A hyper-parameter; what is no number, text or list of these is its type."""
+    """A hyper-parameter as text. Only its type if it is no number, text, or list of these."""
     if isinstance(value, torch.Tensor):
         value = value.tolist() if value.numel() <= _MOST_NUMBERS else type(value)
     if isinstance(value, (list, tuple)):

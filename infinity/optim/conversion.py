@@ -1,5 +1,4 @@
-"""Optimizers of torch as optimizers of this family: other tools make the first kind, and a wrapped
-model needs the second."""
+"""Converts optimizers of torch, made by other tools, to optimizers for a wrapped model."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules.adam import Adam, AdamW
 
 _OURS = {kind.rule.torch: kind for kind in FAMILY if kind.rule.torch is not None}
-"""What computes the same numbers with kernels."""
+"""The optimizer with kernels for each class of torch that computes the same numbers."""
 
 Settings = Mapping[str, Any]
 """The hyper-parameters of one parameter group."""
@@ -28,11 +27,11 @@ Settings = Mapping[str, Any]
 def kernels_for(
     kind: type[torch.optim.Optimizer], groups: Sequence[Settings]
 ) -> type[Optimizer] | None:
-    """The optimizer of infinity whose kernels compute what class `kind`, of torch or of infinity,
-    does with these groups; None where none does.
+    """The optimizer with kernels that computes the same numbers as class `kind`, of torch or of
+    infinity, with these groups. None if no optimizer does.
 
-    A subclass of one of torch may compute something else, so it has to name that optimizer as its
-    `computed_by`.
+    A subclass of a torch optimizer may compute other numbers. If kernels compute its numbers, its
+    attribute `computed_by` must be the optimizer of infinity.
     """
     if issubclass(kind, Optimizer):
         return kind if kind.by_kernels else None
@@ -40,7 +39,7 @@ def kernels_for(
     unsupported = (*UNSUPPORTED, "initial_accumulator_value")
     if any(group.get(name) for name in unsupported for group in groups):
         return None
-    if ours is Adam:  # that of torch is AdamW, too
+    if ours is Adam:  # torch.optim.Adam may compute AdamW
         decoupled = [bool(group.get("decoupled_weight_decay")) for group in groups]
         ours = AdamW if all(decoupled) else None if any(decoupled) else Adam
     return ours
@@ -67,16 +66,16 @@ def algorithm_for(optimizer: torch.optim.Optimizer) -> str:
 
 
 def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
-    """An optimizer of infinity that does to parameters of a wrapped model what `optimizer` does to
-    plain ones.
+    """An optimizer of infinity that updates parameters of a wrapped model in the way in which
+    `optimizer` updates plain parameters.
 
-    AdamW, Adam, Adagrad and SGD of torch get the kernels, any other the slow path of
-    `infinity.adapt`. The parameter groups are the same dicts, so that a scheduler that holds them
-    goes on. States that `optimizer` has are taken over. `options` are those of
+    AdamW, Adam, Adagrad and SGD of torch use the kernels. Other optimizers use the slow path of
+    `infinity.adapt`. The parameter groups are the same dicts, so a scheduler that holds them
+    still works. The states of `optimizer` are copied. `options` are keyword arguments of
     `infinity.optim.optimizer.Optimizer`, such as `max_grad_norm`. An optimizer of infinity is
-    returned as it is.
+    returned unchanged.
 
-    Raises `ConfigError` for what is no optimizer, and where the model was wrapped for another
+    Raises `ConfigError` if `optimizer` is no optimizer, or if the model was wrapped for another
     algorithm.
     """
     if isinstance(optimizer, Optimizer):
@@ -90,7 +89,7 @@ def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
     made = make(optimizer.param_groups, **numbers, **options)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
-    # Schedulers that nobody redirects go by it.
+    # Schedulers that are not redirected read `_opt_called`.
     made.register_step_post_hook(lambda *_: vars(optimizer).update(_opt_called=True))
     return made
 
@@ -103,8 +102,9 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def redirect(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    """`scheduler`, made for the optimizer `old` that became `new`, drives `new`; so do those inside
-    of it. It finds that `step` is called before its own, as torch checks."""
+    """Make `scheduler`, and each scheduler inside of it, drive `new` instead of `old`.
+
+    Torch checks that the optimizer steps before its scheduler. This check finds steps of `new`."""
     pending, seen = [scheduler], set[int]()
     while pending:
         each = pending.pop()

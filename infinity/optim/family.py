@@ -1,4 +1,4 @@
-"""The optimizers that have kernels, and what other modules look up among them."""
+"""The optimizers that have kernels, and functions that find their states and updates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FAMILY: tuple[type[Optimizer], ...] = (Adam, AdamW, Adagrad, Lion, AdEMAMix, SGD
 BY_ALGORITHM: Mapping[str, type[Optimizer]] = {
     algorithm: kind for kind in FAMILY for algorithm in kind.rule.algorithms
 }
-"""An optimizer for each `Config.algorithm`, but "other"."""
+"""One optimizer for each `Config.algorithm` except "other"."""
 
 
 def states_of(algorithm: str) -> dict[str, Kind]:
-    """The moments with `Config(algorithm=algorithm)`, by torch's names."""
+    """The moments of `Config(algorithm=algorithm)` by torch's names. Empty for "other"."""
     kind = BY_ALGORITHM.get(algorithm)
     return {} if kind is None else kind.rule.states_for(algorithm)
 

@@ -1,4 +1,4 @@
-"""What `optimizer.state` has of an optimizer whose states are blocks of the engine."""
+"""The contents of `optimizer.state` if the states are blocks of the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from infinity.sharding.unit import Unit
 
 
 class KernelStates:
-    """The keeper of the states of an optimizer with `rule`; see `state_view.Keeper`. Errors call it
-    `owner`.
+    """The keeper of the states of an optimizer with `rule`. See `state_view.Keeper`. Error texts
+    call the optimizer `owner`.
 
-    It does not hold the optimizer, which ends when its user lets go of it.
+    The keeper holds no reference to the optimizer, so it does not keep the optimizer alive.
     """
 
     changes_values = False
@@ -28,7 +28,7 @@ class KernelStates:
     def __init__(self, owner: str, rule: Rule) -> None:
         self._owner, self._rule = owner, rule
         self.updater: Updater | None = None
-        """The engine's, once there are parameters."""
+        """The engine's updater. None until the optimizer has parameters."""
         self.counts: dict[int, int] = {}
         """Updates so far, by the id of the parameter."""
         self.places: dict[int, tuple[Unit, int]] = {}
@@ -36,7 +36,7 @@ class KernelStates:
         self._slots: dict[tuple[int, str], Slot] = {}
 
     def slot(self, parameter: torch.Tensor, name: str) -> Slot:
-        """Where the state `name` of `parameter` lies; "master" is one, too."""
+        """The slot of the state `name` of `parameter`. "master" is a state, too."""
         key = id(parameter), name
         if key not in self._slots:
             unit, index = self.places[id(parameter)]
@@ -59,8 +59,10 @@ class KernelStates:
         return [*(["step"] if self._rule.counts_in_state else []), *moments]
 
     def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """`wanted` as an entry. Raises `ConfigError` where the optimizer of torch could not step
-        with it, and `ShardedParameterError` while the parameter is in use."""
+        """The states of `wanted` that `parameter` can have.
+
+        Raises `ConfigError` if torch's optimizer could not step with `wanted`, and
+        `ShardedParameterError` while the parameter is in use."""
         unit, index = self.places[id(parameter)]
         unit.states.check_unused(index, "optimizer.state")
         where = f"{self._owner}: optimizer.state of {unit.names[index]}"
@@ -105,14 +107,14 @@ class KernelStates:
     def write(
         self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
     ) -> None:
-        """Replace these states; none are `gone` alone."""
+        """Replace the states of `changed`. `gone` has no effect."""
         if not self.counts.get(id(parameter)):
             self.counts[id(parameter)] = int(not self._rule.counts_in_state)
         for name, value in changed.items():
             self.slot(parameter, name).replace(value)
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
-        """All moments of these begin anew. Masters are the weights, and stay."""
+        """Restart all moments of these parameters. Masters stay, because they are the weights."""
         taken = dict[Unit, list[int]]()
         for parameter in parameters:
             unit, index = self.places[id(parameter)]

@@ -15,23 +15,23 @@ from infinity.tiers.store import Store
 
 
 class Owner(Protocol):
-    """An optimizer: it decides on hyper-parameters."""
+    """An optimizer that chooses hyper-parameters."""
 
     by_kernels: ClassVar[bool]
-    """Whether `segments` says all that is done, so that it may begin at any time."""
+    """Whether `segments` describes the whole update. Such an update may begin at any time."""
 
     @property
     def clips_by_unit(self) -> bool:
-        """Whether the norm of a unit alone clips it."""
+        """Whether the clip factor of a unit depends on the norm of this unit only."""
 
     def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
-        """What the next step does to this rank's shard of `unit`, with the gradients that it has
-        now, as far as is known before the step; None where it is not worth a guess."""
+        """The next step's update of this rank's shard of `unit` with its current gradients, from
+        the facts that are known before the step. None if the optimizer makes no guess."""
 
 
 class Owners:
-    """Remembers the optimizer of every parameter, weakly, and lets states begin anew. For the
-    thread that runs the model."""
+    """Refers weakly to the optimizer of every parameter, and restarts states. Used by the thread
+    that runs the model."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -49,25 +49,24 @@ class Owners:
                 )
 
     def have_left(self, share: UnitShare) -> bool:
-        """Whether one of these parameters had an optimizer that is gone, so that it has states of
-        that."""
+        """Whether one of these parameters has states of an optimizer that no longer exists."""
         owners = self._of.get(share.unit, {})
         return any(index in owners and owners[index]() is None for index in share.positions)
 
     def assign(self, share: UnitShare, optimizer: Owner) -> None:
-        """`optimizer` updates these parameters from now on; see `check_free`."""
+        """Make `optimizer` the owner of these parameters. Call `check_free` first."""
         self._of.setdefault(share.unit, {}).update(
             (index, weakref.ref(optimizer)) for index in share.positions
         )
 
     def release(self, optimizer: Owner) -> None:
-        """`optimizer` was refused: its parameters are as if it had never been made."""
+        """Remove `optimizer`, which was refused, from the owners of its parameters."""
         for owners in self._of.values():
             for index in [index for index, ref in owners.items() if ref() is optimizer]:
                 del owners[index]
 
     def only(self, unit: Unit) -> Owner | None:
-        """The optimizer of `unit`, where there is one for all that any updates."""
+        """The optimizer of `unit`, if exactly one optimizer updates its parameters."""
         found = {
             id(owner): owner
             for ref in self._of.get(unit, {}).values()
@@ -78,8 +77,8 @@ class Owners:
     def beside(
         self, units: Iterable[Unit], optimizers: Sequence[Owner]
     ) -> list[tuple[UnitShare, list[str]]]:
-        """What `units`, if they have moments, have beside the parameters of `optimizers`; and those
-        names of it that another optimizer updates."""
+        """The parameters, in units with moments, that none of `optimizers` updates. Each share
+        comes with the names of its parameters that another optimizer updates."""
         found = []
         for unit in units:
             if not any(kind in unit.blocks for kind in MOMENTS[unit.algorithm]):
@@ -100,13 +99,13 @@ class Owners:
         return found
 
     def forget_states(self, share: UnitShare, kinds: Iterable[Kind]) -> None:
-        """These states of these parameters begin anew. Those that the unit has of other optimizers'
-        parameters stay."""
+        """Restart these states of these parameters. The unit keeps the states of parameters that
+        belong to other optimizers."""
         owners = self._of.get(share.unit, {})
         alone = not any(
             owner() is not None and index not in share.positions for index, owner in owners.items()
         )
-        # Masters may say more than parameters that nobody updates.
+        # Masters may be more precise than parameters that no optimizer updates.
         has_all = len(share.positions) == len(share.unit.parameters)
         for kind in kinds:
             if has_all or (alone and kind is not Kind.MASTER):

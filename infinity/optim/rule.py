@@ -20,12 +20,12 @@ class Range(NamedTuple):
     """The values that a hyper-parameter may have."""
 
     contains: Callable[[Any], bool]
-    """Raises `TypeError`, `ValueError` or `RuntimeError` for a value that is not of this kind."""
+    """Raises `TypeError`, `ValueError` or `RuntimeError` for a value of another kind."""
     kind: str = "a number"
 
 
 def are_rates(count: int) -> Callable[[Any], bool]:
-    """Whether a value is so many decay rates, from 0 to below 1."""
+    """A test that accepts `count` decay rates, each at least 0 and below 1."""
 
     def contains(values: Any) -> bool:
         rates = tuple(values)
@@ -45,30 +45,29 @@ TWO_RATES = Range(are_rates(2), "two numbers")
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule, as its optimizer, the kernels and other libraries know it."""
+    """The facts of an update rule for its optimizer, the kernels and other libraries."""
 
     kernel: str
     """Its name in `native/cpu_adam`."""
     algorithms: Mapping[str, Mapping[str, Any]]
-    """The values of `Config.algorithm` whose states it works with. Each has the settings of an
-    update that uses all of these states."""
+    """The values of `Config.algorithm` that keep the states of this rule. Each maps to the
+    settings of an update that uses all of these states."""
     states: Mapping[str, Kind]
-    """Its moments, by the names in `state` of the optimizer of torch. A master is added for
-    parameters that have one."""
+    """Its moments, by the names in `state` of torch's optimizer. Masters are not listed here."""
     settings: Mapping[str, Range]
     """The hyper-parameters of a group, in the order of the constructor."""
     torch: type[torch.optim.Optimizer] | None = None
-    """The optimizer of torch that computes the same numbers from the same arguments."""
+    """Torch's optimizer that computes the same numbers from the same arguments."""
     counts_in_state: bool = False
-    """Whether torch has the number of updates in `state`, as "step"."""
+    """Whether torch keeps the number of updates in `state["step"]`."""
     states_from_start: bool = False
-    """Whether the optimizer of torch makes its states when it is made."""
+    """Whether the constructor of torch's optimizer makes the states."""
     deepspeed: str | None = None
-    """Its `optimizer.type` in a configuration of DeepSpeed, in lower case."""
+    """Its `optimizer.type` in a DeepSpeed configuration, in lower case."""
     trainer: Mapping[str, str] = field(default_factory=dict)
-    """The names of `TrainingArguments(optim=...)`, each with the `Config.moment_precision` that it
-    asks for."""
+    """The names of `TrainingArguments(optim=...)`. Each maps to the `Config.moment_precision` that
+    it requires."""
 
     def states_for(self, algorithm: str) -> dict[str, Kind]:
-        """Its moments in a model that was wrapped with `Config(algorithm=algorithm)`."""
+        """Its moments in a model wrapped with `Config(algorithm=algorithm)`."""
         return {name: kind for name, kind in self.states.items() if kind in MOMENTS[algorithm]}

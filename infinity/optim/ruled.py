@@ -1,4 +1,4 @@
-"""An optimizer of torch's kind with a rule: what its groups may ask for, and what the kernels take.
+"""A `torch.optim.Optimizer` with a rule: checks its groups and computes the kernels' arguments.
 It knows no engine."""
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from infinity.sharding.unit import Unit
 
 
 class RuledOptimizer(torch.optim.Optimizer):
-    """What a class of `optim/rules` adds to its record; see `Optimizer`."""
+    """The methods that a class of `optim/rules` adds to its record. See `Optimizer`."""
 
     rule: ClassVar[Rule]
 
     @classmethod
     def algorithms(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        """The values of `Config.algorithm` that keep the states of `group`."""
         return tuple(cls.rule.algorithms)
 
     @classmethod
     def usual_settings(cls) -> dict[str, Any]:
-        """The hyper-parameters by default."""
+        """The default hyper-parameters."""
         known = inspect.signature(cls.__init__).parameters
         return {name: known[name].default for name in cls.rule.settings}
 
@@ -44,18 +44,18 @@ class RuledOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
-        do not do."""
+        """Raise `ConfigError` when `group`, from a state dict of torch, sets an option that the
+        kernels do not support."""
         refuse_unsupported(type(self).__name__, group)
 
     def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
-        """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""
+        """Raise `ConfigError` when parameters of `units` cannot be in `group`."""
         self.refuse_unsupported(group)
         self.check(group)
         self.check_algorithm(group, units)
 
     def check_algorithm(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
-        """Raise `ConfigError` when `units` do not have the states that `group` asks for."""
+        """Raise `ConfigError` when a unit does not keep the states that `group` needs."""
         who = type(self).__name__
         for unit in units:
             if unit.algorithm not in self.algorithms(group):
@@ -66,10 +66,10 @@ class RuledOptimizer(torch.optim.Optimizer):
                 )
 
     def _check(self, name: str, value: Any, allowed: Range) -> None:
-        """Raise `ConfigError` where the value of a hyper-parameter is not `allowed`."""
+        """Raise `ConfigError` when the value of a hyper-parameter is not `allowed`."""
         check_value(type(self).__name__, name, value, allowed)
 
     def check_hyper(self, group: dict[str, Any]) -> None:
-        """Raise when `hyper`, or a kernel that takes it, would."""
+        """Raise the error that `hyper` or a kernel would raise for `group`."""
         for value in self.hyper(group, 1).values.values():
             float(value)

@@ -46,7 +46,7 @@ class Adam(Optimizer):
         super().__init__(params, defaults, **options)
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
-        """Also `decoupled_weight_decay`, by which Adam of torch is AdamW."""
+        """Also refuses a `decoupled_weight_decay` other than `decoupled`."""
         super().refuse_unsupported(group)
         decoupled = group.get("decoupled_weight_decay", self.decoupled)
         if bool(decoupled) != self.decoupled:
@@ -60,7 +60,7 @@ class Adam(Optimizer):
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
         kernels take them.
 
-        Without `bias_correction`, an option of DeepSpeed, as if it came after very many.
+        If `bias_correction`, an option of DeepSpeed, is False, both corrections are 1.
         """
         beta1, beta2 = group["betas"]
         corrects = group.get("bias_correction", True)

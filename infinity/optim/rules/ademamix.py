@@ -19,13 +19,13 @@ _STEPS = Range(lambda steps: steps is None or 0 < steps < math.inf, "a number of
 
 class AdEMAMix(Optimizer):
     """AdEMAMix (Pagliardini et al., arXiv 2409.03137): AdamW with a second, slow average of the
-    gradients, which `alpha` weighs; see `Optimizer`.
+    gradients, weighted by `alpha`. See `Optimizer`.
 
     For a model wrapped with `Config(algorithm="ademamix")`, which keeps three moments. The
-    arguments are those of bitsandbytes. The third of `betas` is the rate of the slow average, whose
-    bias is not corrected. Until step `t_alpha` alpha grows from 0, linearly. Until step `t_beta3`
-    the third rate grows from the first, so that the half-life of the average grows linearly. None:
-    they have their values at once. Weight decay acts on the parameter.
+    arguments equal those of bitsandbytes. The third of `betas` is the rate of the slow average. The
+    slow average has no bias correction. Alpha grows linearly from 0 until step `t_alpha`. The third
+    rate grows from the first until step `t_beta3`, so that the half-life of the average grows
+    linearly. With None, alpha or the rate is constant. Weight decay acts on the parameter.
     """
 
     rule: ClassVar[Rule] = Rule(
@@ -98,10 +98,10 @@ class AdEMAMix(Optimizer):
 
 
 def _rate(step: int, steps: int | None, start: float, end: float) -> float:
-    """The rate of the slow average at `step`: between `start` and `end`, which it has from number
-    `steps` on.
+    """The rate of the slow average at `step`. It grows from `start` to `end`, which it reaches at
+    step number `steps`.
 
-    Section 3 of the paper, with 1 / ln(rate) of a rate of 0 as 0.
+    Section 3 of the paper. For a rate of 0, 1 / ln(rate) is taken to be 0.
     """
     if not steps or step >= steps or end == 0:
         return end

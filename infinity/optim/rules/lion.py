@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Lion(Optimizer):
-    """Lion (Chen et al., arXiv 2302.06675): steps of one length, by the sign of a momentum; see
-    `Optimizer`.
+    """Lion (Chen et al., arXiv 2302.06675): each step has the sign of a momentum and the
+    length `lr`. See `Optimizer`.
 
     For a model wrapped with `Config(algorithm="lion")`, which keeps one moment. Weight decay acts
     on the parameter.
