@@ -1,9 +1,8 @@
-"""Whether all ranks were given the same: model, settings, units, places, optimizers.
+"""Checks that all ranks have the same model, settings, units, places and optimizers.
 
-A rank describes what it has as `Facts`, in an order that is part of them. The ranks exchange a
-digest of these, and the facts themselves only where digests differ. They do so through
-torch.distributed's store: a collective would need tensors of one size, which ranks that differ need
-not have.
+A rank describes these as `Facts`. Their order counts. The ranks exchange digests of their facts,
+and the facts themselves only if digests differ. They use torch.distributed's store: a collective
+needs tensors of one size, but ranks that differ may have facts of different sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _LISTED = 8  # ranks that an error names one by one
 
 
 class Fact(NamedTuple):
-    """A name, such as that of a setting or of a parameter, and what it is in words."""
+    """A name, such as that of a setting or of a parameter, and its value as text."""
 
     name: str
     value: str
 
 
 Facts = Sequence[Fact]
-"""What a rank has, in an order that is part of it."""
+"""The facts of one rank. Their order counts."""
 
 MAY_DIFFER: Mapping[str, str] = {
     "nvme": "a directory is one of the rank's own node",
@@ -65,16 +64,16 @@ def settings_of(config: Config) -> list[Fact]:
 
 
 def digest_of(facts: Facts) -> str:
-    """A text of 32 letters that differs where `facts` do."""
+    """A digest of `facts`: the first 32 hexadecimal digits of a SHA-256."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def check_alike(ranks: Ranks, timeout: float, facts: Facts, way_out: str) -> None:
-    """Raise one `ConfigError` on all `ranks` unless all of them have the same `facts`: which ranks
-    differ, in what first, and how. It ends with the `way_out`.
+    """Raise the same `ConfigError` on all `ranks` unless all of them have the same `facts`.
 
-    All ranks call it equally often. A rank waits for the others for `timeout` seconds, and raises
-    `InfinityError` where one does not come. Joins no collective.
+    The error names the first fact that differs, its values and their ranks. It ends with `way_out`.
+    All ranks call this equally often. A rank waits `timeout` seconds for the other ranks, then
+    raises `InfinityError`. Joins no collective.
     """
     if not ranks.groups():
         return
@@ -87,7 +86,7 @@ def check_alike(ranks: Ranks, timeout: float, facts: Facts, way_out: str) -> Non
 
 
 def difference(found: Mapping[int, Facts]) -> str:
-    """The first fact that is not the same on all ranks, by their numbers, in words."""
+    """The first fact that differs between ranks, as text. `found` has the facts by rank."""
     first = found[min(found)]
     other = next(facts for facts in found.values() if list(facts) != list(first))
     at = next(
@@ -128,7 +127,7 @@ def _value_of(facts: Facts, name: str) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """These ranks, in words."""
+    """These ranks as text."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:_LISTED]]
@@ -138,5 +137,5 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def facts_of(pairs: Iterable[tuple[str, object]]) -> list[Fact]:
-    """Facts of names and values; a text stays as it is, and of all else it is the `repr`."""
+    """Facts of names and values. A string is its own value; any other object becomes its `repr`."""
     return [Fact(name, value if isinstance(value, str) else repr(value)) for name, value in pairs]

@@ -1,8 +1,8 @@
-"""Backwards that lazy tensors take part in as outputs or inputs.
+"""Backwards with lazy tensors as outputs or inputs.
 
-torch turns the functions of classes off while a class answers one. Hooks and recomputation of users
-that run in a backward would find them off, too. So autograd gets the places of lazy tensors in the
-graph here, and the backward runs as any other.
+torch disables `__torch_function__` while a class answers a call. It would then be disabled for the
+user's hooks and recomputation in the backward, too. So this module gives autograd the gradient
+edges of lazy tensors, and the backward runs with `__torch_function__` enabled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: backward,
     torch.Tensor.backward: backward_of,
 }
-"""By the function of torch that lazy tensors answer."""
+"""The answers of lazy tensors, by function of torch."""
 
 
 def _several(tensors: Any) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def _edges(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _read(outputs: Any) -> tuple[Any, ...]:
-    """`outputs`, with the values of lazy ones."""
+    """`outputs`, with lazy tensors replaced by their values."""
     with torch.enable_grad():  # a backward inside of a backward finds it off
         return tuple(
             each * 1 if is_tensor_like(each) and has_torch_function_unary(each) else each
@@ -88,6 +88,7 @@ def _read(outputs: Any) -> tuple[Any, ...]:
 
 
 def _as_it_is(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """With the functions of classes off, for what runs no code of users."""
+    """Call `function` with `__torch_function__` disabled. `function` must run no code of the
+    user."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **named)

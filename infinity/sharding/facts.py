@@ -1,4 +1,4 @@
-"""Facts of a unit: what never changes once the model is divided into units."""
+"""Facts of a unit. They never change after the model is divided into units."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 
 @dataclass(frozen=True, eq=False)
 class UnitFacts:
-    """What never changes of a unit. Parts of the unit take it in place of the unit.
+    """The constant facts of a unit. Parts of the unit take them instead of the unit.
 
-    It holds no process group: a gloo group that lives until the interpreter ends may abort the
-    process there (torch 2.13).
+    They hold no process group: a gloo group that lives until the interpreter exits may abort the
+    process (torch 2.13).
     """
 
     shape: UnitShape
-    """What placement knows of the unit."""
+    """The unit as placement sees it."""
     dtype: torch.dtype
-    """That of the parameters."""
+    """The dtype of the parameters."""
     gradient_dtype: torch.dtype
-    """What gradients are kept and accumulated in."""
+    """The dtype in which gradients are stored and accumulated."""
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     tiles: tuple[TilePlace | None, ...]
-    """Where each parameter lies that is a tile of another one."""
+    """For each parameter that is a tile, its place in the whole weight."""
     stored: tuple[StoredBytes, ...]
-    """Where each parameter lies in files of the user, if these are the home of the unit."""
+    """The place of each parameter in the user's files; empty unless they are the unit's home."""
     parts: tuple[LocalPart, ...]
-    """Where the elements that this rank lays out of each parameter lie in it."""
+    """For each parameter, the part of the whole tensor that this rank lays out."""
     counted: tuple[bool, ...]
-    """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: a
-    parameter that all of them hold counts once."""
+    """Whether this rank counts each parameter when tensor parallel ranks sum or save. A parameter
+    that all of them hold counts on the first one only."""
     layout: FlatLayout
     replicas: int
-    """How many ranks hold the same shard."""
+    """The number of ranks that hold the same shard."""
     is_alone: bool
-    """Whether there is no other rank of any kind."""
+    """Whether this is the only rank."""
     reduces_late: bool
-    """Whether gradients stay whole until they are settled, as with stage 1."""
+    """Whether gradients stay whole until they are settled, for example with stage 1."""
     device: torch.device
-    """Where the parameters are for people, shown or not."""
+    """The device that the parameters report, shown or not."""
     checked: bool
-    """Whether a digest tells of every write to the parameters (`Tuning.poison`)."""
+    """Whether a digest detects every write to the parameters (`Tuning.poison`)."""
     algorithm: str
     only_runs: bool
-    """Whether the model was wrapped for inference: it is not trainable, whatever `requires_grad` of
-    its parameters says."""
+    """Whether the model was wrapped for inference. Then it is not trainable, even if its parameters
+    have `requires_grad`."""
     files: Path | None
-    """Where state dicts are mapped from; None leaves that to `tempfile`."""
+    """The directory of mapped state dicts; None leaves the choice to `tempfile`."""
     spill: tuple[Path, ...]
     """Directories for states that have no block."""
 
@@ -74,9 +74,9 @@ class UnitFacts:
         device: torch.device,
         config: Config,
     ) -> UnitFacts:
-        """Those of the `named` parameters of one dtype, all trainable or all frozen.
+        """The facts of a unit of the `named` parameters: one dtype, all trainable or all frozen.
 
-        `tiles` says of parameters, by their ids, of which others they are a part.
+        `tiles` has the places of parameters that are tiles, by `id(parameter)`.
         """
         parameters = tuple(p for _, p in named)
         places = tuple(tiles.get(id(p)) for p in parameters)
@@ -121,12 +121,12 @@ class UnitFacts:
 
     @property
     def name(self) -> str:
-        """The name of the unit, for people."""
+        """The name of the unit in messages."""
         return self.shape.name
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters took gradients when the model was wrapped."""
+        """Whether its parameters required gradients when the model was wrapped."""
         return self.shape.trainable
 
     @property
@@ -136,24 +136,24 @@ class UnitFacts:
 
     @property
     def ranks(self) -> int:
-        """How many data parallel ranks there are, each with a batch of its own."""
+        """The number of data parallel ranks. Each has its own batch."""
         return self.layout.ranks * self.replicas
 
     @property
     def shared(self) -> bool:
-        """Whether this rank has a part of the unit only, so that it has to be gathered."""
+        """Whether this rank has only a part of the unit. Then a use gathers the unit."""
         return self.layout.ranks > 1
 
     @property
     def reduces_each_turn(self) -> bool:
-        """Whether the ranks reduce its gradients whenever its turn in a backward ends, and not when
-        they are settled."""
+        """Whether the ranks reduce its gradients at the end of each of its turns in a backward.
+        Otherwise they reduce when the gradients are settled."""
         return self.ranks > 1 and not self.reduces_late
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The name of each parameter in state dicts and checkpoints: of a tile, that of the whole
-        weight."""
+        """The name of each parameter in state dicts and checkpoints. A tile has the name of the
+        whole weight."""
         return tuple(
             n if tile is None else tile.name for n, tile in zip(self.names, self.tiles, strict=True)
         )
@@ -169,16 +169,16 @@ class UnitFacts:
         return self.layout.numel * self.gradient_dtype.itemsize
 
     def sent_bytes(self, shard: torch.Tensor) -> int:
-        """Bytes that this rank sends when its `shard` is gathered by all."""
+        """Bytes that this rank sends when all ranks gather its `shard`."""
         return shard.nbytes * (self.layout.ranks - 1)
 
     @property
     def end_in_shard(self) -> int:
-        """The element of this rank's shard from which on there is only padding."""
+        """The end of the parameters, as an element of this rank's shard. Only padding follows."""
         return self.layout.places[-1].end - self.rank * self.layout.shard_numel
 
     def whole_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of parameter `index`, or of the weight that it is a tile of."""
+        """The shape of parameter `index`; for a tile, the shape of the whole weight."""
         tile = self.tiles[index]
         return tuple(self.parameters[index].shape) if tile is None else tile.shape
 
@@ -191,7 +191,8 @@ class UnitFacts:
         return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def extent_in_files(self, nbytes: int) -> FileExtent | None:
-        """Where this rank's shard, of `nbytes`, lies in files of the user, if it does."""
+        """The place of this rank's shard, of `nbytes`, in the user's files; None if the files are
+        not its home."""
         if not self.stored:
             return None
         size, slices = self.dtype.itemsize, []

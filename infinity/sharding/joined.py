@@ -13,8 +13,8 @@ _ATEN: Any = torch.ops.aten
 
 
 class JoinedTensor(LazyTensor):
-    """Some `parts`, lazy tensors or plain ones of one dtype, one after the other along `dimension`.
-    What is written to it is written to them."""
+    """`parts`, lazy or plain tensors of one dtype, joined along `dimension`. A write to it writes
+    to the parts."""
 
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], dimension: int) -> Any:
@@ -27,11 +27,11 @@ class JoinedTensor(LazyTensor):
         self.parts = tuple(parts)
         """The tensors."""
         self.dimension = dimension
-        """What they lie along."""
+        """The dimension along which the tensors lie."""
 
     @property
     def called(self) -> str:
-        """What it is, for errors."""
+        """Its name in errors."""
         first = self.parts[0]
         return first.called if isinstance(first, LazyTensor) else super().called
 
@@ -41,23 +41,23 @@ class JoinedTensor(LazyTensor):
             return torch.cat([brought(part).detach() for part in self.parts], self.dimension)
 
     def detached(self) -> JoinedTensor:
-        """The same again."""
+        """Another tensor of the same parts."""
         return JoinedTensor(self.parts, self.dimension)
 
     def check_replace(self) -> None:
-        """As of the parts."""
+        """Raise if one of the parts refuses new values."""
         for part in self.parts:
             if isinstance(part, LazyTensor):
                 part.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
-        """The parts get their values."""
+        """Copy `values` into the parts."""
         with torch.no_grad():
             for part, value in zip(self.parts, self.divided(values), strict=True):
                 part.copy_(value)
 
     def assign(self, values: Any) -> None:
-        """`.data = values`: the memory of the parts is that of `values`."""
+        """`.data = values`: the parts adopt the memory of `values`."""
         if values.shape != self.shape or values.dtype is not self.dtype:
             super().assign(values)
         same = isinstance(values, JoinedTensor) and values.is_split_as(self.parts, self.dimension)
@@ -69,7 +69,7 @@ class JoinedTensor(LazyTensor):
                 part.data = value
 
     def divided(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What each part has of a tensor of this shape: views."""
+        """Views of `values`, one for each part. `values` has the shape of this tensor."""
         sizes = [part.shape[self.dimension] for part in self.parts]
         found: Sequence[torch.Tensor] = values.split(sizes, self.dimension)
         return found
@@ -81,7 +81,7 @@ class JoinedTensor(LazyTensor):
 
 
 def _each(func: Any, tensor: Any, *args: Any) -> Any:
-    """An operator in place, where it does to the whole what it does to each part."""
+    """An elementwise in-place operator, applied to each part."""
     if not isinstance(tensor, JoinedTensor) or any(
         isinstance(value, torch.Tensor) and value.dim() for value in args
     ):

@@ -1,5 +1,5 @@
-"""Where every parameter lies in its unit's flat buffer, in whose shard, and where a part of a
-tensor lies in the whole: pure arithmetic, in elements."""
+"""The place of each parameter in its unit's flat buffer and shards, and of a part of a tensor in
+the whole. Pure arithmetic, in elements."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from infinity.quantities import round_up
 
-# Elements: a cache line or more for every dtype, so SIMD kernels start aligned.
+# Elements: at least a cache line for every dtype, so SIMD kernels start aligned.
 PARAMETER_ALIGNMENT = 64
-PAGE = 4096  # bytes: every block is whole device blocks, so that O_DIRECT can move it
+PAGE = 4096  # bytes: every block is a multiple of it, so that O_DIRECT can move the block
 # Bytes per element of a split master or a bf16 moment, beside a parameter that may be wider.
 NARROWEST_STATE = 2
 
 
 def shard_alignment(itemsize: int) -> int:
-    """Elements that a shard is a multiple of, for parameters of `itemsize` bytes: whole pages of
-    every block of the unit.
+    """The number of elements in a shard is a multiple of this, for parameters of `itemsize` bytes.
+    So every block of the unit has whole pages.
 
-    Example: 4096 elements of int8; 2048 of bf16 or fp32, whose states may have 2 bytes each.
+    Example: 4096 elements of int8; 2048 of bf16 or fp32, because their states may have 2 bytes.
     """
     return PAGE // min(itemsize, NARROWEST_STATE)
 
@@ -47,9 +47,10 @@ class Overlap(NamedTuple):
 
 
 class FlatLayout:
-    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has
-    room for as many elements as `rooms` says, by default its own. An element takes `itemsize`
-    bytes.
+    """Parameters of `shapes` laid out one after the other, and cut into `ranks` equal shards.
+
+    `rooms` reserves a number of elements for each parameter, by default its own number. An element
+    has `itemsize` bytes.
 
     Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096;
     shards of 2048.
@@ -80,12 +81,12 @@ class FlatLayout:
 
 
 class LocalPart(NamedTuple):
-    """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width`
-    columns from `begin` on.
+    """A rank's part of a tensor. The tensor is a matrix of `rows` x `columns`; the part is its
+    `width` columns from `begin`.
 
     No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
     dimension 1. As a matrix it has 4 x 30 elements. The second of two ranks has the 15 columns from
-    15 on, with room for 60 elements. A whole tensor is one row.
+    15, with room for 60 elements. A whole tensor is one row.
     """
 
     rows: int
@@ -98,8 +99,8 @@ class LocalPart(NamedTuple):
 def part_within(
     shape: Sequence[int], dimension: int, begin: int, end: int, longest: int
 ) -> LocalPart:
-    """What lies from `begin` to `end` along `dimension` of a tensor of `shape`, of which no part is
-    longer than `longest`."""
+    """The part from `begin` to `end` along `dimension` of a tensor of `shape`. No part of the
+    tensor is longer than `longest`."""
     rows, below = math.prod(shape[:dimension]), math.prod(shape[dimension + 1 :])
     room = rows * longest * below
     return LocalPart(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
@@ -117,7 +118,7 @@ class TilePlace(NamedTuple):
 
     @property
     def bounds(self) -> tuple[slice, ...]:
-        """The indices that take the tile out of the whole."""
+        """The indices of the tile in the whole parameter."""
         return (*[slice(None)] * self.dimension, slice(self.begin, self.end))
 
     @property

@@ -1,5 +1,5 @@
-"""Functions of torch that take the memory of a tensor and ask its class nothing: they refuse lazy
-tensors, which have none."""
+"""Functions of torch that take the memory of a tensor without a call to its class. This module
+makes them refuse lazy tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _kernels: list[torch.library.Library] = []  # torch drops the kernels of a libra
 @functools.cache
 def refuse_memory_requests() -> None:
     """From now on `plain.data = lazy` and `torch.utils.dlpack.to_dlpack(lazy)` raise
-    `ShardedParameterError`. For all other tensors they do what they did."""
+    `ShardedParameterError`. They behave as before for all other tensors."""
     library = torch.library.Library("aten", "IMPL")
     library.impl(_COMPATIBLE.name().removeprefix("aten::"), _takes_data, _WRAPPERS.name)
     _kernels.append(library)
@@ -29,7 +29,7 @@ def refuse_memory_requests() -> None:
 
 
 def _takes_data(tensor: torch.Tensor, given: torch.Tensor) -> bool:
-    """What `tensor.data = given` asks first, of which one is of a class of Python's."""
+    """The check at the start of `tensor.data = given`, if one of them has a Python class."""
     if isinstance(given, LazyTensor):
         given.refuse_memory(".data of another tensor")
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_WRAPPERS)):

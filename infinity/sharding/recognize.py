@@ -1,8 +1,8 @@
-"""Which objects are of classes of torch that take long to import: `import torch` leaves them out,
-and most programs never need them.
+"""Recognizes objects of torch's classes that take long to import. `import torch` leaves these
+classes out, and most programs never need them.
 
-An object of such a class exists only where somebody has imported the module of the class. So these
-functions look for the module and never import it.
+An object of such a class exists only if the module of the class was imported. So these functions
+look for the module and never import it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor: a part or a copy of a tensor that several ranks have."""
+    """Whether `value` is a DTensor: this rank's part or copy of a tensor of several ranks."""
     return isinstance(value, _classes("torch.distributed.tensor", "DTensor"))
 
 
@@ -30,6 +30,6 @@ def is_fully_sharded(module: object) -> bool:
 
 
 def _classes(module: str, name: str) -> tuple[type, ...]:
-    """The class `name` of `module`; none where nobody has imported it."""
+    """The class `name` of `module`; an empty tuple if the module was not imported."""
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)

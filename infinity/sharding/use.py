@@ -1,5 +1,5 @@
-"""Uses of a unit's bytes on the compute device, each begun and ended once. See [Note: what a use
-may leave behind] in `sharding/views`."""
+"""Uses of a unit's bytes on the compute device. Each begins once and ends once. See [Note: what a
+use may leave behind] in `sharding/views`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from infinity.sharding.views import GatheredParameter
 
 
 def place_of(parameter: torch.Tensor) -> tuple[Unit, int] | None:
-    """The unit of a parameter of a wrapped model, and its index there, whether it is shown or not;
-    None for any other tensor."""
+    """The unit of a parameter of a wrapped model, shown or not, and its index in the unit; None for
+    any other tensor."""
     if isinstance(parameter, ShardedParameter):
         source = type(parameter).source
         return unit_of(source), source.index_of(parameter)
@@ -30,8 +30,8 @@ def place_of(parameter: torch.Tensor) -> tuple[Unit, int] | None:
 
 
 def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
-    """The unit of the parameter that `tensor` is a handle of, and its index there; None for a
-    tensor that is no handle of a whole parameter."""
+    """The unit of the parameter that `tensor` is a handle of, and its index in the unit; None if
+    `tensor` is no handle of a whole parameter."""
     if isinstance(tensor, LazyValue):
         return unit_of(tensor.source), tensor.place
     if is_dtensor(tensor) or not isinstance(tensor, ShardedParameter):
@@ -40,9 +40,9 @@ def handled(tensor: torch.Tensor) -> tuple[Unit, int] | None:
 
 
 class Use:
-    """One use of a unit's bytes, which stay where they are until `end`.
+    """One use of a unit's bytes. They stay in place until `end`.
 
-    Used by the thread that runs the model. `leave` is called once, with the unit, at the end.
+    Only the model's thread may use it. `end` calls `leave(unit)` once.
     """
 
     def __init__(self, unit: Unit, leave: Callable[[Unit], None]) -> None:
@@ -50,11 +50,11 @@ class Use:
         self._leave: Callable[[Unit], None] | None = leave
 
     def referenced(self) -> list[str]:
-        """The names of what somebody beside the model refers to, as far as this use can tell."""
+        """The names of parameters that objects outside the model are known to refer to."""
         return []
 
     def end(self) -> None:
-        """The bytes may go. Raises `RuntimeError` when the use has ended before."""
+        """Release the bytes. Raises `RuntimeError` if the use has already ended."""
         leave, self._leave = self._leave, None
         if leave is None:
             raise RuntimeError(f"a use of {self.unit.name} was ended twice")
@@ -62,12 +62,11 @@ class Use:
         leave(self.unit)
 
     def _hide(self) -> None:
-        """What this use showed is not shown any more."""
+        """Hide the parameters that this use showed."""
 
 
 class Unpacking(Use):
-    """A use for views of parameter `index` that autograd saved, made from `window`, which all of
-    them share."""
+    """A use for views of parameter `index` that autograd saved. All of them share `window`."""
 
     def __init__(
         self, unit: Unit, index: int, flat: torch.Tensor, leave: Callable[[Unit], None]
@@ -77,19 +76,18 @@ class Unpacking(Use):
         self.window = unit.data.window(flat, index)
 
     def referenced(self) -> list[str]:
-        """The name of the parameter while there is a view."""
+        """The name of the parameter while a view of it exists."""
         return [self.unit.names[self._index]] if self.window.references() else []
 
     def _hide(self) -> None:
-        if self.window.references():  # after an error: that is told once, if at all
+        if self.window.references():  # after an error: references are reported at most once
             self.unit.data.forget_window(self._index)
 
 
 class Showing(Use):
-    """A use that shows the parameters: they point at the bytes until the last use of this kind has
-    ended.
+    """A use that shows the parameters: they point at the bytes until the last `Showing` ends.
 
-    With `writable` the parameters may be changed meanwhile; whoever allows that writes the new
+    With `writable` the user may change the parameters meanwhile. The caller then writes the new
     content back.
     """
 
@@ -101,8 +99,8 @@ class Showing(Use):
         unit.data.show(flat, writable)
 
     def referenced(self) -> list[str]:
-        """The parameters that somebody refers to; none while other uses show them, too, and none in
-        memory of its own."""
+        """The parameters that objects outside the model refer to. Empty while other uses show them,
+        too. Leaves out parameters that have their own memory."""
         data = self.unit.data
         if data.shown != 1:
             return []
@@ -114,8 +112,8 @@ class Showing(Use):
 
 
 def collected(use: Use) -> list[str]:
-    """`use.referenced()`, after Python has freed what it can: cycles of objects keep tensors for a
-    while."""
+    """`use.referenced()` after a garbage collection, because cycles of objects keep tensors
+    alive."""
     if not use.referenced():
         return []
     gc.collect()
@@ -123,5 +121,5 @@ def collected(use: Use) -> list[str]:
 
 
 def described(names: Sequence[Any]) -> str:
-    """The first of `names`, and how many more there are."""
+    """The first of `names`, and the number of further names."""
     return str(names[0]) if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

@@ -1,4 +1,4 @@
-"""The names by which frameworks written for DeepSpeed's ZeRO-3 ask a parameter."""
+"""The attributes that frameworks written for DeepSpeed's ZeRO-3 read from a parameter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class ZeroStatus(enum.Enum):
-    """Whether the data of a parameter is there. INFLIGHT is for those who compare with it: nobody
-    sees a parameter on its way."""
+    """Whether the data of a parameter is present. No parameter ever reports INFLIGHT: it exists for
+    code that compares with it."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -18,14 +18,13 @@ class ZeroStatus(enum.Enum):
 
 
 class ZeroNames:
-    """Attributes of a managed parameter whose shape may be asked anywhere, under their names in
-    DeepSpeed."""
+    """DeepSpeed's attributes of a managed parameter. They may be read anywhere."""
 
     __slots__ = ()
     ds_status: ZeroStatus
-    """Whether its data is there."""
+    """Whether its data is present."""
     ds_persist: ClassVar[bool] = False
-    """Whether its data is always there, which the engine decides unit by unit."""
+    """Whether its data is always present. False: the engine decides unit by unit."""
 
     @property
     def ds_id(self) -> int:
@@ -44,5 +43,5 @@ class ZeroNames:
         return int(self.numel())
 
     def partition_numel(self: Any) -> int:
-        """How many of its elements this rank keeps: all, unless ranks share it."""
+        """The number of elements that this rank keeps: here all of them."""
         return int(self.numel())
