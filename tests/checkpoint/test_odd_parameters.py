@@ -109,7 +109,7 @@ class Training:
         """Copies of all weights and buffers, and of the states of weights, tiles joined."""
         found = {name: value.clone() for name, value in self.engine.state_dict().items()}
         blocks = ((number, self.model[number]) for number in (0, 2))
-        kinds = self.optimizer.states
+        kinds = self.optimizer.rule.states
         for (number, block), kind in itertools.product(blocks, ("master", *kinds)):
             for name in ("scalar", "one", "ones", "turned", "strided", "channels_last"):
                 found[f"{number}.{name} {kind}"] = infinity.get(getattr(block, name), kind).clone()

@@ -318,7 +318,7 @@ FAULTS = [
     Fault(
         "launch: an idle octet writes the scale of another one",
         "launch.h",
-        "run.first.scales = run.second.scales = scale;",
+        "run.first.scales = run.second.scales = run.slow.scales = scale;",
         "",
     ),
 ]

@@ -21,7 +21,7 @@ from torch import nn
 
 import infinity
 from infinity.placement.budget import STAGED_SETS
-from infinity.placement.spec import Kind
+from infinity.placement.spec import MOMENTS, Kind
 from support.budgets import ROOMY
 from support.children import CHILD
 from support.configs import config_of
@@ -449,7 +449,8 @@ def test_states_on_nvme_take_what_the_ledger_says(
         padded = sum(unit.layout.numel for unit in engine.units)
         assert engine.memory()["nvme"] == (2 + states) * padded
         assert {kind.value: block.tier for kind, block in engine.units[0].blocks.items()} == {
-            kind.value: "cpu" if kind is Kind.GRAD else "nvme" for kind in Kind
+            kind.value: "cpu" if kind is Kind.GRAD else "nvme"
+            for kind in (Kind.PARAM, Kind.GRAD, Kind.MASTER, *MOMENTS["adam"])
         }
 
 
