@@ -1,12 +1,12 @@
-"""What a directory of states says of itself: its manifest, beside the states file.
+"""The manifest of a directory of states, beside the states file.
 
 [Note: a directory that holds states]
 Every directory has a manifest, `infinity-manifest.json`: the run, its number among the directories,
 how the address space is striped over them, where each block lies, and whether anything was
 committed. The first directory also has the record of the last commit
 (`infinity.directories.commits`), which names the run. The manifests come before the first commit,
-and say so after it. Where something was committed, nobody reclaims the states: they are taken over
-(`resume`), or refused. What was not is reclaimed as what any dead run left.
+and say so after it. Committed states are never reclaimed: a later run adopts them (`resume`), or
+raises an error. Uncommitted states are reclaimed, as those of any dead run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infinity.placement.spec import Kind
 
 MANIFEST_NAME = "infinity-manifest.json"
 DURABLE_NAMES = (*COMMIT_NAMES, DRAFT_NAME, MANIFEST_NAME)
-"""What lies beside the states; the manifest last, because without it nobody looks at the others."""
+"""The files beside the states. The manifest is last: without it, no code reads the other files."""
 STATES_NAME = "infinity-states.bin"
 VERSION = 4
 _MOST_BYTES = 1 << 30
@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Member(NamedTuple):
-    """Whose states these are: `rank` of so many `ranks`, and in words which `part` of the states it
+    """The owner of the states: `rank` of `ranks`, and in words the `part` of the states that it
     has."""
 
     rank: int = 0
@@ -58,13 +58,13 @@ ONE_RANK = Member()
 
 
 class _Stored(BaseModel):
-    """What a manifest has, as it was written."""
+    """A part of a manifest."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StoredBlock(_Stored):
-    """A block on NVMe: what it is, and the bytes at which each of its extents begins."""
+    """A block on NVMe, and the byte at which each of its extents begins."""
 
     name: str
     kind: Annotated[str, AfterValidator(lambda kind: Kind(kind).value)]
@@ -87,8 +87,8 @@ def _known(version: int) -> int:
 
 
 class StatesManifest(_Stored):
-    """Where the states of one run lie, as far as `member` has them, for directory number
-    `directory`; `stripe_bytes`, `shares` and `rooms` are those of `Stripes`."""
+    """Where the states of `member` in one run lie, for directory number `directory`.
+    `stripe_bytes`, `shares` and `rooms` are those of `Stripes`."""
 
     version: Annotated[int, AfterValidator(_known)]
     directory: Count
@@ -126,11 +126,11 @@ class StatesManifest(_Stored):
 
     @classmethod
     def decode(cls, content: bytes) -> StatesManifest:
-        """What `encode` was called of. Raises `ValidationError`."""
+        """The inverse of `encode`. Raises `ValidationError` if `content` is no valid manifest."""
         return cls.model_validate_json(content)
 
     def difference(self, blocks: Sequence[StoredBlock]) -> str:
-        """In what other `blocks` differ from these first, in words; "" where they do not."""
+        """The first difference of `blocks` from these, in words; "" if there is none."""
         for mine, other in zip(self.blocks, blocks, strict=False):
             for key, value in mine:
                 if (here := getattr(other, key)) != value:
@@ -147,7 +147,7 @@ def has_manifest(place: Directory) -> bool:
 
 
 def holds_committed(place: Directory) -> bool:
-    """Whether states that were committed lie there, as far as that can be read."""
+    """Whether committed states lie there; also True if a record or manifest is unreadable."""
     if not has_manifest(place):
         return False
     try:
@@ -158,26 +158,26 @@ def holds_committed(place: Directory) -> bool:
 
 
 def run_of(place: Directory) -> str:
-    """Whose states lie there; "" where no run says so."""
+    """The run whose states lie there; "" if no readable manifest names one."""
     with suppress(CheckpointError):
         return read_manifest(place).run if has_manifest(place) else ""
     return ""
 
 
 def refuse_kept(place: Directory) -> None:
-    """Raise `ConfigError` where `place` holds states that outlived their process."""
+    """Raise `ConfigError` if `place` holds committed states."""
     if holds_committed(place):
         raise refusal_of(place)
 
 
 def remove_records(places: Sequence[Directory]) -> None:
-    """Remove what lies beside states that nobody shall go on from, in all directories of a run. The
-    states are to go after that.
+    """Remove manifests and records in all directories of a run. The caller removes the states
+    afterward.
 
-    A kill meanwhile leaves either all of it, to go on from, or nothing that anybody asks for. So
-    does an error of the drive: it is raised, and nothing goes after that. First the manifests say
-    that nothing was committed; without a record that is believed. Then the records go for good, the
-    last one last, and then the rest.
+    A kill in between leaves states that can still be resumed, or states that count as uncommitted.
+    So does an error of the drive, which is raised and ends the removal. First the manifests say
+    that nothing was committed. This counts once there is no record. Then the records are removed,
+    the last one last, and then the other files.
     """
     for place in filter(has_manifest, places):
         try:
@@ -188,7 +188,7 @@ def remove_records(places: Sequence[Directory]) -> None:
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None
-            # else it is damaged, and refused before as after
+            # else it is damaged, and is refused in any case
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise  # else what is removed is to make room
@@ -203,7 +203,7 @@ def remove_records(places: Sequence[Directory]) -> None:
 
 
 def refusal_of(place: Directory) -> ConfigError:
-    """What to raise for committed states in `place` that are not to be taken over."""
+    """The error for committed states in `place` that this run does not adopt."""
     return ConfigError(
         f"nvme directory {place.path} holds the committed states of an earlier run; go on "
         "from them with infinity.wrap(model, config, resume=True) or infinity finetune "
@@ -213,7 +213,7 @@ def refusal_of(place: Directory) -> ConfigError:
 
 
 def read_manifest(place: Directory) -> StatesManifest:
-    """The manifest in `place`. Raises `CheckpointError` where it is damaged."""
+    """The manifest in `place`. Raises `CheckpointError` if it is damaged or unreadable."""
     path = place.path / MANIFEST_NAME
     try:
         with naming(path), os.fdopen(place.open(MANIFEST_NAME, os.O_RDONLY), "rb") as file:
@@ -225,5 +225,5 @@ def read_manifest(place: Directory) -> StatesManifest:
 
 
 def reason_of(error: Exception) -> str:
-    """What is wrong with a record or a manifest, in words."""
+    """The problem of a record or a manifest, in words."""
     return first_problem(error) if isinstance(error, ValidationError) else str(error)

@@ -1,4 +1,4 @@
-"""The user's own files as the home of blocks that nobody writes.
+"""The user's own files as the home of blocks that no update writes.
 
 [Note: a home in the user's files]
 The values of a frozen unit may lie in safetensors files already, in the dtype of the unit. Then
@@ -8,9 +8,9 @@ file. The native engine reads any range: whole pages straight to memory that lie
 as the file has it, everything else through its bounce buffers. A unit is laid out in the order of
 its files (`Build.group`), so most units are one slice.
 
-The files are only read. What rewrites such a block first gives it an extent of its own
-(`Store.make_writable`). A file that is not the one that was looked at is refused when it is opened.
-From then on the descriptor counts: a file that is deleted or replaced stays readable.
+The files are only read. Before code rewrites such a block, it gives the block an extent of its own
+(`Store.make_writable`). Opening a file that has changed since `OriginalFile.of` raises an error.
+After that, the descriptor keeps a deleted or replaced file readable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WIDEST = 8  # bytes of the widest dtype in safetensors: a tensor of bytes can b
 
 
 class OriginalFile(NamedTuple):
-    """A file of the user, as it was when it was looked at."""
+    """A file of the user, as it was at the time of `of`."""
 
     path: Path
     device: int
@@ -52,8 +52,8 @@ class OriginalFile(NamedTuple):
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def open(self) -> int:
-        """A descriptor for reading. Raises `WeightsError` where the file is another one by now, and
-        `OSError`."""
+        """A descriptor for reading. Raises `WeightsError` if the file has changed, and `OSError` if
+        it cannot be opened."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         if self._as(self.path, os.fstat(descriptor)) != self:
             os.close(descriptor)
@@ -89,7 +89,7 @@ class FileSlice(NamedTuple):
 class FileExtent:
     """A place in the user's files, from byte `start` of a block on; it is only read.
 
-    `slices` are in the order of the block. What lies between them is padding, which is not read.
+    `slices` are in the order of the block. Bytes between them are padding, which is not read.
     """
 
     def __init__(self, slices: Iterable[FileSlice], nbytes: int, start: int = 0) -> None:
@@ -104,8 +104,8 @@ class FileExtent:
         return FileExtent(self.slices, self._block_nbytes, start)
 
     def parts(self, begin: int, nbytes: int) -> Iterator[tuple[int, FileSlice]]:
-        """What to read of bytes [begin, begin + nbytes): each part, and how far from `begin` it
-        belongs."""
+        """The parts to read for bytes [begin, begin + nbytes): the distance from `begin` in bytes,
+        and the slice."""
         first = begin + self._start
         last = first + nbytes
         for each in self.slices[max(bisect_right(self._begins, first) - 1, 0) :]:
@@ -118,7 +118,8 @@ class FileExtent:
                 yield low - first, FileSlice(low, high - low, each.file, offset)
 
     def shift(self, begin: int, nbytes: int) -> int:
-        """How far from the start of a page bytes [begin, begin + nbytes) are best read to."""
+        """The best distance, in bytes, of the target of bytes [begin, begin + nbytes) from the
+        start of a page."""
         for at, part in self.parts(begin, nbytes):
             shift = (part.offset - at) % PAGE
             return shift if shift % _WIDEST == 0 else 0
@@ -167,20 +168,20 @@ class Originals:
         ]
 
     def mapped(self, place: StoredBytes, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes at `place` as a tensor (n,) of `dtype`, which the kernel reads when somebody
-        does. What is written to it does not reach the file."""
+        """The bytes at `place` as a memory-mapped tensor (n,) of `dtype`. Writes to it do not reach
+        the file."""
         descriptor = self._files[place.file].duplicate()
         return mapped_range(descriptor, place.offset, place.nbytes, dtype)
 
     def close(self) -> None:
-        """Wait for what is in flight, and close the files. May be called twice."""
+        """Wait for all reads in flight, and close the files. May be called twice."""
         self._parts.close()
         self.engine = None
         self._files.clear()
 
 
 def _joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
-    """`slices` in their order; what follows both in the block and in the file is one slice."""
+    """`slices` in the order of the block. Slices that are adjacent in block and file are joined."""
     pending: FileSlice | None = None
     for each in sorted(slices, key=lambda each: each.begin):
         if (

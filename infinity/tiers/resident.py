@@ -37,11 +37,10 @@ later. A copy is queued behind the mark. A read of a drive that writes to the de
 [Note: waiting for a copy]
 Only the stream that reads the place waits, and no thread of the host. A block whose home is host
 memory is READY as soon as its copies are queued, and `wait` lets the caller's stream come
-after the last copy
-(`DeviceCopy.arriving`). All copies to the device share a stream, so the last one is the last to
-end, and a place that changes hands needs no wait either. The host waits in three cases: for a read
-of a drive; before a home is rewritten that a copy still reads (`await_idle`); and before a drive
-writes to the device past all streams.
+after the last copy (`DeviceCopy.arriving`). All copies to the device share a stream, so the last
+one is the last to end, and a place that changes hands needs no wait either. The host waits in three
+cases: for a read of a drive; before a home is rewritten that a copy still reads (`await_idle`); and
+before a drive writes to the device past all streams.
 """
 
 from __future__ import annotations

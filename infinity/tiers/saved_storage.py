@@ -1,4 +1,4 @@
-"""A storage that autograd saved: where its bytes are, and when they are likely to be asked for."""
+"""A storage that autograd saved: where its bytes are, and when backward is likely to need them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StorageState(Enum):
     LOST = auto()
     """Nowhere: writing them failed."""
     ENDED = auto()
-    """Nowhere: nobody needs them, or the engine was closed."""
+    """Nowhere: autograd dropped the storage, or the engine was closed."""
 
 
 IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
@@ -40,8 +40,8 @@ IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
 
 
 class SavedStorage:
-    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under
-    its lock."""
+    """One storage of `nbytes` bytes that autograd saved. `Activations` alone uses the other
+    attributes, under its lock."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SavedStorage:
         self.start: int | None = start
         self.slot: torch.Tensor | None = slot
         self.extent: Extent | None = None
-        self.checksum = 0  # of what the extent has, where that is verified
+        self.checksum = 0  # of the extent, if reads are verified
         self.origin = StorageWeakRef(storage)
         self.address = storage.data_ptr()
         self.source: torch.Tensor | None = source  # keeps the origin while it is copied
@@ -74,7 +74,7 @@ class SavedStorage:
         self.below: SavedStorage | None = None
 
     def alive(self) -> torch.UntypedStorage | None:
-        """The storage itself, if anybody still has it as it was."""
+        """The storage itself, if it is still alive with the same address and size; else None."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
             self.origin.cdata
         )
@@ -83,14 +83,14 @@ class SavedStorage:
         return storage
 
     def in_flight(self) -> bool:
-        """Whether something is still being read from its places, or written to them."""
+        """Whether a copy or I/O from or to its places is under way."""
         return any(
             each is not None and not each.done()
             for each in (self.leaving, self.coming, self.ticket)
         )
 
     def await_idle(self) -> None:
-        """Block until nothing is in flight, and let go of it, also of a copy that fails."""
+        """Block until nothing is in flight, and release all references, even if a copy fails."""
         with ExitStack() as stack:
             stack.callback(self._let_go)
             for each in (self.ticket, self.coming, self.leaving):
@@ -107,15 +107,15 @@ def _end(going: Copy | Ticket) -> None:
 
 
 class Stack:
-    """What one thread saved, in order, and what of it is likely to be asked for next."""
+    """The storages that one thread saved, in order, and a guess which is fetched next."""
 
     def __init__(self) -> None:
         self.top: SavedStorage | None = None
         self.next: SavedStorage | None = None  # to be asked for
-        self.away: SavedStorage | None = None  # to be read: whatever is AWAY is this, or below it
+        self.away: SavedStorage | None = None  # read next: each AWAY storage is this or below it
 
     def push(self, saved: SavedStorage, rank: int) -> None:
-        """`saved` is the last now, and the first to be asked for."""
+        """Put `saved` on top: backward needs it first."""
         saved.stack, saved.rank, saved.below, saved.above = self, rank, self.top, None
         if self.top is not None:
             self.top.above = saved
@@ -124,7 +124,7 @@ class Stack:
             self.away = saved
 
     def remove(self, saved: SavedStorage) -> None:
-        """`saved` is not in it any more."""
+        """Take `saved` out of the stack."""
         above, below = saved.above, saved.below
         if above is not None:
             above.below = below
@@ -136,8 +136,8 @@ class Stack:
         saved.stack = saved.above = saved.below = None
 
     def reach(self, saved: SavedStorage) -> None:
-        """`saved` was asked for: what is below it comes next. Several that one operator saved are
-        asked for in any order."""
+        """`saved` was fetched: the storage below it comes next. Backward fetches the storages of
+        one operator in any order."""
         if saved.passed or self.next is None or saved.rank <= self.next.rank:
             self.next = saved.below
 
@@ -147,7 +147,7 @@ class Stack:
             self.away = saved
 
     def next_away(self) -> SavedStorage | None:
-        """What to read next."""
+        """The next storage to read from the drive; None if no storage is AWAY."""
         while self.away is not None and self.away.state is not StorageState.AWAY:
             self.away = self.away.below
         return self.away

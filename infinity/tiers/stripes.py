@@ -1,5 +1,5 @@
-"""How one address space is spread over files whose drives differ in speed and room: arithmetic
-only. Imports no torch.
+"""Spreads one address space over files whose drives differ in speed and room: arithmetic only.
+Imports no torch.
 
 [Note: a share is a place in a short pattern]
 Stripes go round the files in a repeating pattern of at most 32. A file occurs in it as often as its
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 LONGEST_PATTERN = 32
 NEAR_ENOUGH = 1.05
-"""A pattern serves when its slowest drive takes at most so many times as long as with exact
+"""A pattern is accepted if its slowest drive takes at most this multiple of its time with exact
 shares."""
-# Of the largest; each file occurs once in any case, so less makes no difference.
+# Of the largest. Each file occurs at least once, so a smaller share makes no difference.
 _LEAST_SHARE = 1e-3
 _NO_LIMIT = 1 << 62
 
@@ -36,8 +36,8 @@ class Stripes:
     """The place of every byte of an address space in several files: a bijection onto [0, length) of
     each of them.
 
-    `shares`: what part each file gets, as positive numbers of any scale; `rooms`: how many stripes
-    it can hold (default: any number); where that is 0 the share does not matter.
+    `shares`: the part of each file, as positive numbers of any scale. `rooms`: how many stripes
+    each file can hold (default: any number). If a room is 0, its share is ignored.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Stripes:
         return [count * self._bytes for count in run.held(at)]
 
     def pieces(self, position: int, nbytes: int) -> Iterator[FileRange]:
-        """The pieces of bytes [position, position + nbytes), in order; what follows in the same
-        file is in the same piece."""
+        """The pieces of bytes [position, position + nbytes), in order. Adjacent bytes of one file
+        are in one piece."""
         if self._files == 1 and nbytes > 0:
             yield FileRange(0, position, nbytes)
             return
@@ -129,12 +129,12 @@ class _StripeRun:
 
 
 def pattern_of(shares: Sequence[float]) -> list[int]:
-    """The order in which files take a stripe each: every file at least once, more often the larger
-    its share."""
+    """The order in which files take a stripe each. Every file occurs at least once, and in
+    proportion to its share."""
     counts = _counts(shares)
     credits = [0] * len(shares)
     order = []
-    # Smooth weighted round robin: everyone earns its count, whoever has most pays for all.
+    # Smooth weighted round robin: each file earns its count, and the richest pays for all.
     for _ in range(sum(counts)):
         credits = [credit + count for credit, count in zip(credits, counts, strict=True)]
         chosen = credits.index(max(credits))
