@@ -1,5 +1,5 @@
-"""The knobs of one engine: `Config` holds what the user decides, `Tuning` what the engine chooses
-where nothing is set.
+"""The knobs of one engine: the user sets `Config`, and the engine chooses each unset value of
+`Tuning`.
 
 `Config` has the budgets, paths, places and formats that a user sizes a run by. Everything about
 speed, checks and the machine is in `Tuning`. A test freezes both lists.
@@ -96,17 +96,17 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 BytesOrPart = Annotated[int | str, BeforeValidator(_as_budget)]
-"""Bytes, "auto", or a part of what is free as in "80%"."""
+"""Bytes, "auto", or a percentage of the free memory such as "80%"."""
 BytesOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)]
 ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
 Durability = Annotated[Literal["off", "step"] | int, BeforeValidator(_as_durability)]
-"""What is committed: nothing, every step, or every N-th."""
+"""The committed steps: none, every step, or every N-th step."""
 Shares = Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)]
 
 
 class _Knobs(BaseModel):
-    """A frozen model that refuses what it does not understand with one `ConfigError`."""
+    """A frozen model that raises `ConfigError` for unknown keys and wrong values."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -139,7 +139,7 @@ class _Knobs(BaseModel):
 
 
 def _problem(error: Any) -> str:
-    """One of pydantic's errors in the words of this project."""
+    """The text of one pydantic error, in the words of this project."""
     inner = error.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
         return str(inner)  # from a Tuning that was given as a dict, which names its key itself
@@ -149,7 +149,7 @@ def _problem(error: Any) -> str:
 
 
 def _unknown(key: str, *, in_tuning: bool) -> str:
-    """What is wrong with a `key` that is not in the list where it was given."""
+    """The error text for a `key` that is not in the list where the caller gave it."""
     if not in_tuning and key in Tuning.model_fields:
         return f"{key} is now in tuning: Config(tuning=Tuning({key}=...))"
     if in_tuning and key in Config.model_fields:
@@ -164,45 +164,44 @@ def _unknown(key: str, *, in_tuning: bool) -> str:
 
 
 class Tuning(_Knobs):
-    """What the engine measures or plans where nothing is set, and what only a special machine or a
-    search for a fault needs.
+    """Settings that the engine measures or plans by default, and settings for special machines and
+    for debugging.
 
     `Config(tuning=...)` takes it, as an object or as a dict with the same keys.
 
-    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is
-    allowed.
+    Raises `ConfigError` (a `ValueError`) that names the key, the problem and the allowed values.
     """
 
     nvme_memory: Bytes | None = None
-    """Budget on NVMe, over all directories; by default what they have free."""
+    """Budget on NVMe, over all directories; by default their free space."""
     nvme_shares: Shares = "measured"
-    """What part of the states each `nvme` directory holds: "measured" for its speed, "equal", or a
+    """The share of the states on each `nvme` directory: "measured" follows its speed, "equal", or a
     number for each.
 
     The engine measures the speeds when it starts. Numbers may be the GB/s that `infinity bench io`
-    prints. A directory never gets more than it has room for.
+    prints. A directory never gets more than its free space.
     """
     cache: BytesOrAuto = "auto"
-    """How much of `cpu_memory` may keep a part of what is on NVMe; "auto" is what homes and staging
-    leave, 0 is none.
+    """How much of `cpu_memory` may cache states on NVMe; "auto" is the memory beside homes and
+    staging, 0 is none.
 
-    What is kept is never read from NVMe. With `durability` each step that is committed still writes
-    it there.
+    Cached states are never read from NVMe. With `durability` each committed step still writes them
+    to NVMe.
     """
     gpu_cache: BytesOrAuto = "auto"
     """How much of `gpu_memory` keeps all states of the first units; "auto" is what pays on a GPU, 0
     is none.
 
-    These units keep parameters, gradients, masters and moments there, wherever the others have
-    theirs. They are the first of the model: their gradients come last, and the next forward needs
-    their parameters first. They move nothing. A GPU updates them with its own kernels, beside those
-    of the CPU.
+    These units keep parameters, gradients, masters and moments on the GPU, whatever the home of the
+    other units is. They are the first of the model: their gradients come last, and the next forward
+    needs their parameters first. Their states do not move. The GPU updates them with its own
+    kernels while the CPU updates the other units.
 
-    "auto" takes all units if they fit. Else it takes so many that the busiest part of a step has
-    least to do. The parts are both directions of the link, the drives, and the updates on the CPU.
-    `wrap` measures them in less than a second, with at most 64 MiB on each drive for each rank, in
-    a file of its own. Parameters of the other units pass through what is left, which is at least
-    twice what is in use at once.
+    "auto" takes all units if they fit. Otherwise it takes the number of units that makes the
+    busiest part of a step shortest. The parts are both directions of the link, the drives, and the
+    updates on the CPU. `wrap` measures them in less than a second, with at most 64 MiB on each
+    drive for each rank, in a file of its own. Parameters of the other units pass through the
+    remaining memory, which is at least twice the memory in use at once.
 
     It is 0 on the CPU, where `cache` does the same. It is also 0 with `update="delayed"` and
     `algorithm="other"`, which the GPU's kernels cannot do.
@@ -211,16 +210,17 @@ class Tuning(_Knobs):
     """How much of `cpu_memory` is for offloaded activations; "auto" is half of what homes leave.
 
     "auto" also takes what staging and cache do not use. With `activations="nvme"` all activations
-    pass through it. So it should hold a few of the largest: one comes while another is written. A
-    tensor that is larger than all of it stays on the device.
+    pass through it. So it should hold a few of the largest: one arrives while another is written.
+    A tensor that is larger than this budget stays on the device.
     """
     partition_activations: bool = False
     """With tensor parallel ranks: keep 1/N of each saved tensor that all N of them hold alike.
 
     The backward gathers the parts (ZeRO, section 6.1). Such tensors are replicated DTensors, and
-    inputs of blocks that are recomputed, by `recompute="all"` or by the model. Setting this says
-    that these inputs are alike: checksums are compared, and the backward raises where they differ.
-    The numbers are the same. Parts go where `activations` says. Tensors under 256 KiB stay whole.
+    inputs of blocks that are recomputed, by `recompute="all"` or by the model. By setting this
+    the user states that these inputs are equal on all tensor parallel ranks. The engine compares
+    checksums, and the backward raises if they differ. The numbers are the same. Parts go where
+    `activations` says. Tensors under 256 KiB stay whole.
     """
     gradient_precision: Literal["auto", "fp32"] = "auto"
     """dtype that gradients are accumulated and reduced in; "auto" is that of the parameters."""
@@ -232,7 +232,7 @@ class Tuning(_Knobs):
     copy_on_write: bool = True
     """Write an updated state beside its old value, which takes twice the space on NVMe.
 
-    What a failed step leaves there is whole, and an update may begin before its step. If all of a
+    A failed step leaves valid states on NVMe, and an update may begin before its step. If all of a
     model is in memory and updates are speculative, host memory keeps both values of as many units
     as `cpu_memory` has room for.
     """
@@ -242,16 +242,16 @@ class Tuning(_Knobs):
     parameters of before the last step.
 
     "exact" starts once the clip factor is known. "speculative" assumes that nothing is clipped, or
-    takes the factor that an optimizer with `clip="previous"` or "unit" knows, and runs again where
-    that was wrong. It needs `copy_on_write`, and parameters that are not on the
+    takes the factor that an optimizer with `clip="previous"` or "unit" knows. If the factor was
+    wrong, the update runs again. It needs `copy_on_write`, and parameters that are not on the
     gpu, where they are rewritten in place. "auto" chooses one of these two where there is I/O or a
     GPU to run beside. Else it chooses "plain", because update and forward on the same CPUs only
     disturb each other.
 
     "delayed" changes the numbers (ZeRO-Offload, section 5.2). An update has a whole forward and
     backward to run beside, clipped or not. Evaluation, `state_dict` and everything else that reads
-    states see the last step, and training goes on from there. It needs parameters on cpu or nvme,
-    and twice the memory or space for them. What `infinity.adapt` made is never late.
+    states see the last step, and training continues from it. It needs parameters on cpu or nvme,
+    and twice the memory or space for them. Optimizers of `infinity.adapt` are never late.
     """
     delayed_after: Annotated[int, Field(ge=0)] = 40
     """With `update="delayed"`: the steps that come before the first late one.
@@ -266,8 +266,8 @@ class Tuning(_Knobs):
     others wait. Over NCCL torch ends the process ten minutes later, or more.
     """
     verify: Literal["resume", "always"] = "resume"
-    """When checksums of what lies on NVMe are checked: "resume" where committed states are taken
-    over, "always" also on every read.
+    """When checksums of bytes on NVMe are checked: "resume" when a run adopts committed states,
+    "always" also on every read.
 
     A CRC32C of every piece is taken as it is written. A piece that differs raises
     `CorruptStateError`, and nothing is trained on it.
@@ -307,15 +307,14 @@ class Tuning(_Knobs):
 class Config(_Knobs):
     """Budgets, places and formats of one engine.
 
-    `gpu_memory` and `cpu_memory` are upper limits on what the engine holds on the compute device
-    and in host memory: bytes ("20GiB" or an integer), or a part of what is free when the model is
-    wrapped ("80%"; "auto" leaves room for the computation). Without a GPU the compute device is
-    the CPU, and `gpu_memory` is its budget in RAM.
+    `gpu_memory` and `cpu_memory` are upper limits on the bytes of the engine on the compute device
+    and in host memory: bytes ("20GiB" or an integer), or a part of the memory that is free at
+    `wrap` ("80%"; "auto" leaves room for the computation). Without a GPU the compute device is the
+    CPU, and `gpu_memory` is its budget in RAM.
 
     Without an `nvme` directory, parameters and optimizer states are at home in host memory.
 
-    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is
-    allowed.
+    Raises `ConfigError` (a `ValueError`) that names the key, the problem and the allowed values.
     """
 
     nvme: Paths = ()
@@ -323,17 +322,17 @@ class Config(_Knobs):
     gpu_memory: BytesOrPart = "auto"
     """Budget on the compute device of each rank (RAM where there is no GPU).
 
-    "auto" is half of what is free, or more where states at home there need it. The rest is for
-    activations. "80%" is a part of what is free.
+    "auto" is half of the free memory, or more if states at home there need it. The rest is for
+    activations. "80%" is a part of the free memory.
     """
     cpu_memory: BytesOrPart = "auto"
     """Budget in host memory.
 
-    "auto" is what is free, less a reserve of a tenth of all memory: at least 2 GiB, at most 16 GiB,
-    and at most half of what is free. Limits of control groups count. "80%" is a part of what is
-    free. The ranks of a node get equal parts of both. Where the compute device is the CPU, or has
-    no memory of its own, a quarter of that stays for activations, and the rest is for `gpu_memory`
-    and `cpu_memory`.
+    "auto" is the free memory, less a reserve of a tenth of all memory: at least 2 GiB, at most 16
+    GiB, and at most half of the free memory. Limits of control groups count. "80%" is a part of the
+    free memory. The ranks of a node get equal parts of both. Where the compute device is the CPU,
+    or has no memory of its own, a quarter of that stays for activations, and the rest is for
+    `gpu_memory` and `cpu_memory`.
     """
 
     parameters: Tier = "nvme"
@@ -349,7 +348,7 @@ class Config(_Knobs):
     Where `nvme` has no directory, the default is "cpu".
     """
     activations: Tier = "gpu"
-    """Where what a forward saves waits for its backward.
+    """The tier of tensors that a forward saves for its backward.
 
     "gpu": on the compute device, as in plain PyTorch. "cpu": in host memory. What does not fit
     there stays on the device. Where the device is the CPU nothing moves. "nvme": in host memory,
@@ -394,12 +393,12 @@ class Config(_Knobs):
     """What outlives the process: nothing, or with "step" every optimizer step, or every N-th step.
 
     With "step" the states in the `nvme` directories stay there, and `infinity.wrap(...,
-    resume=True)` goes on from the last committed step with the same bits, whatever ended the
-    process. It needs parameters and optimizer states on nvme; what is cached of them is written
-    with each step that is committed. With a number N those are the steps N, 2 N, 3 N and so on, and
-    the last one; a kill costs N steps at most. What is not cached then takes half as much space
-    again. Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep parameters
-    on the device.
+    resume=True)` continues from the last committed step with the same bits, whatever ended the
+    process. It needs parameters and optimizer states on nvme. Each committed step also writes the
+    cached states. With a number N those are the steps N, 2 N, 3 N and so on, and the last one; a
+    kill costs N steps at most. States that are not cached then take half as much space again.
+    Several ranks commit the same step; with `stage` 0 or 3, because 1 and 2 keep parameters on the
+    device.
     """
     deterministic: bool = False
     """Have torch compute the same bits at every run on a GPU, too, as it does on a CPU.
@@ -418,11 +417,11 @@ class Config(_Knobs):
     """
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
-    """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
+    """Settings that the engine chooses by default, as a `Tuning` or a dict."""
 
     @property
     def steps_per_commit(self) -> int:
-        """Every how many steps one is committed; 0 where none is."""
+        """The number of steps from one commit to the next; 0 without commits."""
         if isinstance(self.durability, int):
             return self.durability
         return 1 if self.durability == "step" else 0
@@ -430,7 +429,7 @@ class Config(_Knobs):
     @model_validator(mode="before")
     @classmethod
     def _without_drives(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Where nobody speaks of drives, nothing is at home there. An empty list is a mistake."""
+        """Without the key `nvme` the default home of parameters and optimizer states is "cpu"."""
         return values if "nvme" in values else {"parameters": "cpu", "optimizer": "cpu", **values}
 
     @model_validator(mode="after")
@@ -465,7 +464,7 @@ class Config(_Knobs):
         return self._wrong_whole_states()
 
     def _wrong_whole_states(self) -> str:
-        """What is wrong with where a rank keeps what it has all of."""
+        """The error text if whole replicas of states are on a tier that cannot hold them."""
         kept, homes, stage = [], [], 2
         if self.stage in (1, 2) and self.parameters != "gpu":
             kept.append("all parameters on the device of every rank")
