@@ -316,7 +316,7 @@ def test_help_is_the_first_paragraph_and_names_options(made: typer.Typer) -> Non
         helps["delayed_after"]
         == "With --update delayed: the steps that come before the first late one."
     )
-    assert helps["cache"].startswith("How much of --cpu-memory may keep a part of what is on NVMe;")
+    assert helps["cache"].startswith("How much of --cpu-memory may cache states on NVMe;")
     assert "moves" not in helps["cache"], "that is in the second paragraph"
     assert helps["cpu_memory"] == "Budget in host memory. For all ranks of a node together."
     assert not any("`" in text for text in helps.values() if text)

@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
 
 TURNS = (
-    Turn(r"\bwho(ever|m|se)?\b", "who asks", "the object by its name: the caller, another rank"),
+    Turn(r"\bwho(ever|m)?\b", "who asks", "the object by its name: the caller, another rank"),
     Turn(r"\b(no|some|any|every)body\b", "nobody reads", "the noun: no thread, another rank"),
     Turn(
         r"(^|[.:;] |\b(of|with|to|by|in|from|on|reads|writes|keeps|and|than|as|holds) )"
