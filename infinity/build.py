@@ -473,9 +473,10 @@ class Build:
         parts = self._config, self.device, self._recorder, self.ranks.own
         if self._config.durability == "off":
             return Store(*parts)
-        from infinity.durable.store import DurableStore  # not at the top: others need none of it
+        from infinity.durable.states import DurableStates  # not at the top: others need none of it
+        from infinity.durable.store import DurableStore
 
-        self._durable = DurableStore(*parts, self._resume, self.ranks.member)
+        self._durable = DurableStore(*parts, DurableStates(self._resume, self.ranks.member))
         return self._durable
 
     @property

@@ -71,7 +71,7 @@ def _collected(*parts: Any) -> None:
 
 
 def await_closings() -> None:
-    """Wait for the engines that end on threads of their own, for a minute at most."""
+    """Wait for the engines that end on threads of their own, for at most a minute each."""
     for thread in threading.enumerate():
         if thread.name == _CLOSING:
             thread.join(_MOST_SECONDS)

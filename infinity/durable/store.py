@@ -23,7 +23,7 @@ from infinity.quantities import format_bytes
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import Sums, pack_sums, unpack_sums
 from infinity.tiers.drives import STRIPE_BYTES
-from infinity.tiers.manifest import ONE_RANK, Member, StoredBlock
+from infinity.tiers.manifest import Member, StoredBlock
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.states_files import Extent
 from infinity.tiers.store import Store
@@ -52,15 +52,13 @@ class DurableStore(Store):
         config: Config,
         device: ComputeDevice,
         recorder: Recorder,
-        own: str = "",
-        resume: bool = False,
-        member: Member = ONE_RANK,
+        own: str,
+        states: DurableStates,
     ) -> None:
-        """With `resume` states that an earlier run committed are taken over, as far as they are
-        those of `member`. See `Store` for the rest."""
-        self.states = DurableStates(resume, member)
+        """See `Store`."""
+        super().__init__(config, device, recorder, own, states)
+        self.states = states
         """What the directories hold beyond the life of the store."""
-        super().__init__(config, device, recorder, own, self.states)
         self._committed: LastCommit | None = None
         self._last_record = threading.Lock()  # the record of `_committed` is not given up
         self.has_spares = config.steps_per_commit > 1

@@ -28,7 +28,7 @@ _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "in
 _ALIGNMENT = 1 << 21
 _MATRIX = 8192
 _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
-ADAM_STEP = {
+_ADAM_STEP = {
     "lr": 1e-3,
     "beta1": 0.9,
     "beta2": 0.999,
@@ -47,7 +47,7 @@ class TimedUpdate(NamedTuple):
     its moments."""
 
     rule: str = "adam"
-    values: Mapping[str, float] = MappingProxyType(ADAM_STEP)
+    values: Mapping[str, float] = MappingProxyType(_ADAM_STEP)
     moments: Collection[str] = ("first", "second")
 
 

@@ -26,7 +26,8 @@ class Home:
     for the committed step itself, for a write outside of steps, and if every step or no step is
     committed.
 
-    `written` is False until the first update ends: such a block reads as zeros, without I/O.
+    `written` is False until an update ends or the block is filled: until then it reads as zeros,
+    without I/O.
     """
 
     def __init__(self, placed: Placed) -> None:

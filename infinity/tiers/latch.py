@@ -14,7 +14,7 @@ log = logging.getLogger("infinity")
 
 
 class Latch:
-    """Keeps the first failure, and raises it in every later check. Any thread may call it.
+    """Keeps the first failure, and raises it in every later `check`. Any thread may call it.
 
     `changed` is the condition of the store. Its lock guards the latch. A failure wakes all threads
     that wait for it.
@@ -49,7 +49,7 @@ class Latch:
         """Note that `what` failed, wake all waiting threads, and call the listeners.
 
         Only the first failure is kept. Returns an error that names it and has it as its cause;
-        later checks raise the same.
+        each later `check` raises an equal error.
         """
         with self._changed:
             is_first = self._failure is None

@@ -175,9 +175,9 @@ def remove_records(places: Sequence[Directory]) -> None:
     afterward.
 
     A kill in between leaves states that can still be resumed, or states that count as uncommitted.
-    So does an error of the drive, which is raised and ends the removal. First the manifests say
-    that nothing was committed. This counts once there is no record. Then the records are removed,
-    the last one last, and then the other files.
+    So does an error of the drive, which is raised and ends the removal; a full drive only keeps a
+    manifest as it is. First the manifests say that nothing was committed. This counts once there is
+    no record. Then the records are removed, the last one last, and then the other files.
     """
     for place in filter(has_manifest, places):
         try:

@@ -20,8 +20,8 @@ parameter there, if it reads it at all. The new content goes to NVMe and into th
 place that the next forward takes while the update is still to come is filled the same way. So a
 parameter moves once for a forward, once for its backward and once for its update, and none of these
 twice. An update that begins before its step also puts new content there, once backward has left the
-unit. A use of the unit before the step is fixed, or a rollback of the update, fetches the old
-content again (`rollback`).
+unit. A use of the unit before the step is fixed drops that content (`rollback`), as does an update
+that is undone. The next use fetches the old content again.
 
 The drive reads the new content from a staging slot, never from the place, on the CPU too. The model
 uses the place while the write is under way. Bytes that the model's code writes there must not reach

@@ -90,10 +90,8 @@ def _rooms() -> list[str]:
 @pytest.mark.parametrize("room", sorted(set(_rooms()) - UNREAD))
 def test_docstrings_and_comments_use_plain_words(room: str) -> None:
     files = (PACKAGE / room).rglob("*.py") if room else PACKAGE.glob("*.py")
-    found = {path.name: list(turns_in(path.read_text())) for path in files}
-    assert not any(found.values()), "\n".join(
-        f"{name}: {each}" for name, turns in found.items() for each in turns
-    )
+    found = [f"{path.name}: {turn}" for path in files for turn in turns_in(path.read_text())]
+    assert not found, "\n".join(found)
 
 
 def test_rooms_that_were_not_read_exist() -> None:
