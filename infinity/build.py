@@ -75,6 +75,7 @@ from infinity.sharding.tiles import tile_places
 from infinity.sharding.unit import Unit, UnitListeners, UnitServices, declare
 from infinity.sharding.views import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
+from infinity.tier import GPU, TIERS
 from infinity.tiers.originals import StoredBytes
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
@@ -413,7 +414,7 @@ class Build:
 
         def find() -> Mapping[int, StoredBytes]:
             nonlocal stored
-            if config.parameters == "nvme" and config.tuning.read_in_place:
+            if TIERS[config.parameters].survives and config.tuning.read_in_place:
                 stored = find_stored(model, self._empty, values, DTYPES.get(config.precision))
             return stored.places
 
@@ -592,7 +593,7 @@ class Build:
         self.store.open(self._layout, listeners)
         if self._layout.reserve:
             self.buffer = GradientBuffer(
-                self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers
+                self.store.reserve(GPU, self._layout.reserve).tensor, self._buffers
             )
 
     def meet(self) -> None:
@@ -760,7 +761,8 @@ class Build:
         """Bytes of saved activations that may leave the compute device."""
         if self.store.activations is None:
             return 0.0
-        return math.inf if self._config.activations == "nvme" else float(self._layout.rooms.saved)
+        on_nvme = TIERS[self._config.activations].needs_staging
+        return math.inf if on_nvme else float(self._layout.rooms.saved)
 
     @property
     def _activation_room(self) -> ActivationRoom:
@@ -769,7 +771,8 @@ class Build:
         device = self._layout.left_bytes + self._choice.for_activations
         if self._rates is None or self.store.activations is None:
             return ActivationRoom(device)
-        slowest = self._rates.nvme if self._config.activations == "nvme" else math.inf
+        on_nvme = TIERS[self._config.activations].needs_staging
+        slowest = self._rates.nvme if on_nvme else math.inf
         up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
         return ActivationRoom(device, self._away, down, up)
 

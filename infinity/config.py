@@ -23,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from infinity.errors import ConfigError, in_words
 from infinity.quantities import parse_bytes
+from infinity.tier import TIERS, TierName
 
 
 def _as_cache(value: Any) -> Any:
@@ -93,7 +94,6 @@ def _as_tuning(value: Any) -> Any:
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
-Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 BytesOrPart = Annotated[int | str, BeforeValidator(_as_budget)]
 """Bytes, "auto", or a percentage of the free memory such as "80%"."""
@@ -335,19 +335,19 @@ class Config(_Knobs):
     `gpu_memory` and `cpu_memory`.
     """
 
-    parameters: Tier = "nvme"
+    parameters: TierName = "nvme"
     """Home of the parameters.
 
     Where `nvme` has no directory, the default is "cpu".
     """
-    gradients: Tier = "cpu"
+    gradients: TierName = "cpu"
     """Home of the gradients."""
-    optimizer: Tier = "nvme"
+    optimizer: TierName = "nvme"
     """Home of the optimizer states.
 
     Where `nvme` has no directory, the default is "cpu".
     """
-    activations: Tier = "gpu"
+    activations: TierName = "gpu"
     """The tier of tensors that a forward saves for its backward.
 
     "gpu": on the compute device, as in plain PyTorch. "cpu": in host memory. What does not fit
@@ -446,15 +446,15 @@ class Config(_Knobs):
 
     def _wrong_places(self) -> str:
         states = ("parameters", "gradients", "optimizer", "activations")
-        on_nvme = [state for state in states if getattr(self, state) == "nvme"]
+        on_nvme = [state for state in states if TIERS[getattr(self, state)].survives]
         if on_nvme and not self.nvme and not self.inference:
             return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
-        if self.tuning.gpu_direct == "on" and self.parameters != "nvme":
+        if self.tuning.gpu_direct == "on" and not TIERS[self.parameters].needs_staging:
             return (
                 f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: "
                 "only those are read to the GPU"
             )
-        if self.tuning.activation_memory != "auto" and self.activations == "gpu":
+        if self.tuning.activation_memory != "auto" and TIERS[self.activations].is_device:
             return (
                 "activation_memory is for activations that are offloaded; set "
                 "activations='cpu' or 'nvme', or leave it out"
@@ -466,11 +466,11 @@ class Config(_Knobs):
     def _wrong_whole_states(self) -> str:
         """The error text if whole replicas of states are on a tier that cannot hold them."""
         kept, homes, stage = [], [], 2
-        if self.stage in (1, 2) and self.parameters != "gpu":
+        if self.stage in (1, 2) and not TIERS[self.parameters].is_device:
             kept.append("all parameters on the device of every rank")
             homes.append("parameters='gpu'")
             stage = 3
-        if self.stage == 1 and self.gradients == "nvme" and not self.inference:
+        if self.stage == 1 and TIERS[self.gradients].needs_staging and not self.inference:
             kept.append("all gradients in the memory of every rank, until a step reduces them")
             homes.append("gradients='cpu' or 'gpu'")
         return (
@@ -483,8 +483,9 @@ class Config(_Knobs):
     def _wrong_update(self) -> str:
         if self.tuning.update != "delayed" or self.inference:
             return ""
-        if self.parameters == "gpu" or not self.tuning.copy_on_write:
-            wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
+        on_device = TIERS[self.parameters].is_device
+        if on_device or not self.tuning.copy_on_write:
+            wrong = "parameters on gpu" if on_device else "copy_on_write=False"
             return (
                 "update='delayed' keeps the old parameters beside the new ones, "
                 f"which cannot be with {wrong}; put the parameters on cpu or nvme "

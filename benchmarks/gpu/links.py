@@ -36,6 +36,7 @@ from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
 from infinity.placement.spec import BF16, BlockSpec, Kind
 from infinity.quantities import parse_bytes
+from infinity.tier import GPU, TIERS
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
@@ -67,7 +68,7 @@ class Units:
             common = {
                 "elements": nbytes // 2,
                 "format": BF16,
-                "tier": tier,
+                "tier": TIERS[tier],
                 "span": nbytes,
                 "at": 0,
             }
@@ -85,7 +86,7 @@ class Units:
         self.store.open(
             self.store.placement.layout(places * nbytes, nbytes if tier == "cpu" else 0)
         )
-        self.content = self.store.reserve("gpu", nbytes).tensor.fill_(1) if tier == "cpu" else None
+        self.content = self.store.reserve(GPU, nbytes).tensor.fill_(1) if tier == "cpu" else None
 
     def write(self) -> None:
         """Give every unit content, so that it is read."""

@@ -22,6 +22,7 @@ from infinity.free_memory import read_host
 from infinity.losses.chunked_loss import ProjectionForward
 from infinity.placement.activations import DecoderShape, activation_bytes
 from infinity.quantities import format_bytes
+from infinity.tier import TIERS
 
 log = logging.getLogger("infinity")
 
@@ -86,7 +87,7 @@ class FirstBatch:
             ways.append('set recompute="all"')
         if chunks:
             ways.append("call infinity.chunked_loss(model)")
-        elif self._config.activations == "gpu" and not self._device.unified_memory:
+        elif TIERS[self._config.activations].is_device and not self._device.unified_memory:
             ways.append('set activations="cpu"')
         return [*ways, "lower gpu_memory"]
 

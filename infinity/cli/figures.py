@@ -18,10 +18,11 @@ from infinity.cli.drawing import (
     styled,
     svg,
 )
-from infinity.cli.history import TIERS, History
+from infinity.cli.history import History
 from infinity.cli.perfetto import lane_order
 from infinity.observe import Span
 from infinity.quantities import format_bytes, parse_bytes
+from infinity.tier import TIERS
 
 TIMELINE_STEPS = 3
 _FINEST = 2500

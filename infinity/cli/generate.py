@@ -85,7 +85,7 @@ KvMemory = Annotated[
         help="Refuse a KV cache that takes more; it lies on the compute device, beside "
         "--gpu-memory.",
         show_default="no limit",
-        rich_help_panel=o.TIERS,
+        rich_help_panel=o.PANEL,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print texts and figures as one JSON object.")]

@@ -13,8 +13,8 @@ import torch
 
 from infinity.quantities import format_bytes
 from infinity.report import Report
+from infinity.tier import TIERS
 
-TIERS = ("gpu", "cpu", "nvme")
 KEPT = 512
 """After a resume, this many of the last steps are kept, and at most as many earlier steps."""
 WORST_WAITS = 5
@@ -162,7 +162,7 @@ def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
 def shared_by(tier: str, per_node: int) -> int:
     """The number of ranks that share the budget of `tier`, of `per_node` ranks. Each rank has its
     own compute device."""
-    return 1 if tier == "gpu" else per_node
+    return 1 if TIERS[tier].is_device else per_node
 
 
 _MOVED = (

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from infinity.cli.options import MOST, TIERS, parse_directory, parse_durability, parse_size
+from infinity.cli.options import MOST, PANEL, parse_directory, parse_durability, parse_size
 from infinity.config import (
     ActivationBytes,
     Bytes,
@@ -28,6 +28,7 @@ from infinity.config import (
     Tuning,
 )
 from infinity.quantities import format_bytes
+from infinity.tier import TIERS
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -103,7 +104,7 @@ def mirrors(
 
 def _option(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
     kind, default = _TYPES[name], defaults.get(name, _FIELDS[name].default)
-    details: dict[str, Any] = {"help": _help(name), "rich_help_panel": TIERS}
+    details: dict[str, Any] = {"help": _help(name), "rich_help_panel": PANEL}
     optional = type(None) in get_args(kind)
     if optional:
         (kind,) = (each for each in get_args(kind) if each is not type(None))
@@ -151,7 +152,8 @@ def configured(
     `ValueError` if a state is on nvme without a directory.
     """
     states = ("parameters", "optimizer", "gradients", "activations")
-    on_nvme = [state for state in states if knobs.get(state) == "nvme"]
+    homes = {state: TIERS[knobs[state]] for state in states if knobs.get(state)}
+    on_nvme = [state for state, tier in homes.items() if tier.survives]
     if on_nvme and not knobs["nvme"] and not knobs.get("inference"):
         raise ValueError(
             f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "

@@ -51,7 +51,7 @@ def finite(value: float) -> float:
 MOST = (1 << 63) - 1
 _MOST_WINDOWS = 1 << 20
 _MOST_TOKENS = 1 << 24
-TIERS = "Where states live"
+PANEL = "Where states live"
 _MODEL, _DATA, _TRAINING, _OUTPUT = "Model", "Data", "Training", "Output"
 _CHECKPOINTS = "Checkpoints"
 

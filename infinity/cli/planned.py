@@ -19,9 +19,9 @@ from infinity.plan.forecast import Forecast, config_text
 from infinity.plan.memory import MemoryPlan
 from infinity.plan.published import tables
 from infinity.quantities import format_bytes
+from infinity.tier import TIERS
 
 _WIDTH = 48
-_TIERS = {"gpu": "GPU", "cpu": "host memory", "nvme": "NVMe"}
 _PARTS = {
     "param": (BLUE, "parameters"),
     "grad": (ORANGE, "gradients"),
@@ -40,7 +40,7 @@ def parts_of(forecast: Forecast, memory: MemoryPlan) -> dict[str, dict[str, floa
     """Bytes of one rank, by tier and part."""
     allocated, states = memory.allocated, memory.states
     found: dict[str, dict[str, float]] = {}
-    for tier in _TIERS:
+    for tier in TIERS:
         own: dict[str, float] = {kind: tiers[tier] for kind, tiers in states.items() if tiers[tier]}
         beside = allocated[tier] - sum(own.values())
         if beside > 0:
@@ -107,14 +107,14 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
     kinds = [kind for kind in _PARTS if any(kind in tier for tier in parts.values())]
     table = Table(box=None, title="One rank", title_justify="left")
     table.add_column("")
-    for tier in _TIERS:
-        name = "compute (in host memory)" if tier == "gpu" and unified else _TIERS[tier]
+    for tier in TIERS.values():
+        name = "compute (in host memory)" if tier.is_device and unified else tier.label
         table.add_column(name, justify="right")
     for kind in kinds:
-        cells = [format_bytes(parts[tier].get(kind, 0)) for tier in _TIERS]
+        cells = [format_bytes(parts[tier].get(kind, 0)) for tier in TIERS]
         table.add_row(_PARTS[kind][1], *cells, style=_PARTS[kind][0])
-    table.add_row("together", *(format_bytes(sum(parts[tier].values())) for tier in _TIERS))
-    table.add_row("of", *(format_bytes(have[tier]) for tier in _TIERS))
+    table.add_row("together", *(format_bytes(sum(parts[tier].values())) for tier in TIERS))
+    table.add_row("of", *(format_bytes(have[tier]) for tier in TIERS))
     console.print(table)
     if memory.auto is not None:
         least, most, room = map(format_bytes, memory.auto)
@@ -124,8 +124,8 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
             markup=False,
             soft_wrap=True,
         )
-    for tier, name in _TIERS.items():
-        console.print(_bar(name, parts[tier], have[tier]))
+    for name, tier in TIERS.items():
+        console.print(_bar(tier.label, parts[name], have[name]))
 
 
 def _bar(name: str, parts: dict[str, float], have: float) -> Text:
@@ -216,14 +216,14 @@ def write_chart(path: Path, forecast: Forecast) -> None:
 
 def _draw_memory(axes: Any, forecast: Forecast, memory: MemoryPlan) -> None:
     parts, have = parts_of(forecast, memory), capacities(forecast)
-    bottom = dict.fromkeys(_TIERS, 0.0)
+    bottom = dict.fromkeys(TIERS, 0.0)
     for kind, (color, name) in _PARTS.items():
-        heights = [parts[tier].get(kind, 0) / max(have[tier], 1) for tier in _TIERS]
+        heights = [parts[tier].get(kind, 0) / max(have[tier], 1) for tier in TIERS]
         if any(heights):
-            labels, bottoms = list(_TIERS.values()), list(bottom.values())
+            labels, bottoms = [tier.label for tier in TIERS.values()], list(bottom.values())
             axes.bar(labels, heights, bottom=bottoms, color=color, label=name)
             bottom = {
-                tier: bottom[tier] + height for tier, height in zip(_TIERS, heights, strict=True)
+                tier: bottom[tier] + height for tier, height in zip(TIERS, heights, strict=True)
             }
     axes.axhline(1.0, color=RED, linestyle=(0, (5, 3)))
     axes.set_title("share of each memory of one rank")

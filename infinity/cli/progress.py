@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity.cli.history import (
-    TIERS,
     History,
     budget_text,
     cached_text,
@@ -22,6 +21,7 @@ from infinity.cli.history import (
     format_seconds,
 )
 from infinity.quantities import format_bytes
+from infinity.tier import TIERS
 
 if TYPE_CHECKING:
     from infinity.cli.training import TrainedEngine

@@ -17,6 +17,7 @@ from typing import Any
 from infinity.config import Config
 from infinity.deepspeed.errors import DeepSpeedUsageError
 from infinity.errors import in_words
+from infinity.tier import TIERS
 
 log = logging.getLogger("infinity")
 
@@ -98,4 +99,4 @@ class StateMoves:
         """Nothing: states are where the configuration puts them."""
 
     def _stays(self, name: str) -> bool:
-        return bool(getattr(self._config, _HOMES[name][0]) == "gpu")
+        return TIERS[getattr(self._config, _HOMES[name][0])].is_device

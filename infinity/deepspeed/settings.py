@@ -26,6 +26,7 @@ from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
 from infinity.deepspeed.source import Source, read
 from infinity.errors import ConfigError
 from infinity.optim.conversion import algorithm_of
+from infinity.tier import TIERS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEAVES = ("classes", "names", "name_suffixes")
@@ -384,7 +385,7 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
             )
             device = "none"
         homes[state] = "gpu" if device == "none" else device
-        if device != "nvme":
+        if not TIERS[homes[state]].survives:
             continue
         found = values[f"{path}.nvme_path"]
         if found is None and "nvme" not in values.below("infinity"):
@@ -394,7 +395,7 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
         paths += [found] if isinstance(found, str) else list(found or ())
     # Reduced gradients go where updates run, which for states on NVMe is host memory. Whole ones
     # stay on the device, unless the block "infinity" says otherwise.
-    homes["gradients"] = "gpu" if stage == 1 or homes["optimizer"] == "gpu" else "cpu"
+    homes["gradients"] = "gpu" if stage == 1 or TIERS[homes["optimizer"]].is_device else "cpu"
     return {**homes, "nvme": tuple(dict.fromkeys(paths))} if paths else homes
 
 

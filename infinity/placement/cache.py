@@ -115,7 +115,9 @@ def _groups(
     """The blocks of one unit that may be cached, in groups. Blocks of a group cache the same
     elements."""
     on_nvme = {
-        kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never
+        kind: block
+        for kind, block in unit.items()
+        if block.tier.needs_staging and kind not in never
     }
     parameter, gradient = (
         [on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD)

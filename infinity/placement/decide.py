@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from infinity.config import Config, Tier
+from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.free_memory import Budgets
 from infinity.placement.budget import (
@@ -45,6 +45,7 @@ from infinity.placement.calibrate import Rates
 from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
 from infinity.placement.traffic import Moves, moves
 from infinity.quantities import format_bytes, round_up
+from infinity.tier import CPU, GPU, TIERS, Tier
 
 MOST_CANDIDATES = 32
 """At most about so many choices of the units that stay on the compute device are weighed."""
@@ -94,7 +95,7 @@ class Layout:
     @property
     def copy_bytes(self) -> int:
         """Bytes on the compute device for copies of parameters."""
-        homes = self.placement.home_bytes("gpu")
+        homes = self.placement.home_bytes(GPU)
         return self.rooms.device - homes - round_up(self.reserve, PAGE)
 
     @property
@@ -115,7 +116,7 @@ class Layout:
         # needs no gaps.
         copies = sum(spec.span for spec in pinned) + (len(pinned) + 1) * wanted.span
         copies = min(copies, sum(spec.span for spec in place.travelling()))
-        need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
+        need = place.home_bytes(GPU) + round_up(self.most_reserve, PAGE) + copies
         return BudgetError(
             f"{wanted.name} does not fit into gpu_memory={format_bytes(place.budgets.gpu)} "
             "beside the units in use at the same time "
@@ -170,17 +171,17 @@ class Placement:
     def _with(self, resident: Sequence[BlockSpec]) -> Placement:
         """This placement with the blocks `resident` on the compute device."""
         moved = set(resident)
-        specs = tuple(spec.on("gpu") if spec in moved else spec for spec in self.specs)
+        specs = tuple(spec.on(GPU) if spec in moved else spec for spec in self.specs)
         nbytes = self.gpu_cache_bytes + sum(spec.nbytes for spec in resident)
         return dataclasses.replace(self, specs=specs, gpu_cache_bytes=nbytes)
 
     def _units(self) -> list[list[BlockSpec]]:
         """The trainable blocks that are not on the compute device, by unit."""
-        units = units_of(spec for spec in self.specs if not spec.frozen and spec.tier != "gpu")
+        units = units_of(spec for spec in self.specs if not spec.frozen and not spec.tier.is_device)
         return [list(unit.values()) for unit in units.values()]
 
     def _room(self, reserve: int) -> int:
-        return max(self.budgets.gpu - self.home_bytes("gpu") - reserve, 0)
+        return max(self.budgets.gpu - self.home_bytes(GPU) - reserve, 0)
 
     def _may_choose(self) -> bool:
         can_update = (
@@ -213,7 +214,7 @@ class Placement:
         for size in [math.inf, *sizes[:: -(-len(sizes) // MOST_CANDIDATES) or 1]]:
             larger = [unit for unit in units if _home_bytes(unit) >= size]
             place = self._with([spec for unit in larger for spec in unit])
-            room = self.budgets.gpu - place.home_bytes("gpu") - concurrent(place)
+            room = self.budgets.gpu - place.home_bytes(GPU) - concurrent(place)
             if most != "auto":
                 room = min(room, most - place.gpu_cache_bytes)
             if room < 0:
@@ -227,7 +228,7 @@ class Placement:
 
     def _movable(self) -> list[list[BlockSpec]]:
         """The blocks that are not on the compute device, by unit."""
-        units = units_of(spec for spec in self.specs if spec.tier != "gpu")
+        units = units_of(spec for spec in self.specs if not spec.tier.is_device)
         return [list(unit.values()) for unit in units.values()]
 
     def _all_fit(self, concurrent: int, reserve: int) -> bool:
@@ -267,7 +268,7 @@ class Placement:
             return None
         resident = min(1.0, passing / max(spans, 1))
         try:
-            homes = self.home_bytes("cpu")
+            homes = self.home_bytes(CPU)
             plan, _ = self._divide_host(self.budgets.cpu - homes, homes)
         except BudgetError:  # if no choice works, `layout` raises
             return None
@@ -281,15 +282,15 @@ class Placement:
     def fits(self, concurrent: int, reserve: int) -> bool:
         """Whether the compute device has enough memory for `layout` with these arguments."""
         return (
-            self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve
+            self.home_bytes(GPU) + (concurrent if self.travelling() else 0) + reserve
             <= self.budgets.gpu
         )
 
     # Homes
 
     def home_bytes(self, tier: Tier) -> int:
-        """Bytes of all homes on `tier`, "gpu" or "cpu". Omits shadow copies, which `layout` adds if
-        there is room."""
+        """Bytes of all homes on `tier`, a tier in memory. Omits shadow copies, which `layout` adds
+        if there is room."""
         return sum(
             round_up(spec.home_bytes, PAGE) * self._copies(spec)
             for spec in self.specs
@@ -316,14 +317,14 @@ class Placement:
     def _steps_per_commit(self, spec: BlockSpec) -> int:
         """One of so many steps also writes the cached elements of `spec` to NVMe, for a commit; 0
         if none does."""
-        of_commits = spec.tier == "nvme" and spec.kind is not Kind.GRAD and not spec.in_files
+        of_commits = spec.tier.survives and spec.kind is not Kind.GRAD and not spec.in_files
         return self.config.steps_per_commit if of_commits else 0
 
     def _copies(self, spec: BlockSpec) -> int:
         """The number of homes in memory, or extents on NVMe, of a block. Gradients have one: after
         a failed step they are useless."""
         on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
-        shadowed = on_nvme if spec.tier == "nvme" else spec.kind in self._shadowed_kinds
+        shadowed = on_nvme if spec.tier.needs_staging else spec.kind in self._shadowed_kinds
         return 2 if shadowed and not spec.frozen else 1
 
     # All budgets
@@ -337,7 +338,7 @@ class Placement:
         would take `most_reserve` bytes. With `recompute="auto"` and a stated `gpu_memory`, half of
         the bytes beyond the units in use and the next units stay free for activations.
         """
-        home, travelling = self.home_bytes("gpu"), self.travelling()
+        home, travelling = self.home_bytes(GPU), self.travelling()
         tuning = self.config.tuning
         least = (concurrent if travelling else 0) + reserve
         if not self.fits(concurrent, reserve):
@@ -356,7 +357,7 @@ class Placement:
             needed = home + max(least, reserve + min(useful - reserve, 2 * concurrent))
             left = max(self.budgets.gpu - needed, 0)
             device = min(device, (needed + left // 2) // PAGE * PAGE)
-        homes = self.home_bytes("cpu")
+        homes = self.home_bytes(CPU)
         plan, saved = self._divide_host(self.budgets.cpu - homes, homes)
         free = (
             self.budgets.cpu
@@ -371,7 +372,7 @@ class Placement:
             plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1))
         )
         blocks = self._place(set(shadowed), cached)
-        cache = sum(block.cached_bytes for block in blocks if block.spec.tier == "nvme")
+        cache = sum(block.cached_bytes for block in blocks)
         rooms = Rooms(
             device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan
         )
@@ -397,10 +398,10 @@ class Placement:
         """The smallest budgets that `layout` accepts with these arguments."""
         fixed = self.config.tuning.gpu_cache != "auto" and not self.config.inference
         place = self.with_gpu_cache(concurrent, reserve) if fixed else self
-        gpu = place.home_bytes("gpu") + (concurrent if place.travelling() else 0) + reserve
+        gpu = place.home_bytes(GPU) + (concurrent if place.travelling() else 0) + reserve
         staged, saved = place._staged()
         fixed_saved = 0 if saved == "auto" else saved
-        return Budgets(gpu, place.home_bytes("cpu") + fixed_saved + staged.least)
+        return Budgets(gpu, place.home_bytes(CPU) + fixed_saved + staged.least)
 
     def _staged(self) -> tuple[Staged, int | Literal["auto"]]:
         """The need for staging, and the configured bytes for saved activations."""
@@ -408,7 +409,8 @@ class Placement:
         others = {
             spec.kind
             for spec in self.specs
-            if not self._may_be_cached(spec) and not self._is_addressed(spec)
+            if not self._may_be_cached(spec)
+            and not spec.tier.is_addressed(self.machine.unified_memory)
         }
         # A slot for values that are added to gradients.
         spare = not self.machine.unified_memory and not self.config.inference
@@ -452,8 +454,8 @@ class Placement:
     def moves_activations(self) -> bool:
         """Whether saved activations leave the compute device. If the CPU is the compute device,
         they are in host memory already."""
-        where = "gpu" if self.config.inference else self.config.activations
-        return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
+        tier = GPU if self.config.inference else TIERS[self.config.activations]
+        return tier.needs_staging or (tier.is_host and not self.machine.unified_memory)
 
     @property
     def _chooses_treatments(self) -> bool:
@@ -464,11 +466,7 @@ class Placement:
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:
         """Whether host memory may keep a part of this NVMe block."""
-        return spec.tier == "nvme" and spec.kind not in self._shadowed_kinds
-
-    def _is_addressed(self, spec: BlockSpec) -> bool:
-        """Whether the host works on the block in place."""
-        return spec.tier == "cpu" or (spec.tier == "gpu" and self.machine.unified_memory)
+        return spec.tier.needs_staging and spec.kind not in self._shadowed_kinds
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """The number of elements of each NVMe block to keep in `cache_bytes` of host memory. The
@@ -498,12 +496,12 @@ class Placement:
         if (
             not speculative
             or not self.config.tuning.copy_on_write
-            or any(spec.tier == "nvme" for spec in rewritten)
+            or any(spec.tier.needs_staging for spec in rewritten)
         ):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
         return _those_that_fit(
-            [unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room
+            [unit for unit in units if all(spec.tier.is_host for spec in unit)], room
         )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.config import Config, Tier
+from infinity.config import Config
 from infinity.free_memory import Available, Budgets
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BF16, FP32, INT8, MOMENTS, SPLIT, BlockSpec, Format, Kind
+from infinity.tier import TIERS, TierName
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 _FULL = Format("float32", 1, 4)
@@ -64,7 +65,7 @@ class UnitShape:
         return [*found, *(self._block(kind, moment, config.optimizer) for kind in kinds)]
 
     def _block(
-        self, kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False
+        self, kind: Kind, form: Format, tier: TierName, span: int = 0, whole: bool = False
     ) -> BlockSpec:
         elements = self.numel // self.shards
         nbytes = form.bytes_of(elements)
@@ -75,7 +76,7 @@ class UnitShape:
             kind,
             elements,
             form,
-            tier,
+            TIERS[tier],
             span or nbytes,
             at,
             name,
@@ -161,7 +162,7 @@ def in_one_pool(config: Config, available: Available) -> Config:
     """
     is_shared = available.gpu is not None and available.is_one_pool
     needs_copies = config.gpu_memory != "auto" or config.tuning.update == "delayed"
-    if not is_shared or config.parameters != "cpu" or needs_copies:
+    if not is_shared or not TIERS[config.parameters].is_host or needs_copies:
         return config
     return config.model_copy(update={"parameters": "gpu"})
 
@@ -183,13 +184,13 @@ def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) ->
     """Bytes of the gradient buffer for the largest of `units`; 0 if they need none. Stage 1 with
     gradients on "gpu" needs none, because gradients collect in their home."""
     trained = [unit for unit in units if unit.trainable]
-    if not (exchanges or config.gradients == "nvme"):
+    if not (exchanges or TIERS[config.gradients].needs_staging):
         return 0
     return max(
         (
             unit.gradient_format(config).bytes_of(unit.numel)
             for unit in trained
-            if not (unit.reduces_late(config) and config.gradients == "gpu")
+            if not (unit.reduces_late(config) and TIERS[config.gradients].is_device)
         ),
         default=0,
     )

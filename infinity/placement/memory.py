@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from infinity.config import Config
 from infinity.placement.spec import MOMENTS
+from infinity.tier import GPU, TIERS
 
 
 class StateBytes(NamedTuple):
@@ -72,24 +73,23 @@ def bytes_on_tiers(
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
     states = whole.on_rank(ranks, config.stage)
     frozen_states = StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
-    tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
+    tiers = dict.fromkeys(TIERS, 0.0)
     places = {
-        "parameters": config.parameters,
-        "gradients": config.gradients,
-        "optimizer": config.optimizer,
+        "parameters": TIERS[config.parameters],
+        "gradients": TIERS[config.gradients],
+        "optimizer": TIERS[config.optimizer],
     }
-    may_stay = sum(getattr(states, name) for name, tier in places.items() if tier != "gpu")
+    may_stay = sum(getattr(states, name) for name, tier in places.items() if not tier.is_device)
     stays = (
         0.0
         if config.tuning.gpu_cache == "auto" or not may_stay
         else min(1.0, config.tuning.gpu_cache / may_stay)
     )
-    tiers["gpu"] += stays * may_stay
+    tiers[GPU.name] += stays * may_stay
     for name, tier in places.items():
-        shadowed = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
-        late = tier == "cpu" and config.tuning.update == "delayed" and name == "parameters"
-        leaves = 1.0 if tier == "gpu" else 1.0 - stays
-        tiers[tier] += leaves * getattr(states, name) * (2 if shadowed or late else 1) + getattr(
-            frozen_states, name
-        )
+        shadowed = tier.needs_staging and config.tuning.copy_on_write and name != "gradients"
+        late = tier.is_host and config.tuning.update == "delayed" and name == "parameters"
+        leaves = 1.0 if tier.is_device else 1.0 - stays
+        homes = leaves * getattr(states, name) * (2 if shadowed or late else 1)
+        tiers[tier.name] += homes + getattr(frozen_states, name)
     return tiers

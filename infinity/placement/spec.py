@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infinity.config import Tier
+from infinity.tier import Tier
 
 
 class Kind(str, enum.Enum):
@@ -106,7 +106,7 @@ class BlockSpec:
     @property
     def permanent(self) -> bool:
         """Whether the copy on the compute device is the home itself, which never leaves."""
-        return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
+        return self.kind is Kind.PARAM and self.tier.is_device and self.home_bytes == self.span
 
     def on(self, tier: Tier) -> BlockSpec:
         """The same block, at home on `tier`."""
@@ -137,7 +137,7 @@ class Placed:
     @property
     def moved_bytes(self) -> int:
         """Bytes that a read of the whole block takes from NVMe; 0 for another tier."""
-        return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
+        return self.spec.nbytes - self.cached_bytes if self.spec.tier.needs_staging else 0
 
     @property
     def write_through(self) -> bool:
@@ -172,7 +172,7 @@ class Placed:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that all its homes take in the NVMe directories."""
-        if self.spec.tier != "nvme" or self.spec.in_files:
+        if not self.spec.tier.needs_staging or self.spec.in_files:
             return 0
         return self.extent_bytes * self.copies + (self.moved_bytes if self.has_spare else 0)
 

@@ -45,22 +45,22 @@ def moves(
     upload = download = nvme = 0.0
     updates = 0
     for unit in units_of(blocks).values():
-        if all(block.tier == "gpu" for block in unit.values()):
+        if all(block.tier.is_device for block in unit.values()):
             continue
         trains = Kind.GRAD in unit
         for kind, block in unit.items():
             if kind is Kind.PARAM:
-                brought = 0.0 if block.tier == "gpu" else (1 - resident) * (1 if trains else 2)
+                brought = 0.0 if block.tier.is_device else (1 - resident) * (1 if trains else 2)
                 upload += block.nbytes * (brought + trains)
-                there = {"gpu": 1.0, "nvme": resident, "cpu": 0.0}[block.tier]
+                there = 1.0 if block.tier.is_device else resident * block.tier.needs_staging
                 download += block.nbytes * there * (trains and not is_rounded(unit))
             elif kind is Kind.GRAD:
                 download += block.nbytes
-                if block.whole and block.tier == "cpu":  # down whole, and up to be reduced
+                if block.whole and block.tier.is_host:  # down whole, and up to be reduced
                     upload, download = upload + block.span, download + block.span
-            elif block.tier == "gpu":
+            elif block.tier.is_device:
                 upload, download = upload + block.nbytes, download + block.nbytes
-            if block.tier == "nvme":
+            if block.tier.needs_staging:
                 in_memory = block.format.bytes_of(cached.get(block, 0))
                 nvme += traffic(kind, unit, resident) * (block.nbytes - in_memory)
                 nvme += in_memory * write_through * written(kind, unit)

@@ -20,6 +20,7 @@ from infinity.plan.hardware import Hardware
 from infinity.plan.memory import Training
 from infinity.plan.model import PlannedModel
 from infinity.quantities import format_bytes
+from infinity.tier import TIERS
 
 GRAIN = 1 << 30
 """More memory is advised in multiples of so many bytes."""
@@ -132,18 +133,18 @@ def _placements(case: Situation) -> list[Change]:
         if getattr(config, key) != "auto"
     ]
     for state in _STATES:
-        if getattr(config, state) == "gpu":
+        if TIERS[getattr(config, state)].is_device:
             changes.append(_configured(f'set {state}="cpu"', {state: "cpu"}, {}))
     if case.hardware.drives:
         nvme = config.nvme or ("/mnt/nvme0",)
         for state in _STATES:
-            if getattr(config, state) != "nvme":
+            if not TIERS[getattr(config, state)].survives:
                 words = f'set {state}="nvme"'
                 changes.append(_configured(words, {"nvme": nvme, state: "nvme"}, {}))
     changes.append(Change("recompute activations (activation checkpointing)", _recomputed))
-    if config.activations == "gpu":
+    if TIERS[config.activations].is_device:
         changes.append(_configured('set activations="cpu"', {"activations": "cpu"}, {}))
-    if config.activations != "nvme" and case.hardware.drives:
+    if not TIERS[config.activations].survives and case.hardware.drives:
         nvme = config.nvme or ("/mnt/nvme0",)
         fields = {"nvme": nvme, "activations": "nvme"}
         changes.append(_configured('set activations="nvme"', fields, {}))

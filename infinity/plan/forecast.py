@@ -20,6 +20,7 @@ from infinity.plan.memory import (
 )
 from infinity.plan.model import PlannedModel
 from infinity.plan.pace import Pace, pace, rates_of
+from infinity.tier import TIERS
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def place(
 
 def _on_nvme(config: Config) -> list[str]:
     states = ("parameters", "gradients", "optimizer", "activations")
-    return [state for state in states if getattr(config, state) == "nvme"]
+    return [state for state in states if TIERS[getattr(config, state)].survives]
 
 
 def default_config(hardware: Hardware, **options: Any) -> Config:

@@ -19,6 +19,7 @@ from infinity.placement.demand import Demand, demand_of, in_one_pool
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.quantities import format_bytes, round_up
+from infinity.tier import CPU, TIERS
 
 STRIPE_BYTES = 4 << 20
 """The states file is a multiple of it."""
@@ -81,12 +82,10 @@ class MemoryPlan:
         """Bytes at home by kind of state and by tier, with every copy that a block has."""
         found: dict[str, dict[str, int]] = {}
         for block in self.layout.blocks:
-            tiers = found.setdefault(block.spec.kind.value, {"gpu": 0, "cpu": 0, "nvme": 0})
-            if block.spec.tier == "nvme":
-                tiers["nvme"] += block.reserved_bytes
-                tiers["cpu"] += block.cached_bytes
-            else:
-                tiers[block.spec.tier] += block.spec.home_bytes * block.copies
+            tiers = found.setdefault(block.spec.kind.value, dict.fromkeys(TIERS, 0))
+            tier, in_memory = block.spec.tier, block.spec.home_bytes * block.copies
+            tiers[tier.name] += block.reserved_bytes if tier.needs_staging else in_memory
+            tiers[CPU.name] += block.cached_bytes
         return found
 
     @property
@@ -95,7 +94,7 @@ class MemoryPlan:
         drives."""
         if not self.layout.placement.moves_activations():
             return 0, 0
-        to_drives = self.layout.placement.config.activations == "nvme"
+        to_drives = TIERS[self.layout.placement.config.activations].needs_staging
         room, saved = self.layout.rooms.saved, self.activations.saved
         return (saved, max(saved - room, 0)) if to_drives else (min(saved, room), 0)
 
@@ -149,7 +148,7 @@ def memory_plan(
 def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
     """What the machine lacks, beside budgets that `wrap` checks; a sentence each."""
     found = []
-    device, host, nvme = (plan.allocated[tier] for tier in ("gpu", "cpu", "nvme"))
+    device, host, nvme = (plan.allocated[tier] for tier in TIERS)
     ranks = hardware.gpus
     activations = plan.on_device
     if hardware.gpu_memory is not None:
@@ -179,4 +178,4 @@ def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
 
 def totals(states: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """The sum over kinds of state, by tier."""
-    return {tier: sum(each[tier] for each in states.values()) for tier in ("gpu", "cpu", "nvme")}
+    return {tier: sum(each[tier] for each in states.values()) for tier in TIERS}

@@ -83,7 +83,7 @@ class UnitWork:
     @property
     def on_device(self) -> bool:
         """Whether all of it lives on the compute device."""
-        return all(block.spec.tier == "gpu" for block in self.blocks.values())
+        return all(block.spec.tier.is_device for block in self.blocks.values())
 
     @property
     def has_shadow(self) -> bool:
@@ -279,7 +279,7 @@ class Steps:
             last = self._reduce(number, [last])
         if speeds.unified:  # the model's thread adds it to what is there
             last = self._compute(name, grad.home_bytes / speeds.copy, [last])
-        elif grad.tier != "gpu":
+        elif not grad.tier.is_device:
             last = self._add(DOWN, name, grad.home_bytes / speeds.down, [last])
         moved = unit.moved(Kind.GRAD)
         if moved:
@@ -305,7 +305,7 @@ class Steps:
         name = f"gradient of {self._units[number].name}"
         if not grad.whole:
             return last
-        needs, passes = [last, *self._before(1)], grad.tier == "cpu" and not speeds.unified
+        needs, passes = [last, *self._before(1)], grad.tier.is_host and not speeds.unified
         if passes:
             needs = [self._add(UP, name, grad.span / speeds.up, needs)]
         last = self._reduce(number, needs)
@@ -318,7 +318,7 @@ class Steps:
         seconds, needs = 0.0, [*self._before(1), *self._gradients.values(), *self._posted]
         for number, ready in self._gradients.items():
             grad = units[number].blocks[Kind.GRAD]
-            on_device = grad.spec.tier == "gpu"
+            on_device = grad.spec.tier.is_device
             seconds += grad.spec.nbytes / (speeds.device if on_device else speeds.memory)
             if grad.moved_bytes:
                 name = f"norm of {units[number].name}"

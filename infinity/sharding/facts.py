@@ -15,6 +15,7 @@ from infinity.sharding import collectives
 from infinity.sharding.layout import FlatLayout, LocalPart, Overlap, TilePlace
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
+from infinity.tier import TIERS
 from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 
 
@@ -111,7 +112,7 @@ class UnitFacts:
             algorithm=config.algorithm,
             only_runs=config.inference,
             files=config.nvme[0] if config.nvme else None,
-            spill=tuple(config.nvme) if config.optimizer == "nvme" else (),
+            spill=tuple(config.nvme) if TIERS[config.optimizer].survives else (),
         )
 
     @property

@@ -58,7 +58,7 @@ class ParameterData:
         refuse_memory_requests()
         self.facts, self.listener = facts, listener
         self._block, self._states, self._on_device = block, states, on_device
-        self.tier: str = block.tier
+        self.tier: str = block.tier.name
         """Where the parameters are at home; "" once the engine is closed."""
         self.state = UnitState.UNSHARDED
         self.shown = 0

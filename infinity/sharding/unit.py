@@ -268,7 +268,7 @@ class Unit:
         """Brings the parameters."""
         block = GradientBlock(facts, blocks, store, ties.add_gradients)
         reduction = None if exchange is None else GradientReduction(facts, block, exchange)
-        at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
+        at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier.is_device
         buffer = None if at_home else services.buffer
         self.gradients = Gradients(facts, block, buffer, reduction, ties)
         """Those of the step under way."""

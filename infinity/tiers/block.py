@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from infinity.config import Tier
 from infinity.placement.spec import BlockSpec, Format, Kind, Placed
+from infinity.tier import Tier
 from infinity.tiers.home import Home
 
 if TYPE_CHECKING:

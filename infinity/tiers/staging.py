@@ -95,15 +95,16 @@ class Staging:
     def staged_from(self, block: Block, on_device: bool = False) -> int:
         """The first element of which a chunk is a copy in a slot. Chunks before it are a part of
         the home itself."""
-        if block.tier == "nvme":
+        if block.tier.needs_staging:
             return block.cached_elements
-        if block.tier == "gpu" and not self._device.unified_memory:
+        if not block.tier.is_addressed(self._device.unified_memory):
             return block.elements if on_device and self.is_gpu_resident(block) else 0
         return block.elements
 
     def is_gpu_resident(self, block: Block) -> bool:
         """Whether `block` is at home on a compute device with memory and kernels of its own."""
-        return block.tier == "gpu" and not self._device.unified_memory and self._device.has_kernels
+        is_apart = block.tier.is_device and not self._device.unified_memory
+        return is_apart and self._device.has_kernels
 
     def is_needed(self, block: Block) -> bool:
         """Whether a chunk of `block` may be a copy in a slot."""
@@ -178,7 +179,7 @@ class Staging:
         that the host cannot address) to that home, where it is host memory as a whole; else None.
         It comes after what the caller has queued."""
         memory = block.home.whole
-        if memory is None or block.tier == "gpu" or self._device.unified_memory:
+        if memory is None or block.tier.is_device or self._device.unified_memory:
             return None
         return self._device.begin_download(memory, content, self._device.mark())
 
@@ -190,7 +191,7 @@ class Staging:
         adds it. Parts that hold `content` already are left out. To be iterated to its end, or
         closed.
         """
-        discrete = not self._device.unified_memory and block.tier != "gpu"
+        discrete = not self._device.unified_memory and not block.tier.is_device
         whole = None if add else self.begin_home(block, content)
         if whole is not None:
             whole.wait()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infinity.config import Config, Tier
+from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, ConfigError
 from infinity.free_memory import Budgets
@@ -29,6 +29,7 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BlockSpec, Kind
 from infinity.quantities import format_bytes
+from infinity.tier import CPU, TIERS, Tier
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
@@ -141,7 +142,8 @@ class Store:
         infinite where nothing is there."""
         return (
             self._nvme.measure()
-            if self._config.activations == "nvme" or any(b.tier == "nvme" for b in self._blocks)
+            if TIERS[self._config.activations].needs_staging
+            or any(b.tier.needs_staging for b in self._blocks)
             else math.inf
         )
 
@@ -197,7 +199,7 @@ class Store:
             if block.placed.has_spare:
                 spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
-        grows = self.layout.placement.config.activations == "nvme" or self._originals
+        grows = TIERS[self._config.activations].needs_staging or self._originals
         if grows and self._config.nvme:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
 
@@ -220,7 +222,7 @@ class Store:
         self._arenas["staging"] = staging
         if self.layout.placement.moves_activations():
             memory = host(rooms.saved)
-            drive = self._nvme if self._config.activations == "nvme" else None
+            drive = self._nvme if TIERS[self._config.activations].needs_staging else None
             self.activations = Activations(
                 self._device, memory, drive, self._recorder, poison, self._verifies
             )
@@ -260,14 +262,14 @@ class Store:
         """Give every block that is at home in memory, or in part in the cache, its place there, of
         zeros."""
         for block in self._blocks:
-            if block.tier != "nvme":
+            if not block.tier.needs_staging:
                 nbytes, copies = block.spec.home_bytes, block.placed.copies
                 block.home.buffers = tuple(self.reserve(block.tier, nbytes) for _ in range(copies))
                 for buffer in block.home.buffers:
                     buffer.tensor.zero_()
             if block.permanent and block.home.buffer is not None:
                 block.copy.be_home(block.home.buffer)
-        start, cache = 0, self.reserve("cpu", cache_bytes).tensor.zero_() if cache_bytes else None
+        start, cache = 0, self.reserve(CPU, cache_bytes).tensor.zero_() if cache_bytes else None
         for block in self._blocks:
             if block.cached_elements and cache is not None:
                 block.home.cached = cache[start : start + block.placed.cached_bytes]
@@ -279,7 +281,7 @@ class Store:
         return [
             block
             for block in self._blocks
-            if block.tier == "nvme" and block.kind is not Kind.GRAD and not block.spec.in_files
+            if block.tier.survives and block.kind is not Kind.GRAD and not block.spec.in_files
         ]
 
     def steps_left(self, number: int) -> int:
@@ -290,7 +292,7 @@ class Store:
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
         told."""
-        lease = self._arenas[tier].lease(object(), nbytes)
+        lease = self._arenas[tier.name].lease(object(), nbytes)
         if lease is None:
             raise RuntimeError(f"{nbytes} bytes were not set aside on {tier}")
         return lease
@@ -358,7 +360,7 @@ class Store:
     def cached(self) -> tuple[int, int]:
         """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those
         blocks."""
-        on_nvme = [b for b in self._blocks if b.tier == "nvme"]
+        on_nvme = [b for b in self._blocks if b.tier.needs_staging]
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def written_through(self) -> int:

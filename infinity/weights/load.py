@@ -258,9 +258,10 @@ def fill_units(
         if seed is not None:
             torch.manual_seed(seed)
         for unit in units:
-            stays_in_files = bool(unit.facts.stored) and unit.blocks[Kind.PARAM].tier == "nvme"
+            block = unit.blocks[Kind.PARAM]
+            stays_in_files = bool(unit.facts.stored) and block.tier.survives
             if stays_in_files:
-                unit.store.fill_from_files(unit.blocks[Kind.PARAM])
+                unit.store.fill_from_files(block)
             if stays_in_files or kept:
                 unit.data.guard()
                 continue

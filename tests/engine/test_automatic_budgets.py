@@ -58,7 +58,7 @@ def trained(*arguments: Any) -> Iterator[tuple[list[float], infinity.Engine]]:
 
 
 def tiers(engine: infinity.Engine) -> set[tuple[str, str]]:
-    return {(kind.value, b.tier) for unit in engine.units for kind, b in unit.blocks.items()}
+    return {(kind.value, b.tier.name) for unit in engine.units for kind, b in unit.blocks.items()}
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from infinity.observe import Recorder
 from infinity.optim.kernels import Kernels, squared_gradient_norm
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tier import NVME
 from infinity.tiers.store import Store
 from support.discrete import DiscreteDevice
 from support.discrete_engines import STEPS, Places, Wrap, assert_equal, train, wrapping
@@ -184,7 +185,7 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
     )
     store = Store(config, DiscreteDevice(), Recorder())
     block = store.add(
-        BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param")
+        BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), NVME, nbytes, 0, "param")
     )
     store.open(store.placement.layout(block.spec.span))
     try:

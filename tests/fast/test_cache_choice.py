@@ -17,6 +17,7 @@ from infinity.placement.budget import (
 )
 from infinity.placement.cache import Candidate, choose, distribute, spread
 from infinity.placement.spec import FP32, SPLIT, BlockSpec, Format, Kind
+from infinity.tier import NVME
 
 MIB = 1 << 20
 
@@ -96,7 +97,7 @@ def blocks_of(
     form = {Kind.PARAM: plain, Kind.GRAD: plain, Kind.MASTER: master}
     return [
         BlockSpec(
-            unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}"
+            unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), NVME, 0, 0, f"{k.value} of u{unit}"
         )
         for k in kinds
     ]

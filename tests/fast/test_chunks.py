@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from infinity.placement.budget import WIDEST_ELEMENT
 from infinity.placement.spec import BF16, FP32, INT8, BlockSpec, Format, Kind, Placed
+from infinity.tier import NVME
 from infinity.tiers.chunks import Chunks
 
 GRANULE = INT8.elements
@@ -18,7 +19,7 @@ WIDE = Format("fp64", 1, 8)
 
 def made(elements: int, form: Format = FP32, cached: int = 0) -> Placed:
     return Placed(
-        BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"),
+        BlockSpec(0, Kind.PARAM, elements, form, NVME, form.bytes_of(elements), 0, "a block"),
         cached_elements=cached,
     )
 

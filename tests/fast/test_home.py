@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from infinity.durable.home import SPARE, DurableHome, ExtentState
 from infinity.placement.spec import FP32, BlockSpec, Kind, Placed
+from infinity.tier import NVME
 from infinity.tiers.states_files import Extent
 
 MOST = 2
@@ -20,7 +21,7 @@ forward."""
 
 def home(every: int = 1, cached: int = 0) -> DurableHome:
     """Of a block of 4096 elements, of which `cached` are, with two extents or three."""
-    spec = BlockSpec(0, Kind.PARAM, 4096, FP32, "nvme", 16384, 0, "a block")
+    spec = BlockSpec(0, Kind.PARAM, 4096, FP32, NVME, 16384, 0, "a block")
     made = DurableHome(Placed(spec, 2, cached, every))
     made.extents = (Extent(0, 16384), Extent(16384, 16384))
     if every > 1:

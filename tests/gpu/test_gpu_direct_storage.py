@@ -13,6 +13,7 @@ import infinity
 from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tier import NVME
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
@@ -36,7 +37,7 @@ def store(tmp_path: Path) -> Iterator[tuple[Store, list[Block], list[torch.Tenso
     store = Store(config, ComputeDevice("cuda"), Recorder())
     blocks = [
         store.add(
-            BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")
+            BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), NVME, NBYTES, 0, f"unit {n}")
         )
         for n in range(UNITS)
     ]

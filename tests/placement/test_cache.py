@@ -18,6 +18,7 @@ import infinity
 from infinity.observe import Recorder
 from infinity.placement.budget import CHUNK_ELEMENTS, STAGED_SETS
 from infinity.placement.spec import BF16, BlockSpec, Kind
+from infinity.tier import NVME
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from support.configs import config_of
@@ -87,7 +88,9 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 
 def on_nvme(engine: infinity.Engine) -> int:
     """Bytes of what lives on NVMe, each once."""
-    return sum(b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme")
+    return sum(
+        b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier.needs_staging
+    )
 
 
 # Bytes
@@ -246,7 +249,7 @@ def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
         b.cached_elements / b.elements
         for unit in engine.units
         for b in unit.blocks.values()
-        if b.tier == "nvme"
+        if b.tier.needs_staging
     }
     assert {0.0, 1.0} < shares
     return engine
@@ -485,7 +488,7 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     )
     device = DiscreteDevice()
     store = Store(config, device, Recorder())
-    block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
+    block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, NVME, 2 * elements, 0, "param"))
     store.open(store.placement.layout(block.spec.span))
     try:
         assert block.cached_elements == min(kept * CHUNK_ELEMENTS, elements)

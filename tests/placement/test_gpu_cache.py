@@ -98,11 +98,11 @@ def kept(engine: infinity.Engine) -> list[int]:
     tiers = {Kind.PARAM: config.parameters, Kind.GRAD: config.gradients}
     found = []
     for unit in engine.units:
-        if all(block.tier == "gpu" for block in unit.blocks.values()):
+        if all(block.tier.is_device for block in unit.blocks.values()):
             found.append(unit.index)
         else:
             assert all(
-                block.tier == tiers.get(kind, config.optimizer)
+                block.tier.name == tiers.get(kind, config.optimizer)
                 for kind, block in unit.blocks.items()
             )
     return found

@@ -25,6 +25,7 @@ from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, Placement
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.placement.traffic import Moves, moves
+from infinity.tier import CPU
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.machine import PAGE
@@ -60,7 +61,7 @@ def placed(
     specs: list[BlockSpec] = []
     for unit, size in enumerate(sizes):
         for kind, form in (STATES | {Kind.MASTER: master}).items():
-            home = "cpu" if kind is Kind.GRAD else tier
+            home = CPU if kind is Kind.GRAD else infinity.tier.TIERS[tier]
             elements, name = size * PAGE, f"{kind.value} of {unit}"
             specs.append(
                 BlockSpec(unit, kind, elements, form, home, form.bytes_of(elements), 0, name)
@@ -70,7 +71,7 @@ def placed(
 
 
 def gpu_resident(placement: Placement) -> list[int]:
-    return sorted({spec.unit for spec in placement.specs if spec.tier == "gpu"})
+    return sorted({spec.unit for spec in placement.specs if spec.tier.is_device})
 
 
 def room_for_two(sizes: list[int]) -> int:
@@ -90,7 +91,7 @@ def chosen(rates: Rates, memory: int = MEMORY, **options: Any) -> list[int]:
     before = placed(SIZES, memory, **options)
     placement = before.with_gpu_cache(room_for_two(SIZES), 0, rates)
     assert placement.gpu_cache_bytes == sum(
-        spec.nbytes for spec in placement.specs if spec.tier == "gpu"
+        spec.nbytes for spec in placement.specs if spec.tier.is_device
     )
     assert gpu_resident(before) == [], "nothing is changed"
     return gpu_resident(placement)
@@ -138,9 +139,11 @@ def test_no_other_number_of_units_takes_less_time(
     memory = int(part * sum(whole)) // PAGE * PAGE + 2 * concurrent
 
     def longest(blocks: tuple[BlockSpec, ...]) -> float:
-        travelling = [block for block in blocks if block.kind is Kind.PARAM and block.tier != "gpu"]
+        travelling = [
+            block for block in blocks if block.kind is Kind.PARAM and not block.tier.is_device
+        ]
         spans = sum(b.span for b in travelling)
-        homes = sum(b.nbytes for b in blocks if b.tier == "gpu")
+        homes = sum(b.nbytes for b in blocks if b.tier.is_device)
         room = memory - homes
         if room < (max(concurrent, min(spans, 2 * concurrent)) if travelling else 0):
             return math.inf
@@ -394,7 +397,8 @@ def test_moves_of_what_comes_and_goes() -> None:
     def of(tier: str, kept: int = 0, frozen: bool = False, **how: Any) -> tuple[float, ...]:
         blocks = placed([2], 1 << 30, tier, **how).specs
         blocks = [block for block in blocks if block.kind is Kind.PARAM or not frozen]
-        return tuple(moves(blocks, 0.25, {block: kept for block in blocks if block.tier == "nvme"}))
+        cached = {block: kept for block in blocks if block.tier.needs_staging}
+        return tuple(moves(blocks, 0.25, cached))
 
     assert of("cpu") == (bf16 / 2 * 1.75, bf16 / 2, 0, 2 * PAGE)
     assert of("cpu", frozen=True) == (bf16 / 2 * 1.5, 0, 0, 0)

@@ -17,6 +17,7 @@ import infinity
 from infinity import native
 from infinity.nvme.ticket import Ticket
 from infinity.placement.spec import BF16, FP32, INT8, BlockSpec, Format, Kind, Placed
+from infinity.tier import NVME
 from infinity.tiers.block_io import pack_sums, piece_bytes, unpack_sums
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import NvmeTier
@@ -49,7 +50,7 @@ def test_chunks_are_whole_pieces(
 ) -> None:
     """Whatever budgets and caches are: so every run has the same pieces."""
     elements = max(granules * GRANULE + more, 1)
-    spec = BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block")
+    spec = BlockSpec(0, Kind.PARAM, elements, form, NVME, form.bytes_of(elements), 0, "a block")
     block = Placed(spec)
     chunks = Chunks(most * GRANULE, {0: [cut * GRANULE for cut in cuts]})
     piece = piece_bytes(block)

@@ -23,6 +23,7 @@ from infinity.bench import machine
 from infinity.device import ComputeDevice, Mark
 from infinity.observe import Recorder
 from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tier import NVME
 from infinity.tiers import drives as tier
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
@@ -135,7 +136,7 @@ def store(
         device = DiscreteDevice()
         stores.append(Store(config_of(nvme=with_folders, **settings), device, Recorder()))
         specs = [
-            BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}")
+            BlockSpec(n, Kind.PARAM, nbytes, BYTES, NVME, nbytes, 0, f"unit {n}")
             for n in range(units)
         ]
         blocks = [stores[-1].add(spec) for spec in specs]

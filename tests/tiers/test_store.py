@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity import native
-from infinity.config import Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.placement.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
 from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tier import CPU, GPU, TIERS, TierName
 from infinity.tiers.block import Block, CopyState
 from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.resident import CopyListeners
@@ -139,7 +139,7 @@ def filled(block: Block, value: int) -> torch.Tensor:
 
 
 def add_param(
-    store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0
+    store: Store, unit: int, slots: int = 1, tier: TierName = "nvme", span: int = 0, at: int = 0
 ) -> Block:
     """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole
     unit when `span` is 0."""
@@ -150,7 +150,7 @@ def add_param(
             Kind.PARAM,
             elements,
             Format("half", 1, 2),
-            tier,
+            TIERS[tier],
             span or 2 * elements,
             at,
             f"param of u{unit}",
@@ -159,12 +159,19 @@ def add_param(
 
 
 def add_state(
-    store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4
+    store: Store, unit: int, kind: Kind, elements: int, tier: TierName = "nvme", itemsize: int = 4
 ) -> Block:
     form = Format("test", 1, itemsize)
     return store.add(
         BlockSpec(
-            unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"
+            unit,
+            kind,
+            elements,
+            form,
+            TIERS[tier],
+            elements * itemsize,
+            0,
+            f"{kind.value} of u{unit}",
         )
     )
 
@@ -739,7 +746,7 @@ def param_of_two_chunks(store: Store) -> Block:
             Kind.PARAM,
             elements,
             Format("byte", 1, 1),
-            "nvme",
+            TIERS["nvme"],
             span=elements,
             at=0,
             name="weight",
@@ -981,7 +988,7 @@ def test_a_budget_that_cannot_work_is_refused_with_the_smallest_that_does(tmp_pa
             add_state(store, 1, kind, 9 * SLOT_ELEMENTS) for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
         ]
         with opened(store, concurrent=14 * ALIGNMENT, reserve=9 * ALIGNMENT):
-            store.reserve("gpu", 9 * ALIGNMENT)
+            store.reserve(GPU, 9 * ALIGNMENT)
             for block in blocks:
                 put(store, block, content(block.nbytes, block.unit))
             for block in blocks:
@@ -1004,9 +1011,9 @@ def test_more_than_was_set_aside_cannot_be_reserved(tmp_path):
     store = make_store(tmp_path)
     add_param(store, 0)
     with opened(store, concurrent=ALIGNMENT, reserve=ALIGNMENT):
-        store.reserve("gpu", ALIGNMENT)
+        store.reserve(GPU, ALIGNMENT)
         with pytest.raises(RuntimeError, match="were not set aside on"):
-            store.reserve("cpu", 1)
+            store.reserve(CPU, 1)
 
 
 def test_close_may_be_called_twice_and_while_fetches_are_under_way(slow, tmp_path):

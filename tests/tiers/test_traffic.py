@@ -448,7 +448,7 @@ def test_states_on_nvme_take_what_the_ledger_says(
     with infinity.engine(model) as engine:
         padded = sum(unit.layout.numel for unit in engine.units)
         assert engine.memory()["nvme"] == (2 + states) * padded
-        assert {kind.value: block.tier for kind, block in engine.units[0].blocks.items()} == {
+        assert {kind.value: block.tier.name for kind, block in engine.units[0].blocks.items()} == {
             kind.value: "cpu" if kind is Kind.GRAD else "nvme"
             for kind in (Kind.PARAM, Kind.GRAD, Kind.MASTER, *MOMENTS["adam"])
         }

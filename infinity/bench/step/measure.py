@@ -48,6 +48,7 @@ from infinity.measure.rates import (
 )
 from infinity.observe import Span
 from infinity.report import Report
+from infinity.tier import TIERS
 from infinity.tiers.drives import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
@@ -131,7 +132,8 @@ def measure(
     check_directories(config.nvme)
     warnings = [busy] if (busy := load_problem()) is not None else []
     device = ComputeDevice(config.tuning.device)
-    on_nvme = "nvme" in (config.parameters, config.optimizer, config.gradients)
+    homes = (config.parameters, config.optimizer, config.gradients)
+    on_nvme = any(TIERS[name].needs_staging for name in homes)
 
     def links() -> dict[str, list[float]]:
         say("measuring the links")

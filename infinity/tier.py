@@ -1,0 +1,45 @@
+"""The tiers that a block may be at home on. Code asks a tier and compares no names.
+
+A new tier is one record of this file and its test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TierName = Literal["gpu", "cpu", "nvme"]
+"""A tier in the configuration and in files."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place where blocks are at home, as answers to the questions of its users."""
+
+    name: TierName
+    label: str
+    """The name in a table for people."""
+    is_device: bool = False
+    """Whether the compute device uses a block where it lies. Each rank has its own device."""
+    is_host: bool = False
+    """Whether the CPU uses a block where it lies, and the compute device uses a copy."""
+    needs_staging: bool = False
+    """Whether a block has no address. I/O copies chunks of it to a buffer to be used."""
+    survives: bool = False
+    """Whether the bytes are in files, which may outlive the process."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_addressed(self, unified_memory: bool) -> bool:
+        """Whether the CPU works on a block in place. With `unified_memory` it also does so in the
+        memory of the compute device."""
+        return self.is_host or (self.is_device and unified_memory)
+
+
+GPU = Tier("gpu", "GPU", is_device=True)
+CPU = Tier("cpu", "host memory", is_host=True)
+NVME = Tier("nvme", "NVMe", needs_staging=True, survives=True)
+
+TIERS: dict[str, Tier] = {tier.name: tier for tier in (GPU, CPU, NVME)}
+"""The tiers by name, the fastest first."""
