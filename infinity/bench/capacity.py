@@ -12,6 +12,7 @@ from infinity.errors import InfinityError
 from infinity.observe import Recorder
 from infinity.placement.memory import bytes_on_tiers, bytes_per_parameter
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.places import Places
 
 STAGING_BYTES = 384 << 20
 """What staging takes of host memory at most."""
@@ -32,7 +33,7 @@ class Capacity(NamedTuple):
 def drive_speed(directory: Path) -> float | str:
     """Bytes per second of `directory`, half written and half read; a sentence where it cannot be
     measured. Writes 64 MiB, and removes them."""
-    tier = NvmeTier([directory], "auto", None, Recorder(), own=temporary_name())
+    tier = NvmeTier(Places([directory], temporary_name()), "auto", None, Recorder())
     try:
         return tier.measure()
     except (InfinityError, OSError) as error:

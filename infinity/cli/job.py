@@ -31,8 +31,8 @@ from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
-from infinity.tiers.drives import check_directories
 from infinity.tiers.manifest import run_of
+from infinity.tiers.places import check_directories
 
 log = logging.getLogger("infinity")
 

@@ -22,7 +22,7 @@ from infinity.observe import Recorder
 from infinity.quantities import format_bytes
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import Sums, pack_sums, unpack_sums
-from infinity.tiers.drives import STRIPE_BYTES
+from infinity.tiers.extents import STRIPE_BYTES
 from infinity.tiers.manifest import Member, StoredBlock
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.states_files import Extent
@@ -137,7 +137,7 @@ class DurableStore(Store):
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self.states.keep()
-        self._nvme.shorten()
+        self._nvme.extents.shorten()
 
     def _check(self, sums: Sequence[Sums]) -> int:
         """Compare what the extents have with their checksums, `sums` of the blocks that were ever
@@ -206,7 +206,8 @@ class DurableStore(Store):
         self._keep(versions, *([] if self._committed is None else [self._committed.versions]))
         self._nvme.flush()
         if self.states.found is None:
-            self.states.begin(STRIPE_BYTES, self._nvme.shares, self._nvme.rooms)
+            extents = self._nvme.extents
+            self.states.begin(STRIPE_BYTES, extents.shares, extents.rooms)
         self.states.record(key, self._with_sums(versions, content))
 
     def commit(self, key: RecordKey, versions: Sequence[Version]) -> None:
@@ -229,7 +230,7 @@ class DurableStore(Store):
 
     def _keep(self, *commits: Sequence[Version], without: Collection[Block] = ()) -> None:
         """These are the commits whose states may be needed: no write reaches them."""
-        self._nvme.keep(
+        self._nvme.extents.keep(
             extent
             for versions in commits
             for block, version in zip(self.state_blocks(), versions, strict=True)

@@ -20,7 +20,7 @@ from infinity.models.source import ModelSource
 from infinity.plan.hardware import DriveSpec, Hardware, checked
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, PlannedModel
-from infinity.tiers.drives import check_directories
+from infinity.tiers.places import check_directories
 
 ROUNDS = 3
 PROBE_BYTES = 64 << 20

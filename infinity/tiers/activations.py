@@ -290,7 +290,8 @@ class Activations:
     def _take_extent(self, nbytes: int) -> int | None:
         start = self._extents.take(nbytes)
         if start is None and not self._full and self._nvme is not None:
-            grown = self._nvme.grow(max(nbytes, GROWTH_BYTES)) or self._nvme.grow(nbytes)
+            grown = self._nvme.extents.grow(max(nbytes, GROWTH_BYTES))
+            grown = grown or self._nvme.extents.grow(nbytes)
             if grown is None:
                 self._full = True
                 log.warning(

@@ -35,10 +35,11 @@ from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import ALIGNMENT, KeptStates, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.home import Home
 from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent, StoredBytes
+from infinity.tiers.places import KeptStates, Places
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
 
@@ -83,13 +84,11 @@ class Store:
         self._device = device
         self._recorder = recorder
         self._nvme = NvmeTier(
-            config.nvme,
+            Places(config.nvme, own, kept),
             config.tuning.io_engine,
             config.tuning.nvme_memory,
             recorder,
             config.tuning.nvme_shares,
-            own,
-            kept,
         )
         self._changed = threading.Condition()
         self.budgets = Budgets(
@@ -193,15 +192,17 @@ class Store:
             if block in self._originals:
                 block.home.extents = (self._originals[block].after(placed.cached_bytes),)
             else:
-                places = (self._nvme.reserve(placed.extent_bytes) for _ in range(placed.copies))
+                places = (
+                    self._nvme.extents.reserve(placed.extent_bytes) for _ in range(placed.copies)
+                )
                 block.home.extents = tuple(places)
         for block in states:
             if block.placed.has_spare:
-                spare = self._nvme.reserve(block.placed.moved_bytes, spare=True)
+                spare = self._nvme.extents.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
         grows = TIERS[self._config.activations].needs_staging or self._originals
         if grows and self._config.nvme:
-            self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
+            self._nvme.extents.reserve(ALIGNMENT)  # so that there is a file, which grows
 
     def _open_drives(self) -> None:
         """Make the files."""
@@ -336,7 +337,7 @@ class Store:
         files of the user. Raises `BudgetError` where NVMe has no room for it."""
         if block.original is None or len(block.home.extents) > 1:
             return
-        extent = self._nvme.grow(block.placed.extent_bytes)
+        extent = self._nvme.extents.grow(block.placed.extent_bytes)
         if extent is None:
             raise BudgetError(
                 f"{block.name} is at home in files of the user, which are only read, and the nvme "
@@ -375,7 +376,7 @@ class Store:
             self.latch.check_open()
             saved = self.activations.used if self.activations is not None else 0
             host = arena["cpu"].used + arena["staging"].used + saved
-            return {"gpu": arena["gpu"].used, "cpu": host, "nvme": self._nvme.reserved}
+            return {"gpu": arena["gpu"].used, "cpu": host, "nvme": self._nvme.extents.reserved}
 
     def peaks(self) -> dict[str, int]:
         """The most bytes in use at any time since `open`, per tier."""
@@ -384,7 +385,7 @@ class Store:
             self.latch.check_open()
             saved = self.activations.used_peak if self.activations is not None else 0
             host = arena["cpu"].peak + arena["staging"].peak + saved
-            return {"gpu": arena["gpu"].peak, "cpu": host, "nvme": self._nvme.reserved}
+            return {"gpu": arena["gpu"].peak, "cpu": host, "nvme": self._nvme.extents.reserved}
 
     @property
     def gpu_direct(self) -> bool:

@@ -44,7 +44,7 @@ from infinity.directories.lock import LOCK_NAME, lock_directory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
 from infinity.placement.calibrate import levelled
 from infinity.placement.spec import Kind
-from infinity.tiers.drives import STRIPE_BYTES
+from infinity.tiers.extents import STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 from support.children import CHILD
 from support.machine import IO_ENGINES

@@ -42,7 +42,7 @@ from infinity.errors import InfinityError
 from infinity.models.data import Windows
 from infinity.report import Report
 from infinity.sharding.watch import Note, Watch
-from infinity.tiers.drives import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from support import forked
 from support.children import CHILD
 from support.durable import BEHIND, Kill

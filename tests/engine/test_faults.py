@@ -18,9 +18,10 @@ import torch
 
 import infinity
 from infinity.observe import Recorder
-from infinity.tiers import drives
+from infinity.tiers import drives, extents
 from infinity.tiers.access import Mover
-from infinity.tiers.drives import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import Places
 from support.faults import Run, fail_from_the_update_on
 from support.machine import IO_ENGINES
 from support.probe import Probe
@@ -320,12 +321,12 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
     io_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After that the memory is somebody else's."""
-    monkeypatch.setattr(drives, "STRIPE_BYTES", 4 * drives.ALIGNMENT)
+    monkeypatch.setattr(extents, "STRIPE_BYTES", 4 * drives.ALIGNMENT)
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    tier = drives.NvmeTier(directories, io_engine, None, Recorder())
-    extent = tier.reserve(64 * drives.ALIGNMENT)
+    tier = drives.NvmeTier(Places(directories), io_engine, None, Recorder())
+    extent = tier.extents.reserve(64 * drives.ALIGNMENT)
     tier.open()
     memory = torch.zeros(extent.nbytes + drives.ALIGNMENT, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % drives.ALIGNMENT
@@ -339,7 +340,7 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
         assert (Path(caught.value.path).parent, caught.value.offset) == (directories[1], 0)
         assert (
             sum(io.counters()["bytes_read"] for io in tier.engines)
-            == extent.nbytes - drives.STRIPE_BYTES
+            == extent.nbytes - extents.STRIPE_BYTES
         )
     tier.close()
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

@@ -31,7 +31,7 @@ from infinity.directories.lock import LOCK_NAME
 from infinity.durable import store
 from infinity.durable.record import CommittedStep
 from infinity.durable.states import HEAD_BYTES
-from infinity.tiers import drives
+from infinity.tiers import extents
 from infinity.tiers.block_io import pack_sums, unpack_sums
 from infinity.tiers.manifest import MANIFEST_NAME, STATES_NAME, StatesManifest
 from support.configs import config_of
@@ -235,7 +235,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, _small_stripes: None) -> Run:
 def _small_stripes() -> Iterator[None]:
     """So that states of little width lie in both directories."""
     with (
-        mock.patch.object(drives, "STRIPE_BYTES", 16 << 10),
+        mock.patch.object(extents, "STRIPE_BYTES", 16 << 10),
         mock.patch.object(store, "STRIPE_BYTES", 16 << 10),
     ):
         yield

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.directories.lock import LOCK_NAME
-from infinity.tiers.drives import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer

@@ -274,7 +274,7 @@ LOCKS: dict[str, str] = {
     "observe.py Meter._lock": "for a few lines",
     "pinning.py Pinning._changed": "for a few lines; who waits on it lets go of it",
     "observe.py Recorder._lock": "for a few lines",
-    "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
+    "tiers/extents.py Extents._growing": "held while files grow: no wait for I/O",
     "durable/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",

@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.gc import collect
-from infinity.tiers.drives import STATES_NAME
+from infinity.tiers.manifest import STATES_NAME
 from support.deepspeed import Net, batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")

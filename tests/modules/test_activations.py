@@ -41,10 +41,12 @@ from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers import activations as tier_module
-from infinity.tiers import drives as nvme_module
+from infinity.tiers import extents as nvme_extents
 from infinity.tiers.activations import AHEAD, Activations
-from infinity.tiers.drives import STATES_NAME, NvmeTier
+from infinity.tiers.drives import NvmeTier
 from infinity.tiers.gaps import Gaps
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import Places
 from infinity.tiers.saved_storage import SavedStorage, StorageState
 from infinity.tiers.states_files import StatesFiles
 from support.configs import config_of
@@ -153,7 +155,7 @@ class Rig:
     def __init__(self, discrete: bool, pages: int, drive: int | str | None = None) -> None:
         self.stack = ExitStack()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(nvme_module, "STRIPE_BYTES", 2 * PAGE)
+        patch.setattr(nvme_extents, "STRIPE_BYTES", 2 * PAGE)
         patch.setattr(tier_module, "GROWTH_BYTES", 4 * PAGE)
         self.device = WatchedDevice() if discrete else ComputeDevice("cpu")
         self.stack.callback(self.device.close)
@@ -161,8 +163,8 @@ class Rig:
         if drive != "no":
             folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
             budget = None if drive is None else int(drive) * PAGE + 2 * PAGE
-            self.nvme = NvmeTier([folder], "posix", budget, Recorder())
-            self.nvme.reserve(2 * PAGE)
+            self.nvme = NvmeTier(Places([folder]), "posix", budget, Recorder())
+            self.nvme.extents.reserve(2 * PAGE)
             self.nvme.open()
             self.stack.callback(self.nvme.close)
         self.tier = Activations(
@@ -204,7 +206,7 @@ class Rig:
         ):
             assert not getattr(self.tier, left), left
         if self.nvme is not None:
-            assert self.tier._extents.free == self.nvme.reserved - 2 * PAGE
+            assert self.tier._extents.free == self.nvme.extents.reserved - 2 * PAGE
 
 
 def content(pages: float, seed: int) -> torch.Tensor:
@@ -434,12 +436,12 @@ def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_t
 def test_the_drive_grows_without_moving_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvme_module, "STRIPE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(nvme_extents, "STRIPE_BYTES", 2 * PAGE)
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    nvme = NvmeTier(folders, "posix", 64 * PAGE, Recorder(), shares=[3, 1, 2])
-    nvme.reserve(7 * PAGE)
+    nvme = NvmeTier(Places(folders), "posix", 64 * PAGE, Recorder(), shares=[3, 1, 2])
+    nvme.extents.reserve(7 * PAGE)
     nvme.open()
     try:
         memory, extents = torch.empty(0), []
@@ -451,7 +453,7 @@ def test_the_drive_grows_without_moving_what_is_there(
         )
         memory = ComputeDevice("cpu").host_memory(5 * PAGE)
         for number in range(12):
-            extent = nvme.grow(5 * PAGE)
+            extent = nvme.extents.grow(5 * PAGE)
             if extent is None:
                 break
             memory.copy_(content(5, number))
@@ -470,8 +472,8 @@ def test_the_drive_grows_without_moving_what_is_there(
         monkeypatch.setattr(
             StatesFiles, "extend", lambda *values: next(answers, False) and extend(*values)
         )
-        nvme._budget = None
-        assert nvme.grow(5 * PAGE) is None
+        nvme.extents._budget = None
+        assert nvme.extents.grow(5 * PAGE) is None
         assert [(folder / STATES_NAME).stat().st_size for folder in folders] == sizes, (
             "what there is no room for leaves nothing"
         )

@@ -196,7 +196,7 @@ def test_io_engine_copy_on_write_and_stripes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # So that blocks this small cross stripes.
-    monkeypatch.setattr("infinity.tiers.drives.STRIPE_BYTES", 5 * PAGE)
+    monkeypatch.setattr("infinity.tiers.extents.STRIPE_BYTES", 5 * PAGE)
     paths = [tmp_path / str(number) for number in range(len(shares))]
     for path in paths:
         path.mkdir()

@@ -221,7 +221,7 @@ def test_a_write_without_room_changes_nothing(tmp_path: Path) -> None:
     options = {"nvme_memory": 4 << 20}
     model = infinity.wrap(built(), config(tmp_path, **options), weights=saved(tmp_path))
     with infinity.engine(model) as engine:
-        while Probe(engine).nvme.grow(4096 * 16):
+        while Probe(engine).nvme.extents.grow(4096 * 16):
             pass
         with (
             pytest.raises(

@@ -41,7 +41,7 @@ from infinity.durable.states import DurableStates
 from infinity.durable.store import DurableStore
 from infinity.errors import InfinityError
 from infinity.measure import speed
-from infinity.tiers import drives
+from infinity.tiers import drives, extents
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.manifest import DURABLE_NAMES, STATES_NAME
 from support.configs import config_of
@@ -382,7 +382,7 @@ def _small() -> Iterator[None]:
     """Stripes of 64 KiB, and four of them to measure a drive with."""
     with ExitStack() as stack:
         for owner, name, value in (
-            (drives, "STRIPE_BYTES", STRIPE_BYTES),
+            (extents, "STRIPE_BYTES", STRIPE_BYTES),
             (store, "STRIPE_BYTES", STRIPE_BYTES),
             (speed, "PROBE_BYTES", 4 * STRIPE_BYTES),
             (speed, "_REQUEST_BYTES", STRIPE_BYTES),

@@ -26,7 +26,7 @@ from infinity import native
 from infinity.device import ComputeDevice
 from infinity.durable import agreement, record, store
 from infinity.sharding import collectives, watch
-from infinity.tiers import drives
+from infinity.tiers import drives, extents
 from simulation.checkpoint_files import checkpoints_on_machines
 from simulation.disk import Change, Folder, Naming, Plain
 from simulation.distributed import SimulatedDistributed, SimulatedStores, gather
@@ -450,7 +450,7 @@ def simulated() -> Iterator[SimulatedSystem]:
                 if vars(module).get(attribute) is real:
                     replace(module, attribute, value)
         replace(native, "file_at", system.file_at)
-        for owner in (drives, store):
+        for owner in (extents, store):
             replace(owner, "STRIPE_BYTES", STRIPE_BYTES)
         replace(drives, "make_engine", lambda kind, **o: DriveEngine(**o))
         for owner in (agreement, watch):

@@ -13,6 +13,7 @@ from infinity.directories.directory import Directory
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import Places
 from simulation.chance import Chance
 from simulation.disk import Folder
 from simulation.machine import Blow, Machine, Operation, Place
@@ -67,8 +68,8 @@ def test_a_record_that_a_failed_flush_left_in_memory_is_written_again(
 
 def test_a_flush_after_one_that_failed_fails(system: SimulatedSystem, tmp_path: Path) -> None:
     boot(system, tmp_path, [Folder()], failing("flush", STATES_NAME))
-    tier = NvmeTier([tmp_path], "posix", None, Recorder())
-    tier.reserve(4096)
+    tier = NvmeTier(Places([tmp_path]), "posix", None, Recorder())
+    tier.extents.reserve(4096)
     tier.open()
     with pytest.raises(OSError, match="Input/output error"):
         tier.flush()

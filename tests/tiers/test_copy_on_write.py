@@ -21,7 +21,9 @@ from infinity.bench.io import preflight
 from infinity.cli.main import app
 from infinity.directories.directory import Directory, overwrite_in_place
 from infinity.observe import Recorder
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import Places
 from support.children import CHILD
 
 NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
@@ -65,8 +67,8 @@ def flag_files(monkeypatch: pytest.MonkeyPatch) -> FlagFiles:
 
 
 def opened(directories: list[Path]) -> NvmeTier:
-    tier = NvmeTier(directories, "posix", None, Recorder(), "equal")
-    tier.reserve(len(directories) * (8 << 20))
+    tier = NvmeTier(Places(directories), "posix", None, Recorder(), "equal")
+    tier.extents.reserve(len(directories) * (8 << 20))
     tier.open()
     return tier
 
@@ -89,7 +91,7 @@ def test_every_states_file_is_marked_while_it_is_empty(
 def test_files_that_measure_a_drive_are_as_the_states_file(
     tmp_path: Path, flag_files: FlagFiles
 ) -> None:
-    tier = NvmeTier([tmp_path], "posix", None, Recorder())
+    tier = NvmeTier(Places([tmp_path]), "posix", None, Recorder())
     tier.measure()
     tier.close()
     assert [event[2:] for event in flag_files.events if event[0] == "flags"] == [
@@ -164,10 +166,11 @@ import torch
 from infinity.bench.io.preflight import copying
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.places import Places
 
 place, nbytes = Path(sys.argv[1]), 48 << 20
-tier = NvmeTier([place], "auto", None, Recorder())
-extent = tier.reserve(nbytes)
+tier = NvmeTier(Places([place]), "auto", None, Recorder())
+extent = tier.extents.reserve(nbytes)
 tier.open()
 
 def write(seed):

@@ -26,6 +26,8 @@ from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tier import NVME
 from infinity.tiers import drives as tier
 from infinity.tiers.block import Block
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import TRIAL_NAME
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from support.configs import config_of
@@ -239,7 +241,7 @@ def test_what_fails_is_told_with_path_offset_and_bytes(
     error = caught.value
     assert (error.errno, error.operation) == (code, "read")
     assert (
-        error.filename.endswith(tier.STATES_NAME)
+        error.filename.endswith(STATES_NAME)
         and error.done < error.asked
         and "for unit 0" in str(error)
     )
@@ -254,7 +256,7 @@ def test_an_error_reaches_the_forward_of_the_user(fake: Fake, wrap: Wrap, tmp_pa
     fake.fail_reads, fake.fail_read_at = 1 << 30, fake.reads
     with pytest.raises(infinity.NvmeError, match="Input/output error") as caught:
         engine.model(**text_batch(0))
-    assert Path(caught.value.filename).name == tier.STATES_NAME and caught.value.offset % 4096 == 0
+    assert Path(caught.value.filename).name == STATES_NAME and caught.value.offset % 4096 == 0
     fake.fail_read_at = -1
     assert torch.isfinite(engine.model(**text_batch(0)).loss)
 
@@ -330,14 +332,14 @@ def test_committed_states_are_not_written_to_see_that_it_works(
         model = infinity.wrap(
             transformer(), config_of(**options | {"gpu_direct": "on"}), resume=life == 1
         )
-        assert not (tmp_path / tier.TRIAL_NAME).exists()
+        assert not (tmp_path / TRIAL_NAME).exists()
         with infinity.engine(model) as engine:
             assert Probe(engine).gpu_direct and fake.bytes_read >= tier.ALIGNMENT
             if life == 0:
                 train(engine)
             found.append(engine.state_dict())
-        found.append((tmp_path / tier.STATES_NAME).read_bytes())
-        (tmp_path / tier.TRIAL_NAME).write_bytes(b"of a killed run")
+        found.append((tmp_path / STATES_NAME).read_bytes())
+        (tmp_path / TRIAL_NAME).write_bytes(b"of a killed run")
     assert_equal(found[2], found[0])
     assert found[3] == found[1]
 

@@ -28,8 +28,10 @@ from infinity.errors import BudgetError, NvmeError
 from infinity.measure import speed
 from infinity.observe import Recorder
 from infinity.placement.calibrate import levelled
-from infinity.tiers import drives, states_files
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, UNNAMED, NvmeTier
+from infinity.tiers import drives, extents, states_files
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import UNNAMED, Places
 from infinity.tiers.states_files import Extent
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
 from support.budgets import ROOMY
@@ -239,12 +241,12 @@ def test_drives_give_together_what_their_shares_let_them(
         "measure",
         lambda probes: [6e9, 1e9] if all(p.nbytes == 64 * MIB for p in probes) else [],
     )
-    tier = NvmeTier(folders, "posix", None, Recorder(), shares)
+    tier = NvmeTier(Places(folders), "posix", None, Recorder(), shares)
     try:
         assert tier.measure() == pytest.approx(expected)
         assert [(folder / "infinity-states.bin").stat().st_size for folder in folders] == [0, 0]
         with pytest.raises(infinity.PathInUseError):
-            NvmeTier(folders[:1], "posix", None, Recorder()).measure()
+            NvmeTier(Places(folders[:1]), "posix", None, Recorder()).measure()
     finally:
         tier.close()
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
@@ -253,7 +255,7 @@ def test_drives_give_together_what_their_shares_let_them(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 16 KiB, and what is written to measure a drive so much smaller."""
-    monkeypatch.setattr(drives, "STRIPE_BYTES", STRIPE)
+    monkeypatch.setattr(extents, "STRIPE_BYTES", STRIPE)
     monkeypatch.setattr(speed, "PROBE_BYTES", PROBE)
     monkeypatch.setattr(speed, "_REQUEST_BYTES", PROBE // 16)
 
@@ -298,8 +300,8 @@ def opened(
 ) -> Iterator[NvmeTier]:
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    made = NvmeTier(directories, kind, None, Recorder(), shares)
-    made.reserve(nbytes)
+    made = NvmeTier(Places(directories), kind, None, Recorder(), shares)
+    made.extents.reserve(nbytes)
     made.open()
     try:
         yield made
@@ -585,7 +587,7 @@ def test_two_drives_share_by_speed_and_by_room(
 ) -> None:
     """A fast drive of 64 MiB and a slow one of 192 MiB: first what the fast one's share has room
     for, then what has not."""
-    monkeypatch.setattr(drives, "STRIPE_BYTES", MIB)
+    monkeypatch.setattr(extents, "STRIPE_BYTES", MIB)
     monkeypatch.setattr(speed, "PROBE_BYTES", 4 * MIB)
     fast, slow = disks(64 * MIB), disks(192 * MIB)
     assert fast.stat().st_dev != slow.stat().st_dev

@@ -30,9 +30,10 @@ from infinity.directories.lock import LOCK_NAME
 from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.observe import Recorder
-from infinity.tiers import drives
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
-from infinity.tiers.manifest import Member
+from infinity.tiers import extents
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.manifest import STATES_NAME, Member
+from infinity.tiers.places import Places
 from infinity.tiers.states_files import Extent
 from support.planted import PLANTED, Planted
 
@@ -47,7 +48,7 @@ each_engine = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "STRIPE_BYTES", PIECE)
+    monkeypatch.setattr(extents, "STRIPE_BYTES", PIECE)
 
 
 @contextmanager
@@ -62,9 +63,9 @@ def tier(
     directories = [root / str(index) for index in range(count)]
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    made = NvmeTier(directories, kind, budget, Recorder(), shares)
+    made = NvmeTier(Places(directories), kind, budget, Recorder(), shares)
     for nbytes in extents:
-        made.reserve(nbytes)
+        made.extents.reserve(nbytes)
     made.open()
     try:
         yield made
@@ -164,7 +165,7 @@ def test_transfers_in_flight_together_do_not_mix(tmp_path, small_stripes, kind, 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_pieces_of_4_mib_go_round_the_directories(tmp_path, count):
-    piece = drives.STRIPE_BYTES
+    piece = extents.STRIPE_BYTES
     assert piece == 4 << 20
     with tier(tmp_path, count, [ALIGNMENT, 2 * piece + ALIGNMENT]) as made:
         extent = Extent(ALIGNMENT, 2 * piece + ALIGNMENT)
@@ -215,7 +216,7 @@ def test_close_waits_for_what_is_in_flight_and_may_be_called_twice(tmp_path):
 
 
 def test_nothing_is_touched_when_nothing_is_reserved(tmp_path):
-    made = NvmeTier([tmp_path], "posix", None, Recorder())
+    made = NvmeTier(Places([tmp_path]), "posix", None, Recorder())
     made.open()
     assert made.engines == [] and not list(tmp_path.iterdir())
     made.close()
@@ -290,10 +291,10 @@ def test_a_full_disk_is_a_budget_error_and_leaves_nothing(tmp_path):
 
 
 def test_close_does_all_it_can_whatever_fails(tmp_path, monkeypatch):
-    made = NvmeTier([tmp_path / "a", tmp_path / "b"], "posix", None, Recorder())
+    made = NvmeTier(Places([tmp_path / "a", tmp_path / "b"]), "posix", None, Recorder())
     for name in "ab":
         (tmp_path / name).mkdir()
-    made.reserve(16 << 20)
+    made.extents.reserve(16 << 20)
     remove = Directory.remove
 
     def refuse(directory: Directory, name: str) -> None:
@@ -329,8 +330,8 @@ def test_directories_that_cannot_be_used_are_named(tmp_path):
         (["file"], "file is not a directory"),
         (["here", "link"], "must differ"),
     ]:
-        made = NvmeTier([tmp_path / name for name in names], "posix", None, Recorder())
-        made.reserve(ALIGNMENT)
+        made = NvmeTier(Places([tmp_path / name for name in names]), "posix", None, Recorder())
+        made.extents.reserve(ALIGNMENT)
         with pytest.raises(ConfigError, match=message):
             made.open()
         assert list((tmp_path / "here").iterdir()) == []
@@ -339,8 +340,8 @@ def test_directories_that_cannot_be_used_are_named(tmp_path):
 def test_when_one_directory_is_taken_the_others_are_given_back(tmp_path):
     with tier(tmp_path, 1, [ALIGNMENT]):
         (tmp_path / "free").mkdir()
-        made = NvmeTier([tmp_path / "free", tmp_path / "0"], "posix", None, Recorder())
-        made.reserve(ALIGNMENT)
+        made = NvmeTier(Places([tmp_path / "free", tmp_path / "0"]), "posix", None, Recorder())
+        made.extents.reserve(ALIGNMENT)
         with pytest.raises(PathInUseError, match=f"in use by process {os.getpid()};"):
             made.open()
         assert list((tmp_path / "free").iterdir()) == []
@@ -354,10 +355,11 @@ import sys
 from pathlib import Path
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.places import Places
 import torch
 
-tier = NvmeTier([Path(sys.argv[1])], "posix", None, Recorder())
-extent = tier.reserve(4096)
+tier = NvmeTier(Places([Path(sys.argv[1])]), "posix", None, Recorder())
+extent = tier.extents.reserve(4096)
 tier.open()
 data = torch.full((4096,), 7, dtype=torch.uint8)
 tier.write(extent, 0, 4096, data.data_ptr(), "x").wait()
@@ -383,8 +385,8 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def reserve_and_open(directory: Path) -> NvmeTier:
-    made = NvmeTier([directory], "posix", None, Recorder())
-    made.reserve(ALIGNMENT)
+    made = NvmeTier(Places([directory]), "posix", None, Recorder())
+    made.extents.reserve(ALIGNMENT)
     made.open()
     return made
 
@@ -428,8 +430,8 @@ def test_what_somebody_planted_is_refused_and_untouched(tmp_path, what, name, us
     place = tmp_path / "nvme"
     place.mkdir()
     there = Planted(place / name, tmp_path / "precious", what)
-    made = NvmeTier([place], "posix", None, Recorder())
-    made.reserve(ALIGNMENT)
+    made = NvmeTier(Places([place]), "posix", None, Recorder())
+    made.extents.reserve(ALIGNMENT)
     with pytest.raises(ConfigError) as caught:
         if user == "gc":
             gc.collect(place)
@@ -466,8 +468,8 @@ def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(
         return real(self, name, *arguments)
 
     monkeypatch.setattr(Directory, "create", late)
-    made = NvmeTier([place], "posix", None, Recorder())
-    extent = made.reserve(ALIGNMENT)
+    made = NvmeTier(Places([place]), "posix", None, Recorder())
+    extent = made.extents.reserve(ALIGNMENT)
     made.open()
     data = content(ALIGNMENT, 0)
     write(made, extent, 0, data)
@@ -485,8 +487,8 @@ def test_the_directory_of_a_rank_is_not_reached_through_a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "nvme").mkdir()
     (tmp_path / "nvme" / "rank1").symlink_to(tmp_path / "elsewhere")
-    made = NvmeTier([tmp_path / "nvme"], "posix", None, Recorder(), own="rank1")
-    made.reserve(ALIGNMENT)
+    made = NvmeTier(Places([tmp_path / "nvme"], own="rank1"), "posix", None, Recorder())
+    made.extents.reserve(ALIGNMENT)
     with pytest.raises(ConfigError, match="rank1 is a link, which infinity never makes"):
         made.open()
     assert (
@@ -500,7 +502,7 @@ def test_the_name_of_a_ranks_directory_survives_a_power_cut(tmp_path, monkeypatc
     flushed = []
     monkeypatch.setattr(Directory, "sync", lambda directory: flushed.append(directory.path))
     for durable in (None, DurableStates(resume=False, member=Member(1, 2))):
-        made = NvmeTier([tmp_path], "posix", None, Recorder(), own="rank1", kept=durable)
+        made = NvmeTier(Places([tmp_path], own="rank1", kept=durable), "posix", None, Recorder())
         made.find()
         made.close()
     assert flushed == [tmp_path]
@@ -511,8 +513,8 @@ def test_a_child_of_a_killed_run_keeps_neither_its_lock_nor_its_space(tmp_path):
     pid = os.fork()
     if pid == 0:
         try:
-            made = NvmeTier([tmp_path], "posix", None, Recorder())
-            made.reserve(8 << 20)
+            made = NvmeTier(Places([tmp_path]), "posix", None, Recorder())
+            made.extents.reserve(8 << 20)
             made.open()
             child = os.fork()  # a DataLoader's worker
             if child:
@@ -562,7 +564,7 @@ def test_a_file_system_that_cannot_reserve_space_works_with_a_warning(
         data = content(8 << 20, 0)
         write(made, Extent(0, 8 << 20), 0, data)
         assert torch.equal(read(made, Extent(0, 8 << 20), 0, 8 << 20), data)
-        assert made.grow(8 << 20) is not None
+        assert made.extents.grow(8 << 20) is not None
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
         (

@@ -24,8 +24,10 @@ from infinity.durable.states import DurableStates
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.measure import speed
 from infinity.observe import Recorder
-from infinity.tiers import drives
-from infinity.tiers.drives import ALIGNMENT, STATES_NAME, NvmeTier
+from infinity.tiers import drives, extents
+from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.manifest import STATES_NAME
+from infinity.tiers.places import Places
 from infinity.tiers.states_files import Claims, Extent, StatesFiles
 from infinity.tiers.stripes import Stripes
 from support.configs import config_of
@@ -166,13 +168,13 @@ def trained(engine: infinity.Engine) -> list[torch.Tensor]:
 def taken_over(folder: Path) -> NvmeTier:
     """A tier over states that were committed, as `wrap` has it before its restore."""
     durable = DurableStates(resume=True)
-    made = NvmeTier([folder], "posix", None, Recorder(), kept=durable)
+    made = NvmeTier(Places([folder], kept=durable), "posix", None, Recorder())
     made.find()
     durable.take(durable.left.records[0], "1" * 32)
     found = durable.found
     assert found is not None
     durable.describe(found.blocks)
-    made.reserve(found.nbytes)
+    made.extents.reserve(found.nbytes)
     return made
 
 
@@ -184,7 +186,7 @@ def test_before_the_restore_no_byte_of_the_earlier_run_may_be_written(tmp_path: 
         try:
             assert made.measure() > 0
             made.open()
-            beyond = made.grow(ALIGNMENT)
+            beyond = made.extents.grow(ALIGNMENT)
             assert beyond is not None
             data = torch.zeros(ALIGNMENT, dtype=torch.uint8)
             for at in range(0, beyond.start, ALIGNMENT):
@@ -202,8 +204,10 @@ def test_committed_states_that_nothing_took_over_are_not_reclaimed(tmp_path: Pat
     with engine_in(tmp_path) as engine:
         step(engine, 0)
     for act in (NvmeTier.measure, NvmeTier.open):
-        made = NvmeTier([tmp_path], "posix", None, Recorder(), kept=DurableStates(resume=True))
-        made.reserve(ALIGNMENT)
+        made = NvmeTier(
+            Places([tmp_path], kept=DurableStates(resume=True)), "posix", None, Recorder()
+        )
+        made.extents.reserve(ALIGNMENT)
         with (
             unchanged(tmp_path),
             pytest.raises(RuntimeError, match="has committed states, which nothing took over"),
@@ -251,12 +255,12 @@ class OtherSystem:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 KiB measure a drive, in stripes of a page."""
-    monkeypatch.setattr(drives, "STRIPE_BYTES", ALIGNMENT)
+    monkeypatch.setattr(extents, "STRIPE_BYTES", ALIGNMENT)
     monkeypatch.setattr(speed, "PROBE_BYTES", 16 * ALIGNMENT)
 
 
 def measured(folder: Path) -> float:
-    made = NvmeTier([folder], "posix", None, Recorder())
+    made = NvmeTier(Places([folder]), "posix", None, Recorder())
     try:
         return made.measure()
     finally:

@@ -29,7 +29,8 @@ from infinity.device import HostMemory
 from infinity.measure.speed import finish_all
 from infinity.placement.budget import STAGED_SETS
 from infinity.quantities import round_up
-from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
+from infinity.tiers.drives import ALIGNMENT
+from infinity.tiers.extents import STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 
 PIECE_BYTES = 4 << 20

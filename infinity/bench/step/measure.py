@@ -49,7 +49,7 @@ from infinity.measure.rates import (
 from infinity.observe import Span
 from infinity.report import Report
 from infinity.tier import TIERS
-from infinity.tiers.drives import check_directories
+from infinity.tiers.places import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
 _DRIFT = 1.2  # of compute between the times that it was measured, from which on a warning says so
