@@ -14,7 +14,7 @@ from infinity.free_memory import Choice
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater
-from infinity.schedule.planner import STATES, Traffic, cost_of, predict
+from infinity.schedule.planner import SLOT_BYTES, STATES, Traffic, cost_of, predict
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.unit import Unit
@@ -219,7 +219,7 @@ class Reporter:
             for unit in self._units
         ]
         cycle = self._runtime.trace.last_cycle("eval" if self._config.inference else "train")
-        mode, slots = self._config.tuning.update, self._store.copy_slots
+        mode, slots = self._config.tuning.update, self._store.layout.copy_bytes // SLOT_BYTES
         waits, delayed = mode == "plain", mode == "delayed"
         return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)
 

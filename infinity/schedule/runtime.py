@@ -141,7 +141,7 @@ class Runtime:
     def locate(self, address: int) -> tuple[Unit, int] | None:
         """The unit with the byte `address` in its copy on the compute device, and the byte offset
         in the copy. None if no copy contains it."""
-        found = self._store.resident.block_at(address)
+        found = self._store.addresses.block_at(address)
         return None if found is None else (self._units[found[0].unit], found[1])
 
     def look_ahead(self) -> None:

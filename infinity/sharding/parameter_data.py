@@ -22,8 +22,8 @@ from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
 from infinity.sharding.value import ParameterListener, closed
 from infinity.sharding.views import GatheredParameter, Views, Window
+from infinity.tiers.addresses import Addresses
 from infinity.tiers.block import Block
-from infinity.tiers.resident import Residency
 
 
 class UnitState(enum.Enum):
@@ -48,13 +48,13 @@ class ParameterData:
         self,
         facts: UnitFacts,
         block: Block,
-        resident: Residency,
+        addresses: Addresses,
         states: States,
         on_device: OnDevice,
         listener: ParameterListener,
     ) -> None:
-        """`block` has the parameters, and `resident` its copy. They are read from `states`, or
-        `on_device` where ranks have shards."""
+        """`block` has the parameters, and `addresses` finds its bytes. They are read from `states`,
+        or `on_device` where ranks have shards."""
         refuse_memory_requests()
         self.facts, self.listener = facts, listener
         self._block, self._states, self._on_device = block, states, on_device
@@ -87,7 +87,7 @@ class ParameterData:
         self._doubles: dict[int, torch.Tensor] = {}  # by the ids of the hidden ones
         self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._updates = 0  # of the unit, when graphs were last told
-        self.views = Views(self, self._tensors, block, resident)
+        self.views = Views(self, self._tensors, block, addresses)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._windows: dict[int, Window] = {}
 

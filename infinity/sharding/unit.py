@@ -275,7 +275,7 @@ class Unit:
         self.states = States(facts, blocks, store, exchange if facts.shared else None, ties)
         """What its blocks hold, on the host."""
         self.data = ParameterData(
-            facts, parameters, store.resident, self.states, self.on_device, ties
+            facts, parameters, store.addresses, self.states, self.on_device, ties
         )
         """What the parameters point at."""
 

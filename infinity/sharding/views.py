@@ -16,7 +16,7 @@ Scripts of DeepSpeed keep `.data` and `.detach()` of gathered parameters. Inside
 `gathered_to_keep` the first of these on a parameter moves that parameter, and with it the alias, to
 memory of its own, which lives as long as its last view. It is no part of any budget. The unit's
 bytes have the old content until the end of a block that may write (`Views.settle`). Autograd finds
-the unit by the address of both (`Residency.block_at`).
+the unit by the address of both (`Addresses.block_at`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from infinity.sharding.lazy_tensor import brought
 from infinity.sharding.twins import passing
 from infinity.sharding.value import ParameterSource
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
+from infinity.tiers.addresses import Addresses
 from infinity.tiers.block import Block
-from infinity.tiers.resident import Residency
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -199,11 +199,11 @@ class Views:
         source: ParameterSource,
         tensors: Sequence[torch.Tensor],
         block: Block,
-        resident: Residency,
+        addresses: Addresses,
     ) -> None:
         self.source = source
         """The data of the unit, which is asked for gradients."""
-        self._facts, self._block, self._resident = source.facts, block, resident
+        self._facts, self._block, self._addresses = source.facts, block, addresses
         self._parameters, self._places = source.facts.parameters, source.facts.layout.places
         self._tensors = tensors
         self._address = -1
@@ -275,7 +275,7 @@ class Views:
             window = Window(view.flatten().clone(), 0, view.numel())
             own = window.tensor(place.shape)
         start = window.storage.data_ptr()
-        self._resident.stand_in(
+        self._addresses.stand_in(
             self._block,
             place.offset * view.itemsize,
             range(start, start + window.storage.nbytes()),
@@ -312,7 +312,7 @@ class Views:
         self._address, self._windows, self._storages, self._made = -1, [], [], []
         if self._left:
             self._left = {}
-            self._resident.end_stand_ins(self._block)
+            self._addresses.end_stand_ins(self._block)
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
 

@@ -8,7 +8,11 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from infinity.device import ComputeDevice
+from infinity.placement.budget import PAGE
+from infinity.placement.decide import Rooms
 from infinity.quantities import round_up
+from infinity.tier import Tier
 from infinity.tiers.slots import Clock, SlotMap
 
 # Every float type reads this byte as NaN, so a use after the end of a lease shows at once.
@@ -109,3 +113,28 @@ class Arena:
     def drop(self) -> None:
         """Release the memory. No lease is possible afterward."""
         self.memory = self.memory.new_empty(0)
+
+
+class Arenas:
+    """The memory of a store, allocated at once: `gpu` on the compute device, `cpu` in host memory
+    for homes and cache, and `staging` in host memory."""
+
+    def __init__(self, device: ComputeDevice, rooms: Rooms, poison: bool) -> None:
+        host = device.host_memory
+        self.gpu = Arena("gpu", device.compute_memory(rooms.device), PAGE, poison)
+        self.cpu = Arena("cpu", host(rooms.homes + rooms.cache), PAGE, poison)
+        staged = host(rooms.host.slots * rooms.slot)
+        self.staging = Arena("staging", staged, rooms.slot, poison)
+
+    def reserve(self, tier: Tier, nbytes: int) -> Lease:
+        """A lease on `tier`, a tier in memory, that never ends. Raises `RuntimeError` without
+        room."""
+        lease = (self.gpu if tier.is_device else self.cpu).lease(object(), nbytes)
+        if lease is None:
+            raise RuntimeError(f"{nbytes} bytes were not set aside on {tier}")
+        return lease
+
+    def drop(self) -> None:
+        """Release the memory."""
+        for arena in (self.gpu, self.cpu, self.staging):
+            arena.drop()

@@ -37,8 +37,8 @@ class NvmeTier:
 
     Declare extents with `extents.reserve`. Then `open` locks the directories, removes the files of
     a dead run and preallocates. The address space is striped over the directories in pieces of 4
-    MiB, so a large block uses every drive. `read` and `write` may be called by any thread; the caller's
-    memory outlives the transfer.
+    MiB, so a large block uses every drive. `read` and `write` may be called by any thread; the
+    caller's memory outlives the transfer.
     """
 
     def __init__(

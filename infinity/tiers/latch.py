@@ -21,7 +21,8 @@ class Latch:
     """
 
     def __init__(self, changed: threading.Condition, device: ComputeDevice) -> None:
-        self._changed = changed
+        self.changed = changed
+        """The condition of the store."""
         self._device = device
         self._process = os.getpid()
         self._failure: tuple[BaseException, str] | None = None  # and what failed
@@ -31,12 +32,12 @@ class Latch:
     def add_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
         """Call `listener` on the first failure, on the thread that failed, until
         `remove_listener`."""
-        with self._changed:
+        with self.changed:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
         """Undo `add_listener`. A second call does nothing."""
-        with self._changed:
+        with self.changed:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
@@ -51,11 +52,11 @@ class Latch:
         Only the first failure is kept. Returns an error that names it and has it as its cause;
         each later `check` raises an equal error.
         """
-        with self._changed:
+        with self.changed:
             is_first = self._failure is None
             if is_first:
                 self._failure = error, what
-            self._changed.notify_all()
+            self.changed.notify_all()
             told = self._error()
             listeners = tuple(self._listeners) if is_first else ()
         for listener in listeners:
@@ -73,20 +74,20 @@ class Latch:
 
     def close(self) -> None:
         """Close: from now on `check_open` raises, and all waiting threads wake."""
-        with self._changed:
+        with self.changed:
             self._closed = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def check(self) -> None:
         """Raise `EngineClosedError` if something failed or the store was closed."""
-        with self._changed:
+        with self.changed:
             if self._failure is not None:
                 raise self._error()
             self.check_open()
 
     def check_open(self) -> None:
         """Raise `EngineClosedError` if the store was closed."""
-        with self._changed:
+        with self.changed:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
 

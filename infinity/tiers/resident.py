@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from typing import NamedTuple
@@ -76,7 +75,8 @@ class Loader:
         staging: Staging,
         chunks: Chunks,
     ) -> None:
-        self._device = device
+        self.device = device
+        """The compute device."""
         self._io = io
         self._staging = staging
         self._chunks = chunks
@@ -105,13 +105,13 @@ class Loader:
         part, memory, used = target[at : at + nbytes], block.home.memory_of(begin), block.copy.used
         if memory is not None:
             source = memory[at : at + nbytes]
-            if self._device.unified_memory:
-                return functools.partial(self._device.upload, part, source)
-            block.copy.arriving = self._device.begin_upload(part, source, used)
+            if self.device.unified_memory:
+                return functools.partial(self.device.upload, part, source)
+            block.copy.arriving = self.device.begin_upload(part, source, used)
             return None
         # cuFile moves whole pages, and tensors lie anywhere in files of the user.
         direct = self._io.direct and block.home.original is None
-        if not self._device.unified_memory and not (direct and block.written):
+        if not self.device.unified_memory and not (direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
         if direct:
             return functools.partial(self._fill_directly, block, at, part, used)
@@ -120,8 +120,8 @@ class Loader:
     def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
         """Wait until no kernel uses the place and all copies have ended, because a drive is not
         ordered by streams. Then read."""
-        self._device.reach(used)
-        self._device.await_copies()
+        self.device.reach(used)
+        self.device.await_copies()
         self._io.read(block, at, part.numel(), part.data_ptr(), direct=True).wait()
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
@@ -132,7 +132,7 @@ class Loader:
         with closing(self._staging.in_turn(requests)) as turns:
             for (chunk,) in turns:
                 target = part[at : at + chunk.tensor.numel()]
-                chunk.hold(self._device.begin_upload(target, chunk.tensor, block.copy.used))
+                chunk.hold(self.device.begin_upload(target, chunk.tensor, block.copy.used))
                 at += target.numel()
 
 
@@ -152,42 +152,34 @@ NOBODY = CopyListeners()
 
 
 class Residency:
-    """The copies in the compute arena. Any thread may call it; `changed` is the lock of the store.
+    """The copies in the compute arena of `blocks`, in the order of their declaration. Any thread
+    may call it.
 
-    `blocks` are those of the store, in the order in which they were declared.
+    One class, because fetch, eviction and update change the state of the same copy under one lock.
     """
 
     def __init__(
         self,
-        device: ComputeDevice,
         arena: Arena,
         blocks: Sequence[Block],
         layout: Layout,
         loader: Loader,
         latch: Latch,
-        changed: threading.Condition,
         listeners: CopyListeners,
     ) -> None:
-        self._device = device
+        self._device = loader.device
         self._arena = arena
         self._blocks = blocks
         self._layout = layout
         self._loader = loader
         self._latch = latch
-        self._changed = changed
+        self._changed = latch.changed
         self._listeners = listeners
         self._left: Mark | None = None  # the last use of a place by a copy that lost it
         self._pinned: set[Block] = set()
-        self._lost = 0
-        self._stand_ins: dict[Block, dict[range, int]] = {}
-        # Blocks that are at home in the arena, by the offsets of their buffers.
-        self._homes = {
-            buffer.offset: block
-            for block in blocks
-            if block.permanent
-            for buffer in block.home.buffers
-        }
-        self._mover = Mover(device.begin_thread, lambda error: latch.fail(error, "a fetch"))
+        self.lost = 0
+        """How many copies have lost their place so far, except those that a `prefetch` evicted."""
+        self._mover = Mover(self._device.begin_thread, lambda error: latch.fail(error, "a fetch"))
 
     # Questions
 
@@ -207,52 +199,10 @@ class Residency:
         with self._changed:
             return block.copy.state is CopyState.UPDATING
 
-    def block_at(self, address: int) -> tuple[Block, int] | None:
-        """The block whose compute copy or stand-in contains `address`, and the byte offset in its
-        span. None outside of all copies, and after another thread closed the store."""
-        memory = self._arena.memory
-        offset = address - memory.data_ptr()
-        if not 0 <= offset < memory.numel():
-            return self._stood_in(address) if self._stand_ins else None
-        with self._changed:
-            owner = self._arena.owner_at(offset)
-            if isinstance(owner, Block) and owner.copy.lease is not None:
-                return owner, offset - owner.copy.lease.offset
-            start = self._arena.start_at(offset)
-            block = None if start is None else self._homes.get(start)
-            buffer = None if block is None else block.home.buffer
-            if block is None or buffer is None or not buffer.holds(offset):
-                return None
-            return block, offset - buffer.offset
-
-    def _stood_in(self, address: int) -> tuple[Block, int] | None:
-        with self._changed:
-            for block, parts in self._stand_ins.items():
-                for addresses, at in parts.items():
-                    if address in addresses:
-                        return block, at + address - addresses.start
-        return None
-
-    def stand_in(self, block: Block, at: int, addresses: range) -> None:
-        """Until `end_stand_ins`, memory at these `addresses` is found as the bytes of `block` that
-        lie `at` bytes into its span."""
-        with self._changed:
-            self._stand_ins.setdefault(block, {})[addresses] = at
-
-    def end_stand_ins(self, block: Block) -> None:
-        """Undo all `stand_in` of `block`."""
-        with self._changed:
-            self._stand_ins.pop(block, None)
-
     def pinned(self) -> frozenset[int]:
         """The units that are in use."""
         with self._changed:
             return frozenset(block.unit for block in self._pinned)
-
-    @property
-    def lost(self) -> int:
-        """How many copies have lost their place so far, except those that a `prefetch` evicted."""
-        return self._lost
 
     # Uses
 
@@ -414,7 +364,7 @@ class Residency:
     def _leave(self, block: Block, counts: bool = True) -> None:
         """`block` has lost its place: the next copy there is filled after the last use by the model
         or poison. `counts`: see `lost`."""
-        self._lost += counts
+        self.lost += counts
         used = self._device.mark() if self._arena.poison else block.copy.used
         if used is not None:
             first = self._left is None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -59,7 +58,7 @@ class ChunkRequest:
 
 
 class Staging:
-    """Checks chunks out and back in. Any thread may call it; `changed` is the lock of the store."""
+    """Checks chunks out and back in. Any thread may call it."""
 
     def __init__(
         self,
@@ -68,14 +67,13 @@ class Staging:
         arena: Arena,
         chunks: Chunks,
         latch: Latch,
-        changed: threading.Condition,
     ) -> None:
         self._device = device
         self._io = io
         self._arena = arena
         self._chunks = chunks
         self._latch = latch
-        self._changed = changed
+        self._changed = latch.changed
         self._tokens = itertools.count()
 
     # What passes through slots

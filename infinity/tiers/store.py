@@ -29,9 +29,10 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BlockSpec, Kind
 from infinity.quantities import format_bytes
-from infinity.tier import CPU, TIERS, Tier
+from infinity.tier import CPU, GPU, NVME, TIERS, Tier
 from infinity.tiers.activations import Activations
-from infinity.tiers.arena import Arena, Lease
+from infinity.tiers.addresses import Addresses
+from infinity.tiers.arena import Arena, Arenas, Lease
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.chunks import Chunks
@@ -51,7 +52,9 @@ class Store:
     `close` ends everything.
 
     Any thread may call it; states change under one lock. The budgets hold from `open` on: all
-    memory is allocated there. It has one life, and half of its methods answer one question each.
+    memory is allocated there.
+
+    One class, because blocks, arenas and drives open together and close together.
     """
 
     layout: Layout
@@ -60,8 +63,9 @@ class Store:
     """The copies of parameters on the compute device."""
     staging: Staging
     """The chunks of blocks on the host."""
-    copy_slots: int
-    """Slots of 4096 bytes on the compute device for copies of parameters."""
+    addresses: Addresses
+    """The blocks at addresses on the compute device."""
+    _arenas: Arenas
     is_durable = False
     """Whether the states outlive the process (`infinity.durable.store`)."""
     has_spares = False
@@ -101,10 +105,10 @@ class Store:
         somebody says it."""
         self._blocks: list[Block] = []
         self._originals: dict[Block, FileExtent] = {}
-        self._arenas: dict[str, Arena] = {}
-        # What `close` does, the last first, each whatever the others meet.
+        # `close` undoes these in reverse order, even after failures: the memory last.
         self._closing = ExitStack()
-        self._closing.callback(self._drop_memory)
+        self._memory = self._closing.enter_context(ExitStack())
+        self._memory.callback(self._drop_blocks)
         self._closing.callback(device.close)
         self._closing.callback(self._nvme.close)
         self.latch = Latch(self._changed, device)
@@ -159,17 +163,12 @@ class Store:
             self._lease_homes(rooms.cache)
             # Zeros and poison, and what was there before: copies would overtake them.
             self._device.await_stream()
-            gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
-            self.copy_slots = layout.copy_bytes // ALIGNMENT
-            parts = self._device, self._io
-            self.staging = Staging(
-                *parts, self._arenas["staging"], chunks, self.latch, self._changed
-            )
+            chunks = Chunks(rooms.host.chunk_elements, layout.cuts)
+            parts, gpu = (self._device, self._io), self._arenas.gpu
+            self.staging = Staging(*parts, self._arenas.staging, chunks, self.latch)
             loader = Loader(*parts, self.staging, chunks)
-            latch, lock = self.latch, self._changed
-            self.resident = Residency(
-                self._device, gpu, self._blocks, layout, loader, latch, lock, listeners
-            )
+            self.resident = Residency(gpu, self._blocks, layout, loader, self.latch, listeners)
+            self.addresses = Addresses(gpu, self._blocks, self._changed)
             self._closing.callback(self.resident.close)
         except BaseException:
             self.close()
@@ -214,25 +213,21 @@ class Store:
     def _allocate(self) -> None:
         """Make the arenas, and let the drives know what they read and write."""
         rooms = self.layout.rooms
-        host = self._device.host_memory
         poison = self._config.tuning.poison
-        gpu = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
-        self._arenas["gpu"] = gpu
-        self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)
-        staging = Arena("staging", host(rooms.host.slots * rooms.slot), rooms.slot, poison)
-        self._arenas["staging"] = staging
+        self._arenas = Arenas(self._device, rooms, poison)
+        self._memory.callback(self._arenas.drop)
         if self.layout.placement.moves_activations():
-            memory = host(rooms.saved)
+            memory = self._device.host_memory(rooms.saved)
             drive = self._nvme if TIERS[self._config.activations].needs_staging else None
             self.activations = Activations(
                 self._device, memory, drive, self._recorder, poison, self._verifies
             )
             self._closing.callback(self.activations.close)
             self._nvme.register(memory)
-        self._nvme.register(staging.memory)
+        self._nvme.register(self._arenas.staging.memory)
         if self._device.unified_memory:  # reads land in it
-            self._nvme.register(gpu.memory)
-        self._attach(gpu)
+            self._nvme.register(self._arenas.gpu.memory)
+        self._attach(self._arenas.gpu)
 
     def _attach(self, gpu: Arena) -> None:
         """Let the drives write parameters into the compute arena themselves, if that is wanted and
@@ -293,21 +288,13 @@ class Store:
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
         told."""
-        lease = self._arenas[tier.name].lease(object(), nbytes)
-        if lease is None:
-            raise RuntimeError(f"{nbytes} bytes were not set aside on {tier}")
-        return lease
+        return self._arenas.reserve(tier, nbytes)
 
     # While it is open
 
     def begin_thread(self) -> None:
         """The calling thread is the engine's, and may use the compute device from now on."""
         self._device.begin_thread()
-
-    @property
-    def chunk_elements(self) -> int:
-        """The most elements of a chunk."""
-        return self.layout.rooms.host.chunk_elements
 
     @property
     def staged_sets(self) -> int:
@@ -371,21 +358,21 @@ class Store:
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
-        arena = self._arenas
         with self._changed:
             self.latch.check_open()
             saved = self.activations.used if self.activations is not None else 0
-            host = arena["cpu"].used + arena["staging"].used + saved
-            return {"gpu": arena["gpu"].used, "cpu": host, "nvme": self._nvme.extents.reserved}
+            host = self._arenas.cpu.used + self._arenas.staging.used + saved
+            device, nvme = self._arenas.gpu.used, self._nvme.extents.reserved
+            return {GPU.name: device, CPU.name: host, NVME.name: nvme}
 
     def peaks(self) -> dict[str, int]:
         """The most bytes in use at any time since `open`, per tier."""
-        arena = self._arenas
         with self._changed:
             self.latch.check_open()
             saved = self.activations.used_peak if self.activations is not None else 0
-            host = arena["cpu"].peak + arena["staging"].peak + saved
-            return {"gpu": arena["gpu"].peak, "cpu": host, "nvme": self._nvme.extents.reserved}
+            host = self._arenas.cpu.peak + self._arenas.staging.peak + saved
+            device, nvme = self._arenas.gpu.peak, self._nvme.extents.reserved
+            return {GPU.name: device, CPU.name: host, NVME.name: nvme}
 
     @property
     def gpu_direct(self) -> bool:
@@ -411,11 +398,8 @@ class Store:
         self.latch.close()
         self._closing.close()
 
-    def _drop_memory(self) -> None:
+    def _drop_blocks(self) -> None:
         for block in self._blocks:
             block.drop()
-        for arena in self._arenas.values():
-            arena.drop()
         self._originals.clear()
-        self._arenas.clear()
         self._blocks.clear()

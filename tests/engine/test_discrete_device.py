@@ -195,7 +195,9 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
         store.resident.begin_update(block, keep=True)
         new = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
         going = [
-            store.resident.renew(block, begin, new[begin:][: store.chunk_elements])
+            store.resident.renew(
+                block, begin, new[begin:][: store.layout.rooms.host.chunk_elements]
+            )
             for begin in store.staging.chunks(block)
         ]
         assert going and not any(placing is None or placing.done() for placing in going)

@@ -510,6 +510,6 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
             assert read[0] == block.moved_bytes, (
                 "the next chunks are read while the first is copied"
             )
-        assert store._arenas["staging"].used == 0
+        assert store._arenas.staging.used == 0
     finally:
         store.close()

@@ -223,7 +223,7 @@ def test_what_is_stated_is_what_moves(
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=0.5)
         store = Probe(engine).store
         spans = sum(spec.span for spec in store.placement.travelling())
-        resident = min(1.0, store.copy_slots * PAGE / spans) if spans else 1.0
+        resident = min(1.0, store.layout.copy_bytes / spans) if spans else 1.0
         assert (resident < 1) == (options.get("gpu_memory") == "150KiB")
         marks = []
         for step in range(6):

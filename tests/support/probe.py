@@ -97,19 +97,19 @@ class Probe:
 
     @property
     def staging_bytes(self) -> int:
-        return self.engine._store._arenas["staging"].memory.numel()
+        return self.engine._store._arenas.staging.memory.numel()
 
     @property
     def chunk_elements(self) -> int:
-        return self.engine._store.chunk_elements
+        return self.engine._store.layout.rooms.host.chunk_elements
 
     def used(self, tier: str) -> int:
         """Bytes of the arena of `tier` that are leased."""
-        return self.engine._store._arenas[tier].used
+        return getattr(self.engine._store._arenas, tier).used
 
     def memory(self, tier: str) -> torch.Tensor:
         """All bytes of the arena of `tier`."""
-        return self.engine._store._arenas[tier].memory
+        return getattr(self.engine._store._arenas, tier).memory
 
     @property
     def gradient_buffer(self) -> Any:
@@ -186,7 +186,7 @@ class Probe:
         before its thread ends."""
         self.await_failure()
         self.pipeline._thread.join()
-        return self.engine._store._arenas["staging"].used
+        return self.engine._store._arenas.staging.used
 
     def rest(self) -> None:
         """Wait for the collectives that were begun ahead."""

@@ -200,7 +200,7 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(
     assert bool(kept) == bool(cache)
     uploads: list[torch.Tensor] = []
     device.on_upload = lambda target, after: uploads.append(target)
-    staging, read, metered = one._arenas["staging"], fake.bytes_read, one.meter.read
+    staging, read, metered = one._arenas.staging, fake.bytes_read, one.meter.read
     # There is none to be had.
     held = [staging.lease(object(), staging.slot_bytes) for _ in range(staging.free_slots)]
     for block in blocks:

@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
         """Whether a window for `block` is free of what may not move, from the definition."""
         if block.copy.lease is not None:
             return True
-        arena = self.store._arenas["gpu"]
+        arena = self.store._arenas.gpu
         fixed = [
             run
             for owner, run in arena._slots.runs.items()
@@ -299,7 +299,7 @@ class Machine(RuleBasedStateMachine):
         updating = block in self.before
         assert block.copy.state is (CopyState.UPDATING if updating else CopyState.READY)
         assert span.numel() == block.spec.span
-        assert self.store.resident.block_at(span.data_ptr() + block.spec.span - 1) == (
+        assert self.store.addresses.block_at(span.data_ptr() + block.spec.span - 1) == (
             block,
             block.spec.span - 1,
         )
@@ -391,7 +391,7 @@ class Machine(RuleBasedStateMachine):
         for tier, peak in self.store.peaks().items():
             assert self.store.used()[tier] <= peak
             assert tier == "nvme" or peak <= getattr(self.store._config, f"{tier}_memory")
-        assert self.store._arenas["staging"].used == 0, (
+        assert self.store._arenas.staging.used == 0, (
             "every check-out has been given back (invariant I3)"
         )
 
@@ -577,7 +577,7 @@ def test_check_outs_are_all_or_nothing(tmp_path):
         first = store.staging.try_check_out(ChunkRequest(blocks, 0, blocks))
         second = store.staging.try_check_out(two)
         assert first is not None and second is not None
-        arena = store._arenas["staging"]
+        arena = store._arenas.staging
         assert arena.free_slots == 1
         assert store.staging.try_check_out(two) is None
         assert arena.free_slots == 1, "a check-out that fails holds nothing"
@@ -882,7 +882,7 @@ def test_a_block_that_was_never_written_reads_as_zeros_without_io(tmp_path):
     block = add_state(store, 0, Kind.EXP_AVG, CHUNK_ELEMENTS)
     param = add_param(store, 0)
     with opened(store, concurrent=param.spec.span):
-        store._arenas["staging"].memory.fill_(9)
+        store._arenas.staging.memory.fill_(9)
         assert torch.equal(get(store, block), filled(block, 0))
         assert torch.equal(get(store, param), filled(param, 0))
         assert store.io.counters()["bytes_read"] == 0
@@ -940,7 +940,7 @@ def test_a_failed_write_is_an_error_and_the_slot_goes_back(tmp_path):
         store.io.set_faults(fail_write_at=0, fail_errno=28)
         with pytest.raises(NvmeError, match="No space left"):
             put(store, block, filled(block, 2))
-        assert store._arenas["staging"].used == 0
+        assert store._arenas.staging.used == 0
         assert torch.equal(get(store, block), filled(block, 1)), (
             "and the version before is what it was"
         )
