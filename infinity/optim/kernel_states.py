@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -105,13 +105,13 @@ class KernelStates:
             )
 
     def write(
-        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace the states of `changed`. `gone` has no effect."""
+        """Replace the states `changed`."""
         if not self.counts.get(id(parameter)):
             self.counts[id(parameter)] = int(not self._rule.counts_in_state)
-        for name, value in changed.items():
-            self.slot(parameter, name).replace(value)
+        for name in changed:
+            self.slot(parameter, name).replace(entry[name])
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """Restart all moments of these parameters. Masters stay, because they are the weights."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -253,15 +253,15 @@ class BenchStates:
         return dict(wanted)
 
     def write(
-        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace these parts of an entry, and leave out those that are `gone`."""
+        """Replace the values `changed`, and leave out those that are not in `entry`."""
         adapted, bench, index = self._bench(parameter)
         with bench.edited(adapted) as states:
             state = states.setdefault(bench.stands[index], {})
-            for name in gone:
-                state.pop(name, None)
-            state.update((name, host_copy(value)) for name, value in changed.items())
+            for name in [name for name in state if name not in entry]:
+                del state[name]
+            state.update((name, host_copy(entry[name])) for name in changed)
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """The torch optimizer has no states of these."""
