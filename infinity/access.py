@@ -33,7 +33,7 @@ def get_state(
         return parameter.cat(parts, 0 if local else parameter.dimension)
     unit, index, kind = _find(parameter, name)
     if kind is Kind.GRAD:
-        gradient = unit.listeners.grads.fetch(unit, index)
+        gradient = unit.listeners.grads.fetch(unit.facts, index)
         if gradient is None or not local:
             return gradient
         return unit.states.share_of(index, part_in(gradient, unit.parameters[index]))
@@ -70,12 +70,13 @@ def set_state(
     value = value.detach().cpu()
     if kind is Kind.GRAD:
         unit.listeners.grads.set(
-            unit, index, _spread(unit, index, value) if local else value.clone()
+            unit.facts, index, _spread(unit, index, value) if local else value.clone()
         )
         return
     states = unit.states
     part = value if local else states.share_of(index, part_in(value, unit.parameters[index]))
     states.put(kind, index, part, "infinity.set")
+    unit.on_device.renew()
 
 
 def _set_tiles(weight: TiledWeight, name: str, value: torch.Tensor, local: bool) -> None:

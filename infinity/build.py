@@ -68,11 +68,13 @@ from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
+from infinity.sharding.services import UnitServices
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.tiles import tile_places
-from infinity.sharding.unit import Unit, UnitListeners, UnitServices, declare
+from infinity.sharding.unit import Unit, declare
 from infinity.sharding.views import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tiers.originals import StoredBytes

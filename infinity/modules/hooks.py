@@ -76,10 +76,12 @@ from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.lent import LentParameter
+from infinity.sharding.listeners import Border, Result
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.parameter_data import UnitState
-from infinity.sharding.unit import Border, Result, Unit
+from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, Unpacking, collected, described
 
 _GRAD: Any = torch.Tensor.grad
@@ -518,14 +520,15 @@ class Hooks(Border):
 
         return collect
 
-    def touched(self, unit: Unit) -> bool:
+    def touched(self, facts: UnitFacts) -> bool:
         """A parameter was touched while its unit is away: by a recomputation that no hook saw, or
         by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls its
         `out_proj`). Brings the unit and returns True. Outside of a forward and a backward it
         returns False."""
-        if not self._is_inside(unit):
+        if not self._is_inside(facts):
             refuse_tracers()
             return False
+        unit = self._units[facts.index]
         recomputing, calls = in_backward(), self._now.calls
         if calls and calls[-1].recomputing == recomputing:
             calls[-1].uses.append(self._enter(unit))
@@ -552,28 +555,29 @@ class Hooks(Border):
         if in_backward():
             self._now.backward_pass().is_recorded = torch.is_grad_enabled()
 
-    def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def copied(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for code that bypasses Python's API. None outside of a
         forward and a backward."""
-        if not self._is_inside(unit):
+        if not self._is_inside(facts):
             return None
+        unit = self._units[facts.index]
         self._now.sweep()
         if self._executions.interleaver is not None:
             self._executions.interleaver.switch_at(unit)
         if in_backward():
             self._executions.begin_turn(unit)
-        place = unit.layout.places[index]
+        place = facts.layout.places[index]
         flat = self._flat(unit)
         try:
             return flat[place.offset : place.end].view(place.shape).clone()
         finally:
             unit.on_device.release()
 
-    def _is_inside(self, unit: Unit) -> bool:
+    def _is_inside(self, facts: UnitFacts) -> bool:
         """Whether this thread is inside a forward or a backward of the model."""
         if in_backward():
             return True
-        self.check_thread(f"a parameter of {unit.name} was touched")
+        self.check_thread(f"a parameter of {facts.name} was touched")
         self._now.unwind()
         return bool(self._now.calls)
 

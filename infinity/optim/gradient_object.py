@@ -17,13 +17,14 @@ import torch
 from infinity.errors import ShardedParameterError
 from infinity.optim.lazy_norm import NormSource, NormTaken
 from infinity.optim.step import UnitShare
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.unit import Unit
 
 
 class GradientStore(NormSource, Protocol):
     """Has the gradients of all parameters of an engine."""
 
-    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def fetch(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy of that of parameter `index`; None where there is none."""
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
@@ -67,7 +68,7 @@ class GradientPlace(NamedTuple):
 
     def fetch(self) -> torch.Tensor:
         """A copy where the plain model would have it."""
-        found = self.answers.fetch(self.unit, self.position)
+        found = self.answers.fetch(self.unit.facts, self.position)
         if found is None:
             raise ShardedParameterError(forgotten(self.unit.names[self.position]))
         return found.to(self.answers.device)

@@ -36,10 +36,12 @@ from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.lazy_tensor import LazyTensor, brought
+from infinity.sharding.listeners import Grads
 from infinity.sharding.tensor_parallel import part_in, whole
-from infinity.sharding.unit import Grads, Unit
+from infinity.sharding.unit import Unit
 
 _ATEN: Any = torch.ops.aten
 _At = tuple[Unit, int]  # the gradient of one parameter
@@ -50,7 +52,7 @@ class LazyGradients(Grads):
     ranks all call alike."""
 
     def __init__(self, units: Sequence[Unit], updater: Updater, device: torch.device) -> None:
-        self._units = [unit for unit in units if unit.trainable]
+        self._all, self._units = tuple(units), [unit for unit in units if unit.trainable]
         self._updater = updater
         self.device = device
         """Where the plain model would have them."""
@@ -68,8 +70,9 @@ class LazyGradients(Grads):
 
     # .grad
 
-    def get(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def get(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`. Ranks agree first which gradients there are."""
+        unit = self._all[facts.index]
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
         if not unit.gradients.has(index):
@@ -83,9 +86,10 @@ class LazyGradients(Grads):
             found = self._handles[unit, index] = LazyGradient(self._object(unit, index))
         return found
 
-    def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
+    def set(self, facts: UnitFacts, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`: None forgets it, a tensor of its shape becomes the
         gradient. On several ranks it has to be the same tensor."""
+        unit = self._all[facts.index]
         if value is None:
             unit.gradients.forget([index])
             return
@@ -200,12 +204,13 @@ class LazyGradients(Grads):
 
     def changing(
         self,
-        unit: Unit,
+        facts: UnitFacts,
         indices: Iterable[int],
         change: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         """See `Grads`. Raises `ShardedParameterError` where the gradient of another parameter is
         the same tensor, and so would change, too."""
+        unit = self._all[facts.index]
         self._freeze(unit)
         if change is None or not (self._assigned or self._shared):
             return
@@ -223,15 +228,17 @@ class LazyGradients(Grads):
                 with torch.no_grad():
                     change(tensor)
 
-    def forgetting(self, unit: Unit, indices: Iterable[int]) -> None:
+    def forgetting(self, facts: UnitFacts, indices: Iterable[int]) -> None:
         """See `Grads`."""
+        unit = self._all[facts.index]
         self._freeze(unit)
         for index in indices if self._assigned or self._shared else ():
             self._assigned.pop((unit, index), None)
             self._shared.pop((unit, index), None)
 
-    def settled(self, unit: Unit) -> None:
+    def settled(self, facts: UnitFacts) -> None:
         """Take over what was written to tensors that were assigned."""
+        unit = self._all[facts.index]
         for (other, index), assigned in list(self._assigned.items()):
             if other is unit and unit.gradients.state is not GradientState.COLLECTING:
                 tensor = assigned.take()
@@ -256,11 +263,12 @@ class LazyGradients(Grads):
         collecting = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         self._updater.settle(self._units if collecting else ())
         for unit in self._units if self._assigned else ():
-            self.settled(unit)
+            self.settled(unit.facts)
 
-    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def fetch(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy on the host of what `.grad` of the plain model would be, whole; in fp32 where the
         loss was scaled, which is divided out. None when there is none."""
+        unit = self._all[facts.index]
         self.settle(unit.names[index])
         if not unit.gradients.has(index):
             return None
@@ -283,7 +291,7 @@ class LazyGradients(Grads):
 
     def squares_here(self, share: UnitShare) -> float:
         """The squared norm of what this rank has of gradients."""
-        share.unit.listeners.updates.await_readers(share.unit)
+        share.unit.listeners.updates.await_readers(share.unit.facts)
         return self._updater.norm.here(share)
 
     def over_ranks(self, squares: float) -> float:

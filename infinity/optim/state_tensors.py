@@ -104,6 +104,7 @@ class MomentSlot(Slot):
         given = part_in(values.detach().cpu(), unit.parameters[index])
         part = unit.states.share_of(index, given)
         unit.states.put(self._kind, index, part, self.name)
+        unit.on_device.renew()
 
     def mark(self) -> object:
         """A value that changes with the state."""

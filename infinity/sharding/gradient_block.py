@@ -7,9 +7,10 @@ from contextlib import closing
 
 import torch
 
-from infinity.device import Copy, add_alone, copy_alone
+from infinity.device import Copy, copy_alone
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.listeners import UnitListeners
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
@@ -26,11 +27,11 @@ class GradientBlock:
         facts: UnitFacts,
         blocks: Mapping[Kind, Block],
         store: Store,
-        add: Callable[[torch.Tensor, torch.Tensor], None] = add_alone,
+        listeners: UnitListeners,
     ) -> None:
-        """`add(target, source)` adds contiguous tensors (n,) of one dtype. Methods are for
-        trainable units: others have no such block."""
-        self._facts, self._blocks, self._store, self._add = facts, blocks, store, add
+        """Methods are for trainable units: others have no such block."""
+        self._facts, self._blocks, self._store = facts, blocks, store
+        self._listeners = listeners
 
     @property
     def _block(self) -> Block:
@@ -101,10 +102,10 @@ class GradientBlock:
         home, or replace that by it if it is the `first` of the step. With an exchange, on its
         thread."""
         dtype, block = self._facts.gradient_dtype, self._block
-        staging = self._store.staging
+        staging, add = self._store.staging, self._listeners.updates.add_gradients
         with closing(staging.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
             for home, part in parts:
-                (copy_alone if first else self._add)(home.view(dtype), part.view(dtype))
+                (copy_alone if first else add)(home.view(dtype), part.view(dtype))
         self.came()
 
     def change(self, function: Callable[[torch.Tensor], object]) -> None:

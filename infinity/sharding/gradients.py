@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer, Reduction
 from infinity.sharding.gradient_reduction import GradientReduction
+from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.tensor_parallel import local_gradient
 
 
@@ -91,36 +92,6 @@ class GradientEntry(NamedTuple):
     unscaled: bool = False
 
 
-class GradientListener(Protocol):
-    """The object that gradients tell before they change and when they came."""
-
-    def changing(
-        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
-    ) -> None:
-        """The gradients of these parameters are about to change. `change` does the same to a tensor
-        in place; without it they are replaced."""
-
-    def forgetting(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters are about to be forgotten."""
-
-    def rollback(self) -> None:
-        """Return when no speculative update of the unit is in flight, because its gradients
-        change."""
-
-    def await_readers(self) -> None:
-        """Return when no update reads the gradient block."""
-
-    def square_ahead(self, all_came: bool) -> float | None:
-        """The sum of squares of the gradients, if that is worth having before the step; `all_came`
-        where there are as many as in the last step."""
-
-    def gradients_came(self) -> None:
-        """There are as many gradients as in the last step."""
-
-    def outdate(self) -> None:
-        """An update was given the gradients, so the parameters change."""
-
-
 class Gradients:
     """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend`
     and `clear` change them.
@@ -134,12 +105,14 @@ class Gradients:
         block: GradientBlock,
         buffer: GradientBuffer | None,
         reduction: GradientReduction | None,
-        listener: GradientListener,
+        listeners: UnitListeners,
+        outdate: Callable[[], object],
     ) -> None:
-        """They travel through `buffer`, or straight into their home, the `block`, when it is None.
-        With a `reduction` they go home beside the model."""
+        """They travel through `buffer`, or straight into their home, the `block`, if it is None.
+        With a `reduction` they go home beside the model. `outdate` is called when an update gets
+        them."""
         self.facts, self._block, self._buffer = facts, block, buffer
-        self._reduction, self._listener = reduction, listener
+        self._reduction, self._listeners, self._outdate = reduction, listeners, outdate
         self._state = GradientState.EMPTY
         self._entries = [GradientEntry()] * len(facts.parameters)
         self._number = 0  # of those that are present
@@ -234,8 +207,8 @@ class Gradients:
             )
         self._tell_before_adding(index, gradient, scale)
         if self._collected == self._expected:
-            self._listener.rollback()
-        self._listener.await_readers()
+            self._listeners.updates.rollback(self.facts)
+        self._listeners.updates.await_readers(self.facts)
         self._open()
         gradient = local_gradient(gradient, self.facts.parameters[index])
         if gradient.is_sparse:
@@ -253,7 +226,7 @@ class Gradients:
             self._buffer.add(self, index, gradient)
             # A reduction that `add` ended may have begun the update without this gradient.
             if self._collected == self._expected:
-                self._listener.rollback()
+                self._listeners.updates.rollback(self.facts)
         elif self.has(index):
             self._scale_assigned([index])
             self._block.part(index).add_(gradient)
@@ -271,14 +244,14 @@ class Gradients:
         """There are no gradients of these parameters any more, as if there had never been any;
         several ranks do alike."""
         indices, others = set(indices), self.facts.ranks > 1
-        self._listener.forgetting(indices)
+        self._listeners.grads.forgetting(self.facts, indices)
         for index in indices:
             self._generations[index] += 1
         left = set(self.present()) - indices
         if len(indices) == len(self._entries) or (not others and not left):
             self.clear()
             return
-        self._listener.rollback()
+        self._listeners.updates.rollback(self.facts)
         if self._buffer is not None and self._state is GradientState.COLLECTING:
             self._buffer.forget(self, indices)
         # Another rank may have some.
@@ -301,9 +274,9 @@ class Gradients:
         present = [index for index in indices if self.has(index)]
         if present:
             self._expect(GradientState.SETTLED, GradientState.SPENT)
-            self._listener.changing(present, torch.Tensor.zero_)
-            self._listener.rollback()
-            self._listener.await_readers()
+            self._listeners.grads.changing(self.facts, present, torch.Tensor.zero_)
+            self._listeners.updates.rollback(self.facts)
+            self._listeners.updates.await_readers(self.facts)
             self._block.rewrite(dict.fromkeys(present))
             self._measured = 0, None
             for index in present:
@@ -314,9 +287,9 @@ class Gradients:
         or become it. What there is must be settled."""
         if not self.present():
             self.clear()
-        self._listener.changing([index])
-        self._listener.rollback()
-        self._listener.await_readers()
+        self._listeners.grads.changing(self.facts, [index])
+        self._listeners.updates.rollback(self.facts)
+        self._listeners.updates.await_readers(self.facts)
         fresh = self._state is GradientState.EMPTY
         if fresh:
             self._set(range(len(self._entries)), Where.ZEROED)
@@ -335,7 +308,9 @@ class Gradients:
         # A gradient that comes later is not clipped by this.
         present = [index for index in indices if self.has(index)]
         if factor != 1.0:
-            self._listener.changing(present, lambda assigned: assigned.mul_(factor))
+            self._listeners.grads.changing(
+                self.facts, present, lambda assigned: assigned.mul_(factor)
+            )
         for index in present:
             entry = self._entries[index]
             self._entries[index] = entry._replace(clip=entry.clip * factor)
@@ -350,8 +325,8 @@ class Gradients:
             if self.has(index) and self.clip_of(index) != 1.0
         }
         if clipped:
-            self._listener.rollback()
-            self._listener.await_readers()
+            self._listeners.updates.rollback(self.facts)
+            self._listeners.updates.await_readers(self.facts)
             self._block.rewrite(clipped)
             self._measured = 0, None
             for index in clipped:
@@ -380,12 +355,12 @@ class Gradients:
         they are from now on."""
         self.scale(indices, factor)
         self._state, self._expected = GradientState.SPENT, self._collected
-        self._listener.outdate()
+        self._outdate()
 
     def clear(self) -> None:
         """There are no gradients any more."""
-        self._listener.forgetting(range(len(self._entries)))
-        self._listener.rollback()
+        self._listeners.grads.forgetting(self.facts, range(len(self._entries)))
+        self._listeners.updates.rollback(self.facts)
         self._state = GradientState.EMPTY
         self._entries, self._number = [GradientEntry()] * len(self._entries), 0
         self._generations = [number + 1 for number in self._generations]
@@ -441,8 +416,8 @@ class Gradients:
         """For the buffer: other ranks may have gradients for the reduction that comes, and this one
         has none."""
         if self._collected == self._expected:
-            self._listener.rollback()
-        self._listener.await_readers()
+            self._listeners.updates.rollback(self.facts)
+        self._listeners.updates.await_readers(self.facts)
         self._open()
 
     def end_reduction(self, collected: int) -> None:
@@ -489,7 +464,7 @@ class Gradients:
         if self.facts.reduces_late:
             return  # there are those of other ranks
         all_came = 0 < collected == self._expected
-        squares = self._listener.square_ahead(all_came)
+        squares = self._listeners.updates.square_ahead(self.facts, all_came)
         if all_came:
             self._measured = collected, squares
 
@@ -497,7 +472,7 @@ class Gradients:
         """Tell the updater where these may be all that the step brings."""
         final = not (self._is_apart or self.facts.reduces_late)
         if final and self._collected == self._expected:
-            self._listener.gradients_came()
+            self._listeners.updates.gradients_came(self.facts)
 
     # Inside of the step
 
@@ -567,7 +542,7 @@ class Gradients:
             value = gradient.to_dense() if gradient.is_sparse else gradient
             assigned.add_(value if scale == 1.0 else (value.float() / scale).to(assigned.dtype))
 
-        self._listener.changing([index], add)
+        self._listeners.grads.changing(self.facts, [index], add)
 
     def _drop_forgotten(self) -> None:
         """Replace what was forgotten by zeros, where something may be added to it."""

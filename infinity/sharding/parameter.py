@@ -283,9 +283,9 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             raise closed(who)
         if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
-        if name not in _MEMORY and call_uncompiled(source.listener.records_backward):
+        if name not in _MEMORY and call_uncompiled(source.listeners.border.records_backward):
             return super().__torch_function__(func, types, args, kwargs)  # which saves the handle
-        if call_uncompiled(source.listener.touched):
+        if call_uncompiled(source.listeners.border.touched, source.facts):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and source.facts.is_alone:
             with torch._C.DisableTorchFunctionSubclass():

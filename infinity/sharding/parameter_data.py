@@ -13,6 +13,7 @@ import torch
 from infinity.errors import ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.memory_requests import refuse_memory_requests
 from infinity.sharding.on_device import OnDevice
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
@@ -20,7 +21,7 @@ from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
-from infinity.sharding.value import ParameterListener, closed
+from infinity.sharding.value import closed
 from infinity.sharding.views import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
 from infinity.tiers.resident import Residency
@@ -46,17 +47,18 @@ class ParameterData:
 
     def __init__(
         self,
+        owner: object,
         facts: UnitFacts,
         block: Block,
         resident: Residency,
         states: States,
         on_device: OnDevice,
-        listener: ParameterListener,
+        listeners: UnitListeners,
     ) -> None:
         """`block` has the parameters, and `resident` its copy. They are read from `states`, or
         `on_device` where ranks have shards."""
         refuse_memory_requests()
-        self.facts, self.listener = facts, listener
+        self.facts, self.listeners, self.owner = facts, listeners, owner
         self._block, self._states, self._on_device = block, states, on_device
         self.tier: str = block.tier
         """Where the parameters are at home; "" once the engine is closed."""
@@ -219,12 +221,12 @@ class ParameterData:
 
     def grad(self, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`; None once the engine is closed."""
-        return self.listener.get_grad(index) if self.tier else None
+        return self.listeners.grads.get(self.facts, index) if self.tier else None
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`."""
         if self.tier:
-            self.listener.set_grad(index, value)
+            self.listeners.grads.set(self.facts, index, value)
 
     def readable(self, index: int) -> bool:
         """Whether parameter `index` may be read outside of a forward."""
@@ -242,7 +244,7 @@ class ParameterData:
         if self.shown:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 return facts.parameters[index].detach().clone()
-        copy = self.listener.copied(index)
+        copy = self.listeners.border.copied(facts, index)
         if copy is not None:
             return copy
         if not self.readable(index):
@@ -250,8 +252,8 @@ class ParameterData:
                 f"{name} of a wrapped model was read outside of its module's forward, where this "
                 "rank has a part of it; read it inside of `with infinity.gathered(model):`"
             )
-        self.listener.check_thread(f"{name} was read")
-        self.listener.look()
+        self.listeners.border.check_thread(f"{name} was read")
+        self.listeners.updates.look()
         if not facts.shared:
             return self._states.parameter(Kind.PARAM, index).to(facts.parameters[index].device)
         place = facts.layout.places[index]
@@ -264,5 +266,5 @@ class ParameterData:
 
     def part(self, index: int) -> torch.Tensor:
         """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
-        self.listener.look()
+        self.listeners.updates.look()
         return self._states.part(Kind.PARAM, index)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -21,58 +20,33 @@ from infinity.errors import ShardedParameterError
 from infinity.placement.spec import SPLIT, Kind
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
-from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.services import UnitServices
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 
-class StateListener(Protocol):
-    """The object that states tell before and after they are replaced."""
-
-    def await_gradients(self) -> None:
-        """Return when all gradients that were reduced so far are at home."""
-
-    def rollback(self) -> None:
-        """Return when no speculative update of the unit is in flight, because its content
-        changes."""
-
-    def drain(self) -> None:
-        """Return when no update is under way."""
-
-    def before_write(self, blocks: Sequence[Block]) -> None:
-        """Return when `blocks` may be rewritten."""
-
-    def outdate(self) -> None:
-        """The parameters change: copies and graphs have old ones."""
-
-    def renew(self) -> None:
-        """The parameters were replaced, on every rank."""
-
-    def end_interrupted(self, caller: str) -> None:
-        """End calls of the model that an exception cut off, for the function `caller`."""
-
-
 class States:
     """The parameters, gradients, masters and moments of one unit, as the host sees them.
 
     For the thread that runs the model. It reads and writes while no update of the unit is under way
-    (`Updates.drain`). `exchange` gathers shards of several ranks; it is None where this rank has
-    the whole unit.
+    (`Updates.drain`). `await_gradients` returns when all gradients that were reduced so far are at
+    home. `outdate` is called when parameters are replaced.
     """
 
     def __init__(
         self,
         facts: UnitFacts,
         blocks: Mapping[Kind, Block],
-        store: Store,
-        exchange: Exchange | None,
-        listener: StateListener,
+        services: UnitServices,
+        await_gradients: Callable[[], object],
+        outdate: Callable[[], object],
     ) -> None:
-        self.facts, self._blocks, self._store = facts, blocks, store
-        self._exchange, self._listener = exchange, listener
+        self.facts, self._blocks, self._store = facts, blocks, services.store
+        self._listeners, self._exchange = services.listeners, services.exchange
+        self._await_gradients, self._outdate = await_gradients, outdate
         self._rewrites = 0
         self._replaced: dict[tuple[Kind, int], int] = {}
 
@@ -155,7 +129,7 @@ class States:
         """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element
         `begin` on."""
         if kind is Kind.GRAD:
-            self._listener.await_gradients()
+            self._await_gradients()
         source = self.source_of(kind)
         with self._checked_out(self.blocks_of(source), begin, load=True) as tensors:
             self.decode(source, tensors, 0, values)
@@ -215,7 +189,8 @@ class States:
 
     def put(self, kind: Kind, index: int, part: torch.Tensor, caller: str) -> None:
         """Replace what this rank has of one parameter, as `part` gives it, by `part` (n,) on the
-        host. A new parameter takes its master along. Waits for pending updates.
+        host. A new parameter takes its master along. Waits for pending updates. When all ranks have
+        called it the caller calls `OnDevice.renew`.
 
         Raises `ShardedParameterError`, which names the `caller`, inside of a forward, a backward or
         `infinity.gathered`.
@@ -223,7 +198,7 @@ class States:
         self.check_unused(index, caller)
         if kind is Kind.PARAM and Kind.MASTER in self._blocks:
             kind = Kind.MASTER  # which takes the value along
-        self._listener.drain()
+        self._listeners.updates.drain()
         after = self.read(kind)
         overlap = self.facts.overlap(index)
         after[overlap.in_shard : overlap.in_shard + overlap.length] = part
@@ -231,7 +206,6 @@ class States:
         self.write(kind, after)
         self._rewrites = rewrites  # the other parameters have what they had
         self._replaced[kind, index] = self._replaced.get((kind, index), 0) + 1
-        self._listener.renew()
 
     def note_rewrite(self) -> None:
         """All of a kind is replaced, outside of a step."""
@@ -244,7 +218,7 @@ class States:
     def check_unused(self, index: int, caller: str) -> None:
         """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside of
         a forward, a backward or `infinity.gathered`."""
-        self._listener.end_interrupted(caller)
+        self._listeners.border.end_interrupted(caller)
         if self._blocks[Kind.PARAM].copy.pins:
             raise ShardedParameterError(
                 f"{caller}: {self.facts.names[index]} cannot be set inside of a forward, a "
@@ -267,12 +241,12 @@ class States:
         `Residency.end_update`."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         blocks = [self._blocks[k] for k in kinds]
-        self._listener.rollback()
-        self._listener.before_write(blocks)
+        self._listeners.updates.rollback(self.facts)
+        self._listeners.updates.before_write(blocks)
         if Kind.PARAM in kinds:
             self._store.make_writable(self._blocks[Kind.PARAM])
             self._store.resident.begin_update(self._blocks[Kind.PARAM])
-            self._listener.outdate()  # other ranks write their parts, too
+            self._outdate()  # other ranks write their parts, too
         return blocks
 
     def encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -355,7 +329,7 @@ class States:
     def parameter(self, kind: Kind, index: int) -> torch.Tensor:
         """Like `gather`, of one parameter, in its shape."""
         place = self.facts.layout.places[index]
-        if self._exchange is None:
+        if not self.facts.shared:
             return self.part(kind, index).view(place.shape)
         return self.gather(kind)[place.offset : place.end].view(place.shape)
 
@@ -379,7 +353,7 @@ class States:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
         shard = self.read(kind)
         exchange = self._exchange
-        if exchange is None:
+        if exchange is None or not self.facts.shared:
             return shard
         full = torch.empty(self.facts.layout.numel, dtype=shard.dtype)
         join = functools.partial(

@@ -214,7 +214,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/on_device.py GatheredOnDevice._gather": STORE,
     "sharding/on_device.py OnDevice.wait": STORE,
     "sharding/on_device.py GatheredOnDevice.wait": STORE,
-    "sharding/unit.py _Ties.await_gradients": COLLECTIVE,
+    "sharding/unit.py Unit.__init__": COLLECTIVE,  # given to its states
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/parameter_data.py ParameterData.read": STORE,

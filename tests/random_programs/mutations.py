@@ -11,7 +11,7 @@ import torch
 
 from infinity.activations.saved_tensors import OffloadedTensor
 from infinity.modules import execution, gathered, packing
-from infinity.optim import job, kernels, norm, optimizer
+from infinity.optim import job, kernels, norm, optimizer, updater
 from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
 from infinity.sharding.unit import Unit
@@ -173,7 +173,11 @@ MUTATIONS = (
         19,
     ),
     Mutation(
-        "another gradient does not roll a speculative update back", Unit, "rollback", nothing, 2
+        "another gradient does not roll a speculative update back",
+        updater.Updater,
+        "rollback",
+        nothing,
+        2,
     ),
     Mutation(
         "what a speculative update put in place is not rolled back",
