@@ -28,6 +28,7 @@ from infinity.modules.interleave import Interleaver
 from infinity.nvme.ticket import Ticket
 from infinity.optim.chunk import Chunk
 from infinity.optim.job import JobQueue
+from infinity.optim.speculation import Speculation
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
@@ -709,7 +710,7 @@ def test_close_ends_what_the_updater_holds(start: Start, monkeypatch: pytest.Mon
     monkeypatch.setattr(JobQueue, "await_change", await_change)
     run.forward()
     assert waits.wait(PATIENCE), "nothing was read ahead"
-    monkeypatch.setattr(Updater, "rollback", lambda *_: 1 // 0)
+    monkeypatch.setattr(Speculation, "rollback", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run.engine.close()
     assert not run.pipeline._thread.is_alive()
