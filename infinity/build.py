@@ -672,7 +672,7 @@ class Build:
 
         runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
         if config.inference:  # the first forward, too, has units read ahead
-            self.trace.expect("eval", [unit.index for unit in units])
+            self.trace.expect("eval", [unit.facts.index for unit in units])
         tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
         given = GivenTensors()
 

@@ -239,7 +239,7 @@ class Reporter:
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""
         self._updater.rest()
-        count = sum(p.numel() for unit in self._units for p in unit.parameters)
+        count = sum(p.numel() for unit in self._units for p in unit.facts.parameters)
         planned = self.plan()
         planned_written = planned.update_written + planned.commit_written * self.meter.for_commit
         config, counters = self._config, self._recorder.counters()

@@ -220,7 +220,7 @@ class _Reading:
         def join() -> None:
             collectives.take_from(flat.view(torch.uint8), rank, groups)
 
-        exchange.post("take", self._unit.name, join, flat.nbytes).wait()
+        exchange.post("take", self._unit.facts.name, join, flat.nbytes).wait()
 
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -151,8 +151,8 @@ class Hooks(Border):
             )
             self._handles.append(module.register_forward_hook(after, always_call=True))
         for unit in self._units:
-            for index, parameter in enumerate(unit.parameters):
-                if unit.trainable:
+            for index, parameter in enumerate(unit.facts.parameters):
+                if unit.facts.trainable:
                     collect = self._collector(unit, index)
                 elif self._only_runs and parameter.requires_grad:
                     collect = _refuse
@@ -182,7 +182,7 @@ class Hooks(Border):
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
             for unit in self._units
             if unit.gradients.trains
-            for parameter in unit.parameters
+            for parameter in unit.facts.parameters
             if parameter.requires_grad
         ]
         try:
@@ -240,7 +240,7 @@ class Hooks(Border):
             raise
         call.start = time.perf_counter()
         call.shown = (
-            self._recorder.show("compute", f"forward {call.uses[0].unit.name}")
+            self._recorder.show("compute", f"forward {call.uses[0].unit.facts.name}")
             if call.uses
             else None
         )
@@ -327,7 +327,7 @@ class Hooks(Border):
                 self._updater.pass_forward(unit)
         now = time.perf_counter()
         if units:
-            self._recorder.add("compute", f"forward {units[0].name}", call.start, now)
+            self._recorder.add("compute", f"forward {units[0].facts.name}", call.start, now)
         if not calls and not call.recomputing:
             self._now.end_forward(now)
         self._now.disown()
@@ -466,11 +466,12 @@ class Hooks(Border):
         tensor."""
         unit = saved.unit
         if self._only_runs:
-            raise ConfigError(f"a backward needs parameters of {unit.name}, but {TRAINED}")
+            raise ConfigError(f"a backward needs parameters of {unit.facts.name}, but {TRAINED}")
         if saved.updates != unit.blocks[Kind.PARAM].home.updates:
             raise RuntimeError(
-                f"the parameters of {unit.name} were updated after the forward whose backward "
-                "needs them; call backward() before optimizer.step(), or run the forward again"
+                f"the parameters of {unit.facts.name} were updated after the forward whose "
+                "backward needs them; call backward() before optimizer.step(), or run the "
+                "forward again"
             )
         found = self._now.backward_pass() if in_backward() else None
         self._now.sweep()
@@ -493,7 +494,7 @@ class Hooks(Border):
                 found.uses.append(use)
         restored = saved.restore(view)
         if saved.is_whole() and saved.kind is nn.Parameter and _asked_by_hand():
-            return LentParameter.of(unit.parameters[index], restored)
+            return LentParameter.of(unit.facts.parameters[index], restored)
         return restored
 
     # Backward

@@ -70,7 +70,7 @@ class GradientPlace(NamedTuple):
         """A copy where the plain model would have it."""
         found = self.answers.fetch(self.unit.facts, self.position)
         if found is None:
-            raise ShardedParameterError(forgotten(self.unit.names[self.position]))
+            raise ShardedParameterError(forgotten(self.unit.facts.names[self.position]))
         return found.to(self.answers.device)
 
 
@@ -100,7 +100,7 @@ class GradientObject:
     def enter(self, answers: GradientStore, unit: Unit, index: int) -> None:
         """It is the gradient of this parameter, too, which has its values."""
         self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
-        self._name, self.values = unit.names[index], None
+        self._name, self.values = unit.facts.names[index], None
 
     def leave(self, unit: Unit, index: int) -> None:
         """It is not the gradient of this parameter any more; called while that has its values."""
@@ -115,7 +115,7 @@ class GradientObject:
             return self.values
         answers, unit, index, _ = self.places()[0]
         some = torch.empty((), dtype=dtype_of(unit, index), device=answers.device)
-        return some.expand(unit.parameters[index].shape)
+        return some.expand(unit.facts.parameters[index].shape)
 
     @property
     def place(self) -> GradientPlace | None:
@@ -142,7 +142,7 @@ class GradientObject:
 
 def dtype_of(unit: Unit, index: int) -> torch.dtype:
     """The dtype of a gradient, as users see it."""
-    return unit.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
+    return unit.facts.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
 
 
 def forgotten(name: str) -> str:

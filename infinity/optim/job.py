@@ -294,7 +294,7 @@ class JobQueue:
             ]
             for job in going:
                 job.hurried = True
-                self._look_again(job.unit.index)
+                self._look_again(job.unit.facts.index)
             self.changed.notify_all()
             self._wait_for(lambda: all(job.state is JobState.ENDED for job in going))
 
@@ -531,7 +531,7 @@ class JobQueue:
                 break
         for job in placeless:
             self._reading.discard(job)
-            self._placeless[job.unit.index].append(job)
+            self._placeless[job.unit.facts.index].append(job)
         if self._placeless and self._is_waited_for():
             self._look_again()
             return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)

@@ -52,7 +52,7 @@ class LazyGradients(Grads):
     ranks all call alike."""
 
     def __init__(self, units: Sequence[Unit], updater: Updater, device: torch.device) -> None:
-        self._all, self._units = tuple(units), [unit for unit in units if unit.trainable]
+        self._all, self._units = tuple(units), [unit for unit in units if unit.facts.trainable]
         self._updater = updater
         self.device = device
         """Where the plain model would have them."""
@@ -79,7 +79,11 @@ class LazyGradients(Grads):
             return None
         assigned = self._assigned.get((unit, index))
         tensor = None if assigned is None else assigned.tensor()
-        if tensor is not None and tensor.dtype is unit.gradient_dtype and self._is_here(tensor):
+        if (
+            tensor is not None
+            and tensor.dtype is unit.facts.gradient_dtype
+            and self._is_here(tensor)
+        ):
             return tensor
         found = self._handles.get((unit, index))
         if found is None or not found.gradient.is_at(unit, index):
@@ -97,7 +101,7 @@ class LazyGradients(Grads):
         if whole is not None and whole.is_at(unit, index):
             return
         self._check(unit, index, value)
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         given = value.gradient if _can_be_shared(value, unit, index) else None
         values = brought(value.detach())
         self._leave(unit, index)
@@ -109,8 +113,8 @@ class LazyGradients(Grads):
 
     def _check(self, unit: Unit, index: int, value: Any) -> None:
         """Raise where `value` cannot become the gradient."""
-        parameter, name = unit.parameters[index], unit.names[index]
-        if not unit.trainable:
+        parameter, name = unit.facts.parameters[index], unit.facts.names[index]
+        if not unit.facts.trainable:
             raise ShardedParameterError(
                 f"{name} was frozen (requires_grad=False) when the model was wrapped, so it has no "
                 "place for a gradient"
@@ -131,7 +135,7 @@ class LazyGradients(Grads):
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         """`values` are what the gradient is from now on, in place."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         self._write(unit, index, values)
         assigned = self._assigned.get((unit, index))
         tensor = None if assigned is None else assigned.tensor()
@@ -142,13 +146,13 @@ class LazyGradients(Grads):
 
     def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """The memory of `value` is that of the gradient from now on."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         self._write(unit, index, value.detach())
         self._keep(unit, index, value)
 
     def _write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         dense = values if values.layout is torch.strided else values.to_dense()
-        unit.gradients.assign(index, part_in(dense.detach(), unit.parameters[index]))
+        unit.gradients.assign(index, part_in(dense.detach(), unit.facts.parameters[index]))
 
     def _keep(self, unit: Unit, index: int, tensor: torch.Tensor) -> None:
         """`tensor` was assigned, and other code may go on to change it."""
@@ -218,8 +222,8 @@ class LazyGradients(Grads):
             shared = self._shared.get(at)
             if shared is not None and shared.is_at(*at) and len(shared.places()) > 1:
                 raise ShardedParameterError(
-                    f"the gradient of {unit.names[at[1]]} of a wrapped model was assigned to that "
-                    "of another parameter, too, and would change there; assign a copy: "
+                    f"the gradient of {unit.facts.names[at[1]]} of a wrapped model was assigned to "
+                    "that of another parameter, too, and would change there; assign a copy: "
                     "a.grad = b.grad.clone()"
                 )
             assigned = self._assigned.get(at)
@@ -269,11 +273,11 @@ class LazyGradients(Grads):
         """A copy on the host of what `.grad` of the plain model would be, whole; in fp32 where the
         loss was scaled, which is divided out. None when there is none."""
         unit = self._all[facts.index]
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         if not unit.gradients.has(index):
             return None
         scale, factor = unit.gradients.scale_of(index), unit.gradients.clip_of(index)
-        found = whole(unit.states.parameter(Kind.GRAD, index), unit.parameters[index]).clone()
+        found = whole(unit.states.parameter(Kind.GRAD, index), unit.facts.parameters[index]).clone()
         found = found if scale == 1.0 else found.float() / scale
         return found if factor == 1.0 else found.mul_(factor)
 
@@ -284,7 +288,7 @@ class LazyGradients(Grads):
 
     def take_norm(self, unit: Unit, index: int) -> NormTaken:
         """The L2 norm of a gradient, as that is now."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         taken = NormTaken(self, unit, index)
         self._norms.setdefault(unit, weakref.WeakSet()).add(taken)
         return taken

@@ -139,7 +139,7 @@ class GradientNorm:
     def first_nonfinite(self, shares: Sequence[UnitShare]) -> str:
         """The name of the first parameter with a settled gradient that is not finite; `ELSEWHERE`
         when all are."""
-        names = [share.unit.names[index] for share in shares for index in share.positions]
+        names = [share.unit.facts.names[index] for share in shares for index in share.positions]
         bad = [
             float(flag)
             for share in shares

@@ -313,9 +313,9 @@ class Pipeline:
             if unit.states.gpu_resident
             else contextlib.nullcontext()
         )
-        with self._recorder.range("adam", unit.name), running as chunk.running:
+        with self._recorder.range("adam", unit.facts.name), running as chunk.running:
             chunk.apply(update, self._kernels)
-        self._recorder.add("adam", unit.name, start, time.perf_counter())
+        self._recorder.add("adam", unit.facts.name, start, time.perf_counter())
         self._chunks.move(chunk, phase)
         self._place(chunk)
         if phase is Phase.WRITING and self._is_awaited(chunk):

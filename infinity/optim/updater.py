@@ -118,7 +118,7 @@ class Updater(Updates):
         self.speculation.rollback(share.unit)
         if self.owners.have_left(share):
             self.drain()
-            self.owners.forget_states(share, MOMENTS[share.unit.algorithm])
+            self.owners.forget_states(share, MOMENTS[share.unit.facts.algorithm])
         self.owners.assign(share, optimizer)
         self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
 
@@ -300,7 +300,7 @@ class Updater(Updates):
     def _begin_step(self, shares: Iterable[UnitShare]) -> None:
         """Refuse units that are in use, and let what the last step made be seen."""
         units = [*(share.unit for share in shares), *self._delayed]
-        used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
+        used = [unit.facts.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
         if used:
             raise RuntimeError(
                 f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered"
@@ -361,7 +361,9 @@ class Updater(Updates):
             index: position
             for position, index in enumerate(reversed(order) if backwards else order)
         }
-        places = {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+        places = {
+            unit: place.get(unit.facts.index, len(place) + unit.facts.index) for unit in self._units
+        }
         self._placed = order, backwards, places
         return places
 

@@ -45,13 +45,6 @@ class Unit:
     ) -> None:
         """Of the `blocks` that `declare` gave, once the store is open."""
         self.facts, self.blocks = facts, blocks
-        # The facts that callers ask most.
-        self.index, self.name, self.rank = facts.index, facts.name, facts.rank
-        self.names, self.keys, self.parameters = facts.names, facts.keys, facts.parameters
-        self.dtype, self.gradient_dtype = facts.dtype, facts.gradient_dtype
-        self.layout, self.trainable = facts.layout, facts.trainable
-        self.algorithm = facts.algorithm
-
         self.store, self.ranks = services.store, services.ranks
         self.listeners, self.exchange = services.listeners, services.exchange
         store, exchange, listeners = services.store, services.exchange, services.listeners
@@ -91,7 +84,7 @@ class Unit:
     def changed(self) -> list[str]:
         """The names of parameters that were written to while nobody may, each told once. The copy
         is not used again."""
-        names = [self.names[index] for index in self.data.changed()]
+        names = [self.facts.names[index] for index in self.data.changed()]
         if names:
             self.outdate()
             self.on_device.discard()

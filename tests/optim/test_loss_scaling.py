@@ -45,7 +45,7 @@ def contents(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     engine.drain()
     kinds = (kind for kind in Kind if kind is not Kind.GRAD)
     return {
-        f"{u.name} {kind.value}": u.states.read(kind).view(torch.uint8)
+        f"{u.facts.name} {kind.value}": u.states.read(kind).view(torch.uint8)
         for kind in kinds
         for u in engine.units
         if kind in u.blocks

@@ -246,7 +246,7 @@ def test_what_is_stated_is_what_moves(
         assert down == pytest.approx(stated.download, abs=slack)
         assert on_drives == pytest.approx(stated.nvme, abs=slack, rel=1e-9)
         assert stated.updates == sum(
-            u.layout.shard_numel for u in engine.units if not u.states.gpu_resident
+            u.facts.layout.shard_numel for u in engine.units if not u.states.gpu_resident
         )
 
 

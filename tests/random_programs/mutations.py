@@ -51,7 +51,7 @@ def _unclipped(real: Any) -> Any:
 
 
 def _norm_without_the_first_unit(real: Any) -> Any:
-    return lambda unit, *others: 0.0 if unit.index == 0 else real(unit, *others)
+    return lambda unit, *others: 0.0 if unit.facts.index == 0 else real(unit, *others)
 
 
 def _one_moment_does_not_flip(real: Any) -> Any:
