@@ -36,7 +36,7 @@ def get_state(
         gradient = unit.listeners.grads.fetch(unit.facts, index)
         if gradient is None or not local:
             return gradient
-        return unit.states.share_of(index, part_in(gradient, unit.facts.parameters[index]))
+        return unit.facts.share_of(index, part_in(gradient, unit.facts.parameters[index]))
     unit.listeners.updates.drain()
     found = unit.states.part(kind, index) if local else unit.states.parameter(kind, index)
     if name == "master":
@@ -74,7 +74,9 @@ def set_state(
         )
         return
     states = unit.states
-    part = value if local else states.share_of(index, part_in(value, unit.facts.parameters[index]))
+    part = (
+        value if local else unit.facts.share_of(index, part_in(value, unit.facts.parameters[index]))
+    )
     states.put(kind, index, part, "infinity.set")
     unit.on_device.renew()
 

@@ -266,7 +266,9 @@ class Reporter:
             written_by_updates=self.meter.updates[1],
             read_again=self.meter.again * (config.tuning.update in ("exact", "speculative")),
             updated=sum(map(_renewed, self._units)),
-            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
+            updated_on_gpu=sum(
+                _renewed(unit) for unit in self._units if unit.update_blocks.gpu_resident
+            ),
             activations_offloaded=moved.offloaded,
             activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,

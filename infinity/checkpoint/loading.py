@@ -565,7 +565,7 @@ class Loading(LoadPlanner):
     def _fill(self, series: Series, arriving: Iterator[torch.Tensor], stream: StateStream) -> None:
         """Fill `series` in chunks of the store. Pieces and chunks have different boundaries."""
         unit = series.unit
-        dtype = unit.states.dtype_of(series.kind)
+        dtype = unit.facts.dtype_of(series.kind)
         memory = torch.empty(0, dtype=dtype)
 
         def bring(piece: ShardPiece) -> torch.Tensor:

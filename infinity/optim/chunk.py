@@ -119,7 +119,7 @@ class Chunk:
                 out.fill(kernels.copy)
         states = self._states()
         param = states.tensors[Kind.PARAM]
-        if unit.states.is_rounded:
+        if unit.update_blocks.is_rounded:
             master = states.tensors[Kind.MASTER].view(torch.float32)
             if not unit.blocks[Kind.MASTER].written:
                 copy_alone(master, param)

@@ -100,7 +100,7 @@ class Speculation:
         begun = self.jobs.get(unit)
         if begun is not None and (begun.is_rolled_back or self._is_late(begun, number)):
             self.rollback(unit)
-        may_begin = self.policy.speculates and unit.states.has_shadow
+        may_begin = self.policy.speculates and unit.update_blocks.has_shadow
         segments = owner.ahead(unit) if may_begin else None
         if segments is not None:
             job = self.jobs.setdefault(unit, Job(unit, places[unit], number))

@@ -102,7 +102,7 @@ class MomentSlot(Slot):
         self._check()
         unit, index = self._unit, self._index
         given = part_in(values.detach().cpu(), unit.facts.parameters[index])
-        part = unit.states.share_of(index, given)
+        part = unit.facts.share_of(index, given)
         unit.states.put(self._kind, index, part, self.name)
         unit.on_device.renew()
 

@@ -18,7 +18,6 @@ import torch
 from infinity.device import copy_alone
 from infinity.errors import ShardedParameterError
 from infinity.placement.spec import SPLIT, Kind
-from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.services import UnitServices
@@ -50,69 +49,9 @@ class States:
         self._rewrites = 0
         self._replaced: dict[tuple[Kind, int], int] = {}
 
-    # What an update asks
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether the parameters are nothing but their masters, rounded: then an update writes them
-        and does not read them."""
-        return is_rounded({kind: block.spec for kind, block in self._blocks.items()})
-
-    @property
-    def has_shadow(self) -> bool:
-        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may
-        be rolled back."""
-        return all(
-            block.home.has_shadow for kind, block in self._blocks.items() if kind is not Kind.GRAD
-        )
-
-    def is_free(self, left: int) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed.
-        `left`: see `Home`."""
-        return all(block.home.is_free(left) for block in self._blocks.values())
-
-    def is_pinned(self, left: int) -> bool:
-        """Whether an update would overwrite what a snapshot has yet to read. `left`: see `Home`."""
-        return any(block.home.is_pinned(left) for block in self._blocks.values())
-
-    @property
-    def staged_from(self) -> int:
-        """The first element of this rank's shard of which something has to be copied for an update:
-        what is before is not."""
-        return min(
-            self._store.staging.staged_from(block, self.gpu_resident)
-            for block in self._blocks.values()
-        )
-
-    @property
-    def gpu_resident(self) -> bool:
-        """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(self._store.staging.is_gpu_resident(block) for block in self._blocks.values())
-
-    @property
-    def rewritten_in_place_until(self) -> int:
-        """The first element from which on all that an update rewrites has a shadow copy;
-        `shard_numel` when there is none."""
-        if not self.has_shadow:
-            return self.facts.layout.shard_numel
-        return max(
-            block.cached_elements for kind, block in self._blocks.items() if kind is not Kind.GRAD
-        )
-
-    def update_chunks(self) -> Sequence[int]:
-        """The first element of every chunk that an update takes at once."""
-        return self._store.staging.chunks(self._blocks[Kind.PARAM], self.gpu_resident)
-
-    # Whole content
-
     def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
         return self._store.staging.chunks(self._blocks[Kind.PARAM])
-
-    def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first element of every chunk, and its part of `shard` (shard_numel,)."""
-        starts = self.chunks()
-        return zip(starts, shard.tensor_split(starts[1:]), strict=True)
 
     def read(self, kind: Kind) -> torch.Tensor:
         """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the
@@ -120,9 +59,9 @@ class States:
 
         A master that was never written is the parameter, widened.
         """
-        shard = torch.empty(self.facts.layout.shard_numel, dtype=self.dtype_of(kind))
-        for begin, values in self._pieces(shard):
-            self.read_chunk(kind, begin, values)
+        shard = torch.empty(self.facts.layout.shard_numel, dtype=self.facts.dtype_of(kind))
+        for begin, end in self.bounds():
+            self.read_chunk(kind, begin, shard[begin:end])
         return shard
 
     def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
@@ -156,7 +95,7 @@ class States:
         """
         form = self._blocks[source].format
         if source in (Kind.PARAM, Kind.GRAD):
-            elements = tensors[0].view(self.dtype_of(source))
+            elements = tensors[0].view(self.facts.dtype_of(source))
             copy_alone(values, elements[first:][: values.numel()])
         elif source is Kind.MASTER:
             codec.decode_master(form, tensors, values, first)
@@ -176,7 +115,6 @@ class States:
         """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
         elements of the shard."""
         blocks = self.begin_rewrite(kind)
-        self.note_rewrite()
         try:
             for begin, end in self.bounds():
                 values = content(begin, end)
@@ -207,10 +145,6 @@ class States:
         self._rewrites = rewrites  # the other parameters have what they had
         self._replaced[kind, index] = self._replaced.get((kind, index), 0) + 1
 
-    def note_rewrite(self) -> None:
-        """All of a kind is replaced, outside of a step."""
-        self._rewrites += 1
-
     def mark(self, kind: Kind, index: int) -> tuple[int, int]:
         """Changes when `kind` of a parameter is replaced outside of a step."""
         return self._rewrites, self._replaced.get((kind, index), 0)
@@ -224,12 +158,6 @@ class States:
                 f"{caller}: {self.facts.names[index]} cannot be set inside of a forward, a "
                 "backward or infinity.gathered of a wrapped model"
             )
-
-    def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """What this rank has, (n,), of `values`, which are all that tensor parallel ranks leave
-        it of a parameter."""
-        overlap = self.facts.overlap(index)
-        return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
     def bounds(self) -> list[tuple[int, int]]:
         """The first element of every chunk of this rank's shard, and the one behind its last."""
@@ -247,6 +175,7 @@ class States:
             self._store.make_writable(self._blocks[Kind.PARAM])
             self._store.resident.begin_update(self._blocks[Kind.PARAM])
             self._outdate()  # other ranks write their parts, too
+        self._rewrites += 1
         return blocks
 
     def encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -255,7 +184,7 @@ class States:
         if kind is Kind.MASTER:
             codec.encode_master(form, values, tensors[0].view(self.facts.dtype), tensors[1])
         elif kind in (Kind.PARAM, Kind.GRAD):
-            copy_alone(tensors[0].view(self.dtype_of(kind)), values)
+            copy_alone(tensors[0].view(self.facts.dtype_of(kind)), values)
         else:
             codec.encode_moment(form, kind, values, tensors[0])
 
@@ -264,7 +193,7 @@ class States:
         parameter. The others stay."""
 
         def content(begin: int, end: int) -> torch.Tensor:
-            values = torch.empty(end - begin, dtype=self.dtype_of(kind))
+            values = torch.empty(end - begin, dtype=self.facts.dtype_of(kind))
             fresh = torch.zeros(end - begin, dtype=self.facts.dtype)
             self.read_chunk(kind, begin, values)
             if kind is Kind.MASTER:
@@ -286,12 +215,6 @@ class States:
             high = min(overlap.in_shard + overlap.length - begin, target.numel())
             if low < high:
                 target[low:high].copy_(source[low:high])
-
-    def dtype_of(self, kind: Kind) -> torch.dtype:
-        """What `read` gives and `write` takes."""
-        return {Kind.PARAM: self.facts.dtype, Kind.GRAD: self.facts.gradient_dtype}.get(
-            kind, torch.float32
-        )
 
     @contextmanager
     def _checked_out(
@@ -317,7 +240,7 @@ class States:
         chunks that have some of it."""
         overlap = self.facts.overlap(index)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
-        found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
+        found = torch.empty(overlap.length, dtype=self.facts.dtype_of(kind))
         for begin, end in self.bounds():
             low, high = max(begin, first), min(end, last)
             if low < high:
@@ -387,7 +310,6 @@ class StateStream:
     ) -> None:
         """Like `States.write_chunks`; `content` checks nothing out."""
         blocks = states.begin_rewrite(kind)
-        states.note_rewrite()
         for begin, end in states.bounds():
             values = content(begin, end)
             chunks = self._check_out(ChunkRequest(blocks, begin))

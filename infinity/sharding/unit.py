@@ -17,6 +17,7 @@ from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE
 from infinity.sharding.services import UnitServices
 from infinity.sharding.states import States
+from infinity.sharding.update_blocks import UpdateBlocks
 from infinity.sharding.value import ParameterSource
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
@@ -61,6 +62,8 @@ class Unit:
         buffer = None if at_home else services.buffer
         self.gradients = Gradients(facts, block, buffer, reduction, listeners, self.outdate)
         """Those of the step under way."""
+        self.update_blocks = UpdateBlocks(facts, blocks, store)
+        """Its blocks, as an update finds them."""
         self.states = States(facts, blocks, services, self.gradients.wait, self.outdate)
         """What its blocks hold, on the host."""
         self.data = ParameterData(

@@ -373,7 +373,7 @@ def test_second_homes_take_what_host_memory_is_left_for_the_last_units(
     wrap: Callable[..., infinity.Engine],
 ) -> None:
     def shadowed(engine: infinity.Engine) -> list[int]:
-        found = [unit.facts.index for unit in engine.units if unit.states.has_shadow]
+        found = [unit.facts.index for unit in engine.units if unit.update_blocks.has_shadow]
         assert engine.memory()["cpu"] <= engine.config.cpu_memory
         optimizer = infinity.AdamW(engine.model.parameters())
         for number in range(3):

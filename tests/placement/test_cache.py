@@ -325,7 +325,7 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
         """Whether all that may be written ahead is written."""
         return all(not job.chunks and job.in_flight == 0 for job in started.values())
 
-    begun = {unit.facts.name for unit in engine.units if unit.states.has_shadow}
+    begun = {unit.facts.name for unit in engine.units if unit.update_blocks.has_shadow}
     assert {job.unit.facts.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     Probe(engine).await_jobs(waiting)
@@ -349,7 +349,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     Probe(engine).await_jobs(
         lambda: all(not job.chunks and job.in_flight == 0 for job in started.values())
     )
-    kept_whole = [u for u in engine.units if not u.states.has_shadow]
+    kept_whole = [u for u in engine.units if not u.update_blocks.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
     optimizer.step()
