@@ -211,7 +211,7 @@ class Adapted(Optimizer):
             if group is not None:
                 place = unit.facts.layout.places[index]
                 gradient = gradients[place.offset : place.end].view(place.shape)
-                if (times := unit.gradients.factor(index, factor)) != 1.0:
+                if (times := unit.gradients.ledger.factor(index, factor)) != 1.0:
                     gradient.mul_(times)
                 bench.stands[index].grad = gradient
 

@@ -62,9 +62,9 @@ class GradientPlace(NamedTuple):
     def valid(self) -> bool:
         """Whether it was not forgotten."""
         gradients = self.unit.gradients
-        return gradients.generation(self.position) == self.generation and gradients.has(
+        return gradients.ledger.generation(
             self.position
-        )
+        ) == self.generation and gradients.ledger.has(self.position)
 
     def fetch(self) -> torch.Tensor:
         """A copy where the plain model would have it."""
@@ -99,7 +99,9 @@ class GradientObject:
 
     def enter(self, answers: GradientStore, unit: Unit, index: int) -> None:
         """It is the gradient of this parameter, too, which has its values."""
-        self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
+        self._places.append(
+            GradientPlace(answers, unit, index, unit.gradients.ledger.generation(index))
+        )
         self._name, self.values = unit.facts.names[index], None
 
     def leave(self, unit: Unit, index: int) -> None:
@@ -142,7 +144,9 @@ class GradientObject:
 
 def dtype_of(unit: Unit, index: int) -> torch.dtype:
     """The dtype of a gradient, as users see it."""
-    return unit.facts.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
+    return (
+        unit.facts.gradient_dtype if unit.gradients.ledger.scale_of(index) == 1.0 else torch.float32
+    )
 
 
 def forgotten(name: str) -> str:

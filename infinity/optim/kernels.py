@@ -197,7 +197,7 @@ def segments_of(
         if hyper is None:
             before = None
         elif part.length > 0:
-            end, factor = part.in_shard + part.length, unit.gradients.factor(index, further)
+            end, factor = part.in_shard + part.length, unit.gradients.ledger.factor(index, further)
             factor *= hyper.sign
             joins = before is not None and before.hyper == hyper and before.factor == factor
             begin = segments.pop().begin if joins else part.in_shard
@@ -270,7 +270,7 @@ def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
 def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
     """Which of these parameters have a settled gradient with an infinity or a NaN in this rank's
     shard."""
-    there = [unit.gradients.has(index) for index in positions]
+    there = [unit.gradients.ledger.has(index) for index in positions]
     if not any(there):
         return there
     shard = unit.states.read(Kind.GRAD)

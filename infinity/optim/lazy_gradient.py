@@ -37,7 +37,7 @@ from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
-from infinity.sharding.gradients import GradientState
+from infinity.sharding.gradient_ledger import GradientState
 from infinity.sharding.lazy_tensor import LazyTensor, brought
 from infinity.sharding.listeners import Grads
 from infinity.sharding.tensor_parallel import part_in, whole
@@ -75,7 +75,7 @@ class LazyGradients(Grads):
         unit = self._all[facts.index]
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
-        if not unit.gradients.has(index):
+        if not unit.gradients.ledger.has(index):
             return None
         assigned = self._assigned.get((unit, index))
         tensor = None if assigned is None else assigned.tensor()
@@ -244,7 +244,7 @@ class LazyGradients(Grads):
         """Take over what was written to tensors that were assigned."""
         unit = self._all[facts.index]
         for (other, index), assigned in list(self._assigned.items()):
-            if other is unit and unit.gradients.state is not GradientState.COLLECTING:
+            if other is unit and unit.gradients.ledger.state is not GradientState.COLLECTING:
                 tensor = assigned.take()
                 if tensor is not None:
                     self._write(unit, index, tensor)
@@ -264,7 +264,9 @@ class LazyGradients(Grads):
                 f"the gradient of {name} is kept by the engine and not final inside of a backward; "
                 "read it after backward()"
             )
-        collecting = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
+        collecting = any(
+            unit.gradients.ledger.state is GradientState.COLLECTING for unit in self._units
+        )
         self._updater.settle(self._units if collecting else ())
         for unit in self._units if self._assigned else ():
             self.settled(unit.facts)
@@ -274,9 +276,9 @@ class LazyGradients(Grads):
         loss was scaled, which is divided out. None when there is none."""
         unit = self._all[facts.index]
         self.settle(unit.facts.names[index])
-        if not unit.gradients.has(index):
+        if not unit.gradients.ledger.has(index):
             return None
-        scale, factor = unit.gradients.scale_of(index), unit.gradients.clip_of(index)
+        scale, factor = unit.gradients.ledger.scale_of(index), unit.gradients.ledger.clip_of(index)
         found = whole(unit.states.parameter(Kind.GRAD, index), unit.facts.parameters[index]).clone()
         found = found if scale == 1.0 else found.float() / scale
         return found if factor == 1.0 else found.mul_(factor)

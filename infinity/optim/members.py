@@ -104,6 +104,6 @@ class Members:
         """The one of `groups` of each parameter of `unit`, if that has a gradient and is a
         member."""
         return [
-            self.group_of(id(parameter), groups) if unit.gradients.has(index) else None
+            self.group_of(id(parameter), groups) if unit.gradients.ledger.has(index) else None
             for index, parameter in enumerate(unit.facts.parameters)
         ]

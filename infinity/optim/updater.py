@@ -39,7 +39,7 @@ from infinity.schedule.runtime import Runtime
 from infinity.sharding.alike import Facts, check_alike
 from infinity.sharding.collectives import Group
 from infinity.sharding.facts import UnitFacts
-from infinity.sharding.gradients import GradientState
+from infinity.sharding.gradient_ledger import GradientState
 from infinity.sharding.listeners import Updates
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.unit import Unit
@@ -202,10 +202,10 @@ class Updater(Updates):
         self._await_updates()
         self._store.latch.check_usable()
         self._listeners.before_settling()
-        added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
+        added = any(unit.gradients.ledger.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
-            mine = [unit.gradients.summary() for unit in units]
+            mine = [unit.gradients.ledger.summary() for unit in units]
             values = [float(added), *(value for summary in mine for value in summary)]
             digest = 0 if step is None else step.digest
             found = exchange.sum_alike(values, OF_A_STEP, digest)
@@ -221,7 +221,7 @@ class Updater(Updates):
             for unit in units:
                 unit.gradients.settle()
         for unit in units if added else ():
-            if present := unit.gradients.present():
+            if present := unit.gradients.ledger.present():
                 unit.gradients.apply_clips(present)
         for unit in units:
             unit.listeners.grads.settled(unit.facts)
@@ -239,7 +239,7 @@ class Updater(Updates):
         spent."""
         self._begin_step(())
         for unit, positions in shares:
-            if any(map(unit.gradients.has, positions)):
+            if any(map(unit.gradients.ledger.has, positions)):
                 self.speculation.rollback(unit)
                 unit.gradients.spend(positions)
         self._announce()

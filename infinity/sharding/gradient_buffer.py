@@ -12,13 +12,16 @@ import torch
 from infinity.device import Copy
 from infinity.sharding.exchange import Collective
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_ledger import GradientLedger
+from infinity.sharding.gradient_reduction import GradientReduction
 
 
 class Reduction(NamedTuple):
-    """The reduction of what a unit collected, posted as `collective`; `leaving` is the copy that
-    alone reads it, if one does."""
+    """The reduction of the gradients that a unit collected, posted as `collective`. `leaving` is
+    the copy that alone reads them, if one does."""
 
     collective: Collective
+    reducer: GradientReduction
     leaving: Copy | None = None
 
 
@@ -28,14 +31,12 @@ class Collecting(Protocol):
     @property
     def facts(self) -> UnitFacts: ...
     @property
-    def collected(self) -> int: ...
-    @property
     def trains(self) -> bool: ...
-    def at_home(self, index: int) -> bool: ...
+    @property
+    def ledger(self) -> GradientLedger: ...
     def join_reduction(self) -> None: ...
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None: ...
     def end_reduction(self, collected: int) -> None: ...
-    def follow(self, copy: Copy) -> None: ...
 
 
 class GradientBuffer:
@@ -83,7 +84,7 @@ class GradientBuffer:
             return
         again = self._holder is owner and index in self._collected
         if self._holder is not owner or (
-            again and (owner.facts.reduces_each_turn or owner.at_home(index))
+            again and (owner.facts.reduces_each_turn or owner.ledger.at_home(index))
         ):
             self._hold(owner)
             again = False
@@ -95,7 +96,7 @@ class GradientBuffer:
         while self._posted and self._posted[0][0].ended():
             self._end_first()
         if not self._free:
-            self._take_back(owner)
+            self._take_back()
         self._holder, self._collected = owner, set()
 
     def _put(
@@ -169,14 +170,14 @@ class GradientBuffer:
         posted = holder.reduce(self._flat(holder), self._collected)
         if posted is not None:
             self._taken.append((posted, self._free.popleft()))
-            self._posted.append((posted.collective, holder, holder.collected))
+            self._posted.append((posted.collective, holder, holder.ledger.collected))
 
-    def _take_back(self, owner: Collecting) -> None:
-        """Free the part that was taken first, for `owner`: what only a copy reads is written when
+    def _take_back(self) -> None:
+        """Free the part that was taken first: what only a copy reads is written when
         that has ended, which the device waits for, and not the host."""
         reduction, part = self._taken[0]
         if reduction.leaving is not None:
-            owner.follow(reduction.leaving)
+            reduction.reducer.follow(reduction.leaving)
         else:
             while not reduction.collective.ended():
                 self._end_first()

@@ -100,6 +100,24 @@ class GradientReduction:
             free[number % 2] = leaving = device.begin_download(home, mean, device.mark())
         leaving.wait()
 
+    def add_reduced(self, full: torch.Tensor, first: bool, came: Callable[[], object]) -> None:
+        """Add this rank's part of the mean of `full` over all ranks to the block, then call `came`.
+        `full`, `first`: see `GradientBlock.add_up`. On the thread of the exchange."""
+        self._block.add_up(self.reduced(full), first)
+        came()
+
+    def add_scattered(self, full: torch.Tensor, first: bool, averages: bool) -> None:
+        """Like `add_reduced`, without the replicas. If it `averages`, the content of the block is
+        averaged over the replicas afterwards."""
+        self._block.add_up(self.scattered(full), first)
+        if averages:
+            self.average()
+
+    def add_nothing(self, zeros: torch.Tensor, first: bool) -> None:
+        """Like `add_reduced`, if no rank brings gradients: all have the same `zeros`."""
+        if first:
+            self._block.add_up(self._facts.shard_of(zeros), first)
+
     def reduced(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean of `full` (n * ranks,) over all ranks, in the same memory.
         On the thread of the exchange."""

@@ -70,7 +70,7 @@ def _always(real: Any) -> Any:
 
 def _gradient_replaces(real: Any) -> Any:
     def add(self: Any, index: int, *arguments: Any) -> None:
-        if self.has(index):
+        if self.ledger.has(index):
             self.forget([index])
         real(self, index, *arguments)
 

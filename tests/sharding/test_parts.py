@@ -14,7 +14,8 @@ from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
-from infinity.sharding.gradients import Gradients, GradientState
+from infinity.sharding.gradient_ledger import GradientState
+from infinity.sharding.gradients import Gradients
 from infinity.sharding.listeners import Border, Grads, UnitListeners, Updates
 from infinity.sharding.unit import declare
 from infinity.tiers.store import Store
@@ -109,7 +110,7 @@ class Step:
     def between(self) -> None:
         for _ in range(self._random.randint(0, 4)):
             changes = [self.zero, self.assign, self.forget, self.clip, self.spend]
-            if self.gradients.state is GradientState.EMPTY:
+            if self.gradients.ledger.state is GradientState.EMPTY:
                 changes = [self.assign, self.forget]
             self._checked(self._random.choice(changes), self._random.randrange(len(SHAPES)))
 
@@ -118,9 +119,11 @@ class Step:
         change(index)
         if not torch.equal(self.block.flat(), before):
             assert torch.equal(self.listener.unread, before), "readers of the old bytes were lost"
-        assert self.gradients.present() == sorted(self.of_torch)
+        assert self.gradients.ledger.present() == sorted(self.of_torch)
         for each, expected in self.of_torch.items():
-            assert torch.equal(self.block.part(each) * self.gradients.clip_of(each), expected)
+            assert torch.equal(
+                self.block.part(each) * self.gradients.ledger.clip_of(each), expected
+            )
 
 
 @pytest.mark.usefixtures("one_thread")
