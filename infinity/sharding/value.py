@@ -21,7 +21,7 @@ WRITE = (
 
 
 def closed(name: str) -> EngineClosedError:
-    """What is wrong with parameter `name` once its engine is closed."""
+    """The error for parameter `name` after its engine was closed."""
     return EngineClosedError(
         f"{name} has no data any more, because its engine was closed; save the data first, then "
         "close"
@@ -29,7 +29,7 @@ def closed(name: str) -> EngineClosedError:
 
 
 class ParameterSource(Protocol):
-    """What a handle asks of the data of its unit, which is `ParameterData`: see there."""
+    """The methods of `ParameterData` that a handle calls. `owner` is the unit, for `unit_of`."""
 
     @property
     def facts(self) -> UnitFacts: ...
@@ -70,7 +70,7 @@ class LazyValue(LazyTensor):
 
     @property
     def memory(self) -> Hashable:
-        """That of the parameter."""
+        """The memory of the parameter."""
         return id(self.source), self.place
 
     def fetch(self) -> torch.Tensor:
@@ -78,9 +78,9 @@ class LazyValue(LazyTensor):
         return self.source.read(self.place)
 
     def check_replace(self) -> None:
-        """Refused."""
+        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({self.source.facts.names[self.place]})")
 
     def detached(self) -> LazyValue:
-        """The same again."""
+        """Another handle of the value."""
         return LazyValue(self.source, self.place)
