@@ -1,7 +1,6 @@
-"""The blocks of a unit on the host: where an update finds them, and what they hold, for whoever
-reads or replaces it.
+"""The content of the blocks of a unit, on the host.
 
-Whoever saves, loads or shows content comes here. An update does not: the pipeline checks chunks
+Code that saves, loads or shows content comes here. An update does not: the pipeline checks chunks
 out itself.
 """
 
@@ -28,7 +27,7 @@ from infinity.tiers.store import Store
 
 
 class States:
-    """The parameters, gradients, masters and moments of one unit, as the host sees them.
+    """Reads and replaces the parameters, gradients, masters and moments of one unit.
 
     For the thread that runs the model. It reads and writes while no update of the unit is under way
     (`Updates.drain`). `await_gradients` returns when all gradients that were reduced so far are at
@@ -54,8 +53,8 @@ class States:
         return self._store.staging.chunks(self._blocks[Kind.PARAM])
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the
-        dtype it is kept in. A copy.
+        """A copy of this rank's shard of `kind` on the host: (shard_numel,), of
+        `UnitFacts.dtype_of(kind)`.
 
         A master that was never written is the parameter, widened.
         """
@@ -65,7 +64,7 @@ class States:
         return shard
 
     def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
-        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element
+        """Fill `values`, of `UnitFacts.dtype_of(kind)`, with the chunk of `kind` from element
         `begin` on."""
         if kind is Kind.GRAD:
             self._await_gradients()
@@ -74,13 +73,12 @@ class States:
             self.decode(source, tensors, 0, values)
 
     def source_of(self, kind: Kind) -> Kind:
-        """The kind that has the content of `kind`: a master that was never written is the
-        parameter."""
+        """The kind with the content of `kind`: a master that was never written is the parameter."""
         unwritten = kind is Kind.MASTER and not self._blocks[kind].written
         return Kind.PARAM if unwritten else kind
 
     def blocks_of(self, source: Kind) -> list[Block]:
-        """The blocks that `decode` takes chunks of."""
+        """The blocks whose chunks `decode` takes."""
         block = self._blocks[source]
         return [self._blocks[Kind.PARAM], block] if block.format is SPLIT else [block]
 
@@ -90,8 +88,8 @@ class States:
         """Fill `values` with elements of a chunk of the blocks of `source` (see `source_of`), from
         its element `first` on. Any thread may call it.
 
-        `values` has the dtype that `read` gives of what is wanted, or bf16 for a moment that is
-        kept in bf16.
+        `values` has the `UnitFacts.dtype_of` the wanted kind, or bf16 for a moment that is kept in
+        bf16.
         """
         form = self._blocks[source].format
         if source in (Kind.PARAM, Kind.GRAD):
@@ -103,17 +101,16 @@ class States:
             codec.decode_moment(form, source, tensors[0], values, first)
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype
-        that `read` gives.
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of
+        `UnitFacts.dtype_of(kind)`.
 
-        A master takes its parameter along, which is the master rounded. When that fails the content
-        is in part new: whoever uses the engine from then on gets `EngineClosedError`.
+        A master takes its parameter along, which is the master rounded. After a failure a part of
+        the content is new, so all later calls of the engine raise `EngineClosedError`.
         """
         self.write_chunks(kind, lambda begin, end: shard[begin:end])
 
     def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
-        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
-        elements of the shard."""
+        """Like `write`, chunk by chunk: `content(begin, end)` gives these elements of the shard."""
         blocks = self.begin_rewrite(kind)
         try:
             for begin, end in self.bounds():
@@ -126,32 +123,32 @@ class States:
         self._store.resident.end_update(blocks)
 
     def put(self, kind: Kind, index: int, part: torch.Tensor, caller: str) -> None:
-        """Replace what this rank has of one parameter, as `part` gives it, by `part` (n,) on the
-        host. A new parameter takes its master along. Waits for pending updates. When all ranks have
-        called it the caller calls `OnDevice.renew`.
+        """Replace this rank's elements of one parameter by `part` (n,) on the host, as the method
+        `part` gives them. A new parameter takes its master along. Waits for pending updates. When
+        all ranks have called it the caller calls `OnDevice.renew`.
 
         Raises `ShardedParameterError`, which names the `caller`, inside of a forward, a backward or
         `infinity.gathered`.
         """
         self.check_unused(index, caller)
         if kind is Kind.PARAM and Kind.MASTER in self._blocks:
-            kind = Kind.MASTER  # which takes the value along
+            kind = Kind.MASTER  # it takes the value along
         self._listeners.updates.drain()
         after = self.read(kind)
         overlap = self.facts.overlap(index)
         after[overlap.in_shard : overlap.in_shard + overlap.length] = part
         rewrites = self._rewrites
         self.write(kind, after)
-        self._rewrites = rewrites  # the other parameters have what they had
+        self._rewrites = rewrites  # the other parameters are as before
         self._replaced[kind, index] = self._replaced.get((kind, index), 0) + 1
 
     def mark(self, kind: Kind, index: int) -> tuple[int, int]:
-        """Changes when `kind` of a parameter is replaced outside of a step."""
+        """A value that changes when `kind` of a parameter is replaced outside of a step."""
         return self._rewrites, self._replaced.get((kind, index), 0)
 
     def check_unused(self, index: int, caller: str) -> None:
-        """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside of
-        a forward, a backward or `infinity.gathered`."""
+        """Raise `ShardedParameterError`, which names the `caller` and parameter `index`, inside a
+        forward, a backward or `infinity.gathered`."""
         self._listeners.border.end_interrupted(caller)
         if self._blocks[Kind.PARAM].copy.pins:
             raise ShardedParameterError(
@@ -160,13 +157,12 @@ class States:
             )
 
     def bounds(self) -> list[tuple[int, int]]:
-        """The first element of every chunk of this rank's shard, and the one behind its last."""
+        """The first element of every chunk of this rank's shard, and the element after its last."""
         starts = self.chunks()
         return list(zip(starts, [*starts[1:], self.facts.layout.shard_numel], strict=True))
 
     def begin_rewrite(self, kind: Kind) -> list[Block]:
-        """The blocks that `kind` consists of; all of them is rewritten from now on, until
-        `Residency.end_update`."""
+        """The blocks of `kind`. The caller rewrites all of them until `Residency.end_update`."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         blocks = [self._blocks[k] for k in kinds]
         self._listeners.updates.rollback(self.facts)
@@ -179,7 +175,7 @@ class States:
         return blocks
 
     def encode(self, kind: Kind, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Put `values` into a chunk that is checked out."""
+        """Write `values` to `tensors`, a chunk of the blocks of `kind` that is checked out."""
         form = self._blocks[kind].format
         if kind is Kind.MASTER:
             codec.encode_master(form, values, tensors[0].view(self.facts.dtype), tensors[1])
@@ -189,8 +185,8 @@ class States:
             codec.encode_moment(form, kind, values, tensors[0])
 
     def restart(self, kind: Kind, positions: Sequence[int]) -> None:
-        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the
-        parameter. The others stay."""
+        """Restart the states of `kind` of these parameters: a moment becomes zeros, a master the
+        parameter. The states of other parameters stay."""
 
         def content(begin: int, end: int) -> torch.Tensor:
             values = torch.empty(end - begin, dtype=self.facts.dtype_of(kind))
@@ -207,8 +203,8 @@ class States:
     def copy_parameters(
         self, positions: Sequence[int], begin: int, source: torch.Tensor, target: torch.Tensor
     ) -> None:
-        """Copy what these parameters have of a chunk: `source` and `target` are it, from element
-        `begin` of the shard on."""
+        """Copy the elements of these parameters from `source` to `target`, two versions of the
+        chunk from element `begin` of the shard on."""
         for position in positions:
             overlap = self.facts.overlap(position)
             low = max(overlap.in_shard, begin) - begin
@@ -220,8 +216,8 @@ class States:
     def _checked_out(
         self, blocks: Sequence[Block], begin: int, load: bool
     ) -> Iterator[list[torch.Tensor]]:
-        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in
-        them is written unless `load`."""
+        """The chunks of these blocks from element `begin` on, uint8. Without `load` they are not
+        read, and written at the end of the context."""
         chunks = self._store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
         try:
             for chunk in chunks:
@@ -236,8 +232,8 @@ class States:
                     stack.callback(chunk.release)
 
     def part(self, kind: Kind, index: int) -> torch.Tensor:
-        """Like `read`, of one parameter: what this rank has of it, (n,). Reads no more than the
-        chunks that have some of it."""
+        """Like `read`, for one parameter: this rank's elements, (n,). Reads only the chunks that
+        have some of them."""
         overlap = self.facts.overlap(index)
         first, last = overlap.in_shard, overlap.in_shard + overlap.length
         found = torch.empty(overlap.length, dtype=self.facts.dtype_of(kind))
@@ -250,7 +246,7 @@ class States:
         return found
 
     def parameter(self, kind: Kind, index: int) -> torch.Tensor:
-        """Like `gather`, of one parameter, in its shape."""
+        """Like `gather`, for one parameter, in its shape."""
         place = self.facts.layout.places[index]
         if not self.facts.shared:
             return self.part(kind, index).view(place.shape)
@@ -262,7 +258,7 @@ class States:
         return bool(self.facts.stored) and not self._blocks[Kind.PARAM].home.updates
 
     def in_files(self) -> list[torch.Tensor] | None:
-        """The parameters, mapped from files of the user that are their home; else None. Takes no
+        """The parameters, mapped from files of the user; None if these are not their home. Uses no
         memory, and no other rank."""
         facts = self.facts
         if not self.are_in_files:
@@ -293,22 +289,22 @@ class States:
 
 
 class StateStream:
-    """Replaces states of units, chunk after chunk, while chunks before are still written.
+    """Replaces states of units, chunk by chunk, while earlier chunks are still being written.
 
-    A context manager: all is written when its block ends. When that fails the content is in part
-    new: whoever uses the engine from then on gets `EngineClosedError`. For one thread, which checks
-    nothing else out between `write` and `drain`.
+    It is a context manager: at its end all chunks are written. After a failure a part of the
+    content is new, so all later calls of the engine raise `EngineClosedError`. One thread uses it,
+    and checks out no other chunk between `write` and `drain`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # Chunks, and after the last one of `write` the blocks that they are.
+        # Chunks on their way, and after the last chunk of a `write` its blocks.
         self._leaving: deque[tuple[list[Checkout], list[Block]]] = deque()
 
     def write(
         self, states: States, kind: Kind, content: Callable[[int, int], torch.Tensor]
     ) -> None:
-        """Like `States.write_chunks`; `content` checks nothing out."""
+        """Like `States.write_chunks`. `content` checks out no chunk."""
         blocks = states.begin_rewrite(kind)
         for begin, end in states.bounds():
             values = content(begin, end)
@@ -320,12 +316,13 @@ class StateStream:
         self._leaving.append(([], blocks))
 
     def drain(self) -> None:
-        """Return when all is written."""
+        """Return when all chunks are written."""
         while self._leaving:
             self._end_first()
 
     def _check_out(self, request: ChunkRequest) -> list[Checkout]:
-        """Chunks for new content; as many others are written meanwhile as there are slots."""
+        """Chunks for new content. Meanwhile earlier chunks are written, as many as there are
+        slots."""
         while self._leaving:
             if all(chunk.committed() for chunk in self._leaving[0][0]):
                 self._end_first()

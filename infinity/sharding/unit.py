@@ -1,4 +1,5 @@
-"""A unit: parameters gathered and released together, and everything the engine keeps for them."""
+"""A unit: parameters that are gathered and released together, and all that the engine keeps for
+them."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def declare(facts: UnitFacts, store: Store, config: Config) -> dict[Kind, Block]
 
 
 class Unit:
-    """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank
-    keeps its shard.
+    """Parameters of one dtype, all trainable or all frozen, in one flat buffer. This rank keeps its
+    shard of the buffer.
 
     Lives as long as the engine. Its parts are `on_device` (brings the parameters), `data` (the
     tensors of the parameters), `gradients` and `states`. No part uses the unit: each gets facts and
@@ -44,7 +45,7 @@ class Unit:
     def __init__(
         self, facts: UnitFacts, blocks: Mapping[Kind, Block], services: UnitServices
     ) -> None:
-        """Of the `blocks` that `declare` gave, once the store is open."""
+        """`blocks` are those of `declare`. The store is open."""
         self.facts, self.blocks = facts, blocks
         self.store, self.ranks = services.store, services.ranks
         self.listeners, self.exchange = services.listeners, services.exchange
@@ -61,19 +62,19 @@ class Unit:
         at_home = facts.reduces_late and facts.trainable and blocks[Kind.GRAD].tier == "gpu"
         buffer = None if at_home else services.buffer
         self.gradients = Gradients(facts, block, buffer, reduction, listeners, self.outdate)
-        """Those of the step under way."""
+        """The gradients of the step under way."""
         self.update_blocks = UpdateBlocks(facts, blocks, store)
         """Its blocks, as an update finds them."""
         self.states = States(facts, blocks, services, self.gradients.wait, self.outdate)
-        """What its blocks hold, on the host."""
+        """The content of its blocks, on the host."""
         self.data = ParameterData(
             self, facts, parameters, store.resident, self.states, self.on_device, listeners
         )
-        """What the parameters point at."""
+        """The tensors of the parameters."""
 
     @property
     def tier(self) -> str:
-        """Where its parameters are at home; "" once the engine is closed."""
+        """The home of its parameters; "" once the engine is closed."""
         return self.data.tier
 
     def position(self, parameter: torch.Tensor) -> int:
@@ -85,8 +86,8 @@ class Unit:
         return self.data.name_of(parameter)
 
     def changed(self) -> list[str]:
-        """The names of parameters that were written to while nobody may, each told once. The copy
-        is not used again."""
+        """The names of parameters with a forbidden write, each reported once. Such a copy is
+        dropped."""
         names = [self.facts.names[index] for index in self.data.changed()]
         if names:
             self.outdate()
@@ -94,13 +95,12 @@ class Unit:
         return names
 
     def outdate(self) -> None:
-        """The content changes, and the other ranks' parts of it, too."""
+        """The content changes, on all ranks."""
         self.on_device.outdate()
         self.data.outdate()
 
     def close(self) -> None:
-        """The engine was closed: the parameters keep shape and dtype, and have no data on any
-        tier."""
+        """The engine was closed: the parameters keep shape and dtype, and have no data."""
         self.on_device.outdate()
         # A gloo group that lives until the interpreter ends may abort the process there (torch
         # 2.13).

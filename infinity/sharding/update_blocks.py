@@ -20,31 +20,31 @@ class UpdateBlocks:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the parameters are nothing but their masters, rounded: then an update writes them
-        and does not read them."""
+        """Whether the parameters are their masters, rounded. Then an update writes them and does
+        not read them."""
         return is_rounded({kind: block.spec for kind, block in self._blocks.items()})
 
     @property
     def has_shadow(self) -> bool:
-        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may
-        be rolled back."""
+        """Whether all blocks that an update rewrites have a shadow copy, except for cached
+        elements. Then the update can be rolled back."""
         return all(
             block.home.has_shadow for kind, block in self._blocks.items() if kind is not Kind.GRAD
         )
 
     def is_free(self, left: int) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed.
-        `left`: see `Home`."""
+        """Whether an update may write: no needed commit has the bytes that it overwrites. `left`:
+        see `Home`."""
         return all(block.home.is_free(left) for block in self._blocks.values())
 
     def is_pinned(self, left: int) -> bool:
-        """Whether an update would overwrite what a snapshot has yet to read. `left`: see `Home`."""
+        """Whether an update would overwrite bytes that a snapshot has yet to read. `left`: see
+        `Home`."""
         return any(block.home.is_pinned(left) for block in self._blocks.values())
 
     @property
     def staged_from(self) -> int:
-        """The first element of this rank's shard of which something has to be copied for an update:
-        what is before is not."""
+        """The first element of this rank's shard with a state that is copied for an update."""
         return min(
             self._store.staging.staged_from(block, self.gpu_resident)
             for block in self._blocks.values()
@@ -52,13 +52,13 @@ class UpdateBlocks:
 
     @property
     def gpu_resident(self) -> bool:
-        """Whether all of it is at home where the kernels of the compute device update it."""
+        """Whether the kernels of the compute device update all blocks in their home."""
         return all(self._store.staging.is_gpu_resident(block) for block in self._blocks.values())
 
     @property
     def rewritten_in_place_until(self) -> int:
-        """The first element from which on all that an update rewrites has a shadow copy;
-        `shard_numel` when there is none."""
+        """The first element from which on all rewritten blocks have a shadow copy; `shard_numel` if
+        there is none."""
         if not self.has_shadow:
             return self._facts.layout.shard_numel
         return max(
