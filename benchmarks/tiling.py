@@ -84,8 +84,8 @@ def write_zeros(path: Path, hidden: int, outputs: int) -> None:
 
 def limit_of(engine: infinity.Engine) -> int:
     """Two tiles, and the units around one: those of the module that has most of them."""
-    tiles = [unit.facts.nbytes for unit in engine.units if "_tiles." in unit.name]
-    around = [unit.facts.nbytes for unit in engine.units if "_tiles." not in unit.name]
+    tiles = [unit.facts.nbytes for unit in engine.units if "_tiles." in unit.facts.name]
+    around = [unit.facts.nbytes for unit in engine.units if "_tiles." not in unit.facts.name]
     return 2 * max(tiles) + max(around)
 
 
@@ -124,7 +124,7 @@ def run(
         return {
             "seconds": (time.perf_counter() - start) / steps,
             "peak": engine.report().peaks["gpu"],
-            "limit": limit_of(engine) if any("_tiles." in u.name for u in engine.units) else 0,
+            "limit": limit_of(engine) if any("_tiles." in u.facts.name for u in engine.units) else 0,
             "gradient": meter.peak,
             "losses": losses,
         }

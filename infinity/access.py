@@ -33,15 +33,15 @@ def get_state(
         return parameter.cat(parts, 0 if local else parameter.dimension)
     unit, index, kind = _find(parameter, name)
     if kind is Kind.GRAD:
-        gradient = unit.listeners.grads.fetch(unit, index)
+        gradient = unit.listeners.grads.fetch(unit.facts, index)
         if gradient is None or not local:
             return gradient
-        return unit.states.share_of(index, part_in(gradient, unit.parameters[index]))
+        return unit.facts.share_of(index, part_in(gradient, unit.facts.parameters[index]))
     unit.listeners.updates.drain()
     found = unit.states.part(kind, index) if local else unit.states.parameter(kind, index)
     if name == "master":
         found = found.float()
-    return found if local else whole(found, unit.parameters[index])
+    return found if local else whole(found, unit.facts.parameters[index])
 
 
 def set_state(
@@ -60,28 +60,31 @@ def set_state(
         _set_tiles(parameter, name, value, local)
         return
     unit, index, kind = _find(parameter, name)
-    _check_value(unit.names[index], parameter, value)
+    _check_value(unit.facts.names[index], parameter, value)
     given = parameter.shape if not local else (unit.facts.overlap(index).length,)
     if tuple(value.shape) != tuple(given):
         raise ConfigError(
-            f"infinity.set: the {name} of {unit.names[index]} has shape {tuple(given)}, not "
+            f"infinity.set: the {name} of {unit.facts.names[index]} has shape {tuple(given)}, not "
             f"{tuple(value.shape)}"
         )
     value = value.detach().cpu()
     if kind is Kind.GRAD:
         unit.listeners.grads.set(
-            unit, index, _spread(unit, index, value) if local else value.clone()
+            unit.facts, index, _spread(unit, index, value) if local else value.clone()
         )
         return
     states = unit.states
-    part = value if local else states.share_of(index, part_in(value, unit.parameters[index]))
+    part = (
+        value if local else unit.facts.share_of(index, part_in(value, unit.facts.parameters[index]))
+    )
     states.put(kind, index, part, "infinity.set")
+    unit.on_device.renew()
 
 
 def _set_tiles(weight: TiledWeight, name: str, value: torch.Tensor, local: bool) -> None:
     """`set_state` of a weight in tiles."""
     found = [_find(piece, name)[:2] for piece in weight.pieces]
-    called = " and on to ".join(unit.names[index] for unit, index in (found[0], found[-1]))
+    called = " and on to ".join(unit.facts.names[index] for unit, index in (found[0], found[-1]))
     _check_value(called, weight, value)
     lengths = [unit.facts.overlap(index).length for unit, index in found]
     given = (sum(lengths),) if local else tuple(weight.shape)
@@ -116,22 +119,22 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
     unit, index = place
     if not unit.tier:
         raise EngineClosedError(
-            f"{unit.names[index]} has no data any more, because its engine was closed"
+            f"{unit.facts.names[index]} has no data any more, because its engine was closed"
         )
     kinds = {"value": Kind.PARAM}
-    if unit.trainable:
+    if unit.facts.trainable:
         master = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
-        kinds |= {"grad": Kind.GRAD, "master": master, **states_of(unit.algorithm)}
+        kinds |= {"grad": Kind.GRAD, "master": master, **states_of(unit.facts.algorithm)}
     if name not in kinds:
         raise ConfigError(
-            f"{unit.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"
+            f"{unit.facts.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"
         )
     return unit, index, kinds[name]
 
 
 def _spread(unit: Unit, index: int, part: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape of a parameter of which this rank's part is `part`."""
-    place, overlap = unit.layout.places[index], unit.facts.overlap(index)
+    place, overlap = unit.facts.layout.places[index], unit.facts.overlap(index)
     full = torch.zeros(place.end - place.offset, dtype=part.dtype)
     full[overlap.in_parameter : overlap.in_parameter + overlap.length] = part
     return full.view(place.shape)

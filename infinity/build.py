@@ -45,7 +45,7 @@ from infinity.modules.execution import Executions
 from infinity.modules.facade import move_buffers
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
-from infinity.modules.hooks import Hooks
+from infinity.modules.hooks import HookedModel, Hooks, Running, Saving
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.family import typical_update
@@ -69,11 +69,13 @@ from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
+from infinity.sharding.services import UnitServices
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.tiles import tile_places
-from infinity.sharding.unit import Unit, UnitListeners, UnitServices, declare
+from infinity.sharding.unit import Unit, declare
 from infinity.sharding.views import GatheredParameter
 from infinity.sharding.watch import announce, ranks_of_this_node, together, told
 from infinity.tier import GPU, TIERS
@@ -672,7 +674,7 @@ class Build:
 
         runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
         if config.inference:  # the first forward, too, has units read ahead
-            self.trace.expect("eval", [unit.index for unit in units])
+            self.trace.expect("eval", [unit.facts.index for unit in units])
         tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
         given = GivenTensors()
 
@@ -706,18 +708,11 @@ class Build:
             names = [*self._blocks.values()]
             treatments = Treatments(names, gauge, self._activation_room, self.exchange)
         recomputation = Recomputation(self._blocks, treatments)
+        first_batch = FirstBatch(self._model, self._repeated, config, self._away, self.device)
         hooks = Hooks(
-            self._model,
-            self.users,
-            units,
-            runtime,
-            executions,
-            updater,
-            self._recorder,
-            offloader,
-            recomputation,
-            FirstBatch(self._model, self._repeated, config, self._away, self.device),
-            config.inference,
+            HookedModel(self._model, self.users, units, config.inference),
+            Running(runtime, executions, updater, self._recorder),
+            Saving(offloader, recomputation, first_batch),
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)

@@ -168,9 +168,9 @@ class Engine:
     def _all_shares(self) -> list[UnitShare]:
         """Everything that may have a gradient."""
         return [
-            UnitShare(unit, tuple(range(len(unit.parameters))))
+            UnitShare(unit, tuple(range(len(unit.facts.parameters))))
             for unit in self._units
-            if unit.trainable
+            if unit.facts.trainable
         ]
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -185,7 +185,7 @@ class Engine:
         )
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
-        return self._grads.fetch(unit, unit.position(parameter))
+        return self._grads.fetch(unit.facts, unit.position(parameter))
 
     def interleaver(self) -> Interleaver:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,
@@ -223,7 +223,9 @@ class Engine:
         self._updater.look()
         joining = JoinedTiles()
         for unit in self._units:
-            for name, tile, value in zip(unit.names, unit.facts.tiles, _values(unit), strict=True):
+            for name, tile, value in zip(
+                unit.facts.names, unit.facts.tiles, _values(unit), strict=True
+            ):
                 if tile is None:
                     yield name, value
                 elif (joined := joining.add(tile, value)) is not None:
@@ -246,7 +248,7 @@ class Engine:
             name
             for unit in self._units
             if unit.states.are_in_files
-            for name, tile in zip(unit.names, unit.facts.tiles, strict=True)
+            for name, tile in zip(unit.facts.names, unit.facts.tiles, strict=True)
             if tile is None
         }
         values = {
@@ -262,7 +264,7 @@ class Engine:
         known = {
             id(p): key
             for unit in self._units
-            for p, key in zip(unit.parameters, unit.keys, strict=True)
+            for p, key in zip(unit.facts.parameters, unit.facts.keys, strict=True)
         }
         named = [(name, pieces_of([p])[0]) for name, p in named_wholes(self.model)]
         return {name: known[id(p)] for name, p in named if id(p) in known}
@@ -588,7 +590,7 @@ def _values(unit: Unit) -> Iterator[torch.Tensor]:
         yield from stored
         return
     flat = unit.states.gather(Kind.PARAM)
-    for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+    for parameter, place in zip(unit.facts.parameters, unit.facts.layout.places, strict=True):
         yield whole(flat[place.offset : place.end].view(place.shape), parameter)
 
 

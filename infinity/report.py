@@ -239,7 +239,7 @@ class Reporter:
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""
         self._updater.rest()
-        count = sum(p.numel() for unit in self._units for p in unit.parameters)
+        count = sum(p.numel() for unit in self._units for p in unit.facts.parameters)
         planned = self.plan()
         planned_written = planned.update_written + planned.commit_written * self.meter.for_commit
         config, counters = self._config, self._recorder.counters()
@@ -266,7 +266,9 @@ class Reporter:
             written_by_updates=self.meter.updates[1],
             read_again=self.meter.again * (config.tuning.update in ("exact", "speculative")),
             updated=sum(map(_renewed, self._units)),
-            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
+            updated_on_gpu=sum(
+                _renewed(unit) for unit in self._units if unit.update_blocks.gpu_resident
+            ),
             activations_offloaded=moved.offloaded,
             activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,

@@ -124,7 +124,7 @@ def unwrap(model: nn.Module, units: tuple[Unit, ...], close: Callable[[], None],
     close()
     for unit, data in zip(units, values, strict=True):
         unit.data.restore(data)
-        for parameter in unit.parameters:
+        for parameter in unit.facts.parameters:
             if id(parameter) in kept:
                 _KEPT[parameter] = kept[id(parameter)]
     move_buffers(model, torch.device("cpu"), None)
@@ -146,7 +146,7 @@ def rejoin(model: nn.Module, names: list[str], files: Path | None) -> None:
 
 def _check(units: tuple[Unit, ...], what: str) -> None:
     for unit in units:
-        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+        for name, parameter in zip(unit.facts.names, unit.facts.parameters, strict=True):
             if is_dtensor(parameter):
                 raise ConfigError(
                     f"{name} is a DTensor of a wrapped model, which {what} cannot make a plain "
@@ -155,7 +155,7 @@ def _check(units: tuple[Unit, ...], what: str) -> None:
                 )
         if unit.blocks[Kind.PARAM].copy.pins:
             raise ConfigError(
-                f"{unit.name} is in use; call {what} outside of a forward, a backward and "
+                f"{unit.facts.name} is in use; call {what} outside of a forward, a backward and "
                 "infinity.gathered"
             )
 
@@ -164,7 +164,9 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     """The parameters of `unit`, mapped; notes in `kept` what else there is of them."""
     found = unit.states.in_files()
     if found is not None:
-        for parameter, value, place in zip(unit.parameters, found, unit.facts.stored, strict=True):
+        for parameter, value, place in zip(
+            unit.facts.parameters, found, unit.facts.stored, strict=True
+        ):
             if (descriptor := _opened(place)) is not None:
                 os.close(descriptor)
                 kept[id(parameter)] = KeptValue(value, place)
@@ -172,7 +174,7 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     found = _split(unit, unit.states.gather(Kind.PARAM))
     if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
         masters = _split(unit, unit.states.gather(Kind.MASTER))
-        for parameter, master in zip(unit.parameters, masters, strict=True):
+        for parameter, master in zip(unit.facts.parameters, masters, strict=True):
             kept[id(parameter)] = KeptValue(master)
     return found
 
@@ -193,5 +195,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _split(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
     return [
         mapped(flat[place.offset : place.end].view(place.shape), unit.facts.files)
-        for place in unit.layout.places
+        for place in unit.facts.layout.places
     ]

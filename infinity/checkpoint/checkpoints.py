@@ -144,7 +144,8 @@ class Checkpoints:
         # The checkpoint may contain states of these parameters by an optimizer that is not loaded.
         for share, _ in shared:
             owners.forget_states(
-                share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
+                share,
+                [kind for kind in MOMENTS[share.unit.facts.algorithm] if kind in share.unit.blocks],
             )
         for unit in self._units:
             unit.on_device.renew()

@@ -327,7 +327,9 @@ class Loading(LoadPlanner):
         with in_words(f"{self._where} cannot be loaded"):
             self._state.await_updates()
             self._state.units[0].listeners.border.end_interrupted("a load")
-            used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins]
+            used = [
+                unit.facts.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins
+            ]
             if used:
                 raise CheckpointError(
                     f"{', '.join(used)} cannot be loaded inside of a forward or of "
@@ -389,15 +391,15 @@ class Loading(LoadPlanner):
         keep their values."""
         found = []
         for each in series:
-            missing = [] if each.is_moment else [n for n in each.unit.keys if n in self._kept]
-            partly = each.unit.trainable or len(missing) < len(each.unit.keys)
+            missing = [] if each.is_moment else [n for n in each.unit.facts.keys if n in self._kept]
+            partly = each.unit.facts.trainable or len(missing) < len(each.unit.facts.keys)
             if self._strict and missing and partly:
                 raise CheckpointError(
                     f"{self._where} has no values of {missing[0]}, because it was saved with "
                     "trainable_only=True while that was frozen; freeze the same parameters, or "
                     "take a checkpoint of all"
                 )
-            if len(missing) < len(each.unit.keys):
+            if len(missing) < len(each.unit.facts.keys):
                 found.append(each)
         return found
 
@@ -436,15 +438,15 @@ class Loading(LoadPlanner):
         """The reads that fill `series`. Moments that are zeros and parameters that keep their
         values have none."""
         items: list[ReadItem] = []
-        keys = [".".join((*series.prefix, name)) for name in series.unit.keys]
+        keys = [".".join((*series.prefix, name)) for name in series.unit.facts.keys]
         # Also if no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
-            if series.unit.keys[number] in self._kept and not series.is_moment:
+            if series.unit.facts.keys[number] in self._kept and not series.is_moment:
                 continue
             found = self._reader.tensor(key)
-            count = math.prod(self._saved["shapes"][series.unit.keys[number]])
+            count = math.prod(self._saved["shapes"][series.unit.facts.keys[number]])
             may_lack = series.is_moment and key in self._reader.manifest.absent
             if series.is_moment and found is None:
                 if count and not may_lack:
@@ -480,9 +482,9 @@ class Loading(LoadPlanner):
             return list(pieces_of(series, number, size if found is None else found.size)), found
         if len(found.size) > 1:
             raise CheckpointError(
-                f"{self._where} has {series.unit.keys[number]} cut along another dimension than "
-                "it is here, by tensor parallel ranks; load it without tensor parallelism, or with "
-                "that with which it was saved"
+                f"{self._where} has {series.unit.facts.keys[number]} cut along another dimension "
+                "than it is here, by tensor parallel ranks; load it without tensor parallelism, "
+                "or with that with which it was saved"
             )
         chunks = []
         for chunk in found.chunks:
@@ -490,7 +492,7 @@ class Loading(LoadPlanner):
                 offsets = torch.Size((box.row, box.column))
                 sizes = torch.Size((box.rows, box.columns))
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
-                key = ".".join((*series.prefix, series.unit.keys[number]))
+                key = ".".join((*series.prefix, series.unit.facts.keys[number]))
                 self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
         return list(pieces_of(series, number, size)), TensorStorageMetadata(
             found.properties, size, chunks
@@ -523,7 +525,7 @@ class Loading(LoadPlanner):
             self._fill_all()
             for optimizer, unit, path in state.foreign():
                 found = reader.read(MetadataIndex(".".join(path)))
-                optimizer.load_unit_states(unit, [found[name] for name in unit.names])
+                optimizer.load_unit_states(unit, [found[name] for name in unit.facts.names])
             for name, buffer in state.buffers.items():
                 if name not in self._kept:
                     buffer.copy_(reader.read(_address(name, buffer)))
@@ -563,7 +565,7 @@ class Loading(LoadPlanner):
     def _fill(self, series: Series, arriving: Iterator[torch.Tensor], stream: StateStream) -> None:
         """Fill `series` in chunks of the store. Pieces and chunks have different boundaries."""
         unit = series.unit
-        dtype = unit.states.dtype_of(series.kind)
+        dtype = unit.facts.dtype_of(series.kind)
         memory = torch.empty(0, dtype=dtype)
 
         def bring(piece: ShardPiece) -> torch.Tensor:
@@ -583,7 +585,7 @@ class Loading(LoadPlanner):
             return memory[: piece.length]
 
         cursor = PieceCursor(self._sorted(series), dtype, bring)
-        names = () if series.is_moment else unit.keys
+        names = () if series.is_moment else unit.facts.keys
         kept = [number for number, name in enumerate(names) if name in self._kept]
 
         def patched(begin: int, end: int) -> torch.Tensor:

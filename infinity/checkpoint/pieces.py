@@ -69,7 +69,7 @@ def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
 def pieces_of(series: Series, number: int, size: torch.Size) -> Iterator[ShardPiece]:
     """The pieces of parameter `number` in this rank's shard, under a key of shape `size`. `size` is
     `Series.size`. If that has one dimension, `size` may also be a matrix of the same elements."""
-    key = ".".join((*series.prefix, series.unit.keys[number]))
+    key = ".".join((*series.prefix, series.unit.facts.keys[number]))
     overlap, part = series.unit.facts.overlap(number), series.unit.facts.parts[number]
     first, width, left = (
         (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)

@@ -231,7 +231,7 @@ class TensorSource(NamedTuple):
     def needs(self, reader: StatesReader) -> Iterator[_Need]:
         """The chunks that contain its elements."""
         if self.series is not None:
-            bounds = [*reader.starts(self.series), self.series.unit.layout.shard_numel]
+            bounds = [*reader.starts(self.series), self.series.unit.facts.layout.shard_numel]
             at, end = self.begin, self.begin + math.prod(self.sizes)
             while at < end:
                 number = bisect_right(bounds, at) - 1
@@ -279,7 +279,7 @@ class Saving(SavePlanner):
         for series in state.series():
             if state.is_zero(series):
                 continue  # `EngineState.absent` lists it
-            for number, name in enumerate(series.unit.keys):
+            for number, name in enumerate(series.unit.facts.keys):
                 size = series.size(number)
                 if not series.unit.facts.counted[number]:
                     continue
@@ -288,7 +288,7 @@ class Saving(SavePlanner):
                     self._add((*series.prefix, name), piece.chunk, size, source)
         for optimizer, unit, path in state.foreign():
             # Every rank has all of them.
-            if unit.index % collectives.size(state.group) == state.rank:
+            if unit.facts.index % collectives.size(state.group) == state.rank:
                 self._add_object(path, functools.partial(_pack_foreign, optimizer, unit))
 
     def _add(
@@ -335,7 +335,8 @@ class Saving(SavePlanner):
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
     return pack_item(
-        f"the state of {unit.name}", dict(zip(unit.names, optimizer.unit_states(unit), strict=True))
+        f"the state of {unit.facts.name}",
+        dict(zip(unit.facts.names, optimizer.unit_states(unit), strict=True)),
     )
 
 

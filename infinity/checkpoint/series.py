@@ -28,7 +28,7 @@ class Series(NamedTuple):
         return (
             torch.bfloat16
             if self.unit.blocks[self.kind].format is BF16
-            else self.unit.states.dtype_of(self.kind)
+            else self.unit.facts.dtype_of(self.kind)
         )
 
     def size(self, number: int) -> torch.Size:

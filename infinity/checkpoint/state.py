@@ -104,7 +104,7 @@ class EngineState(NamedTuple):
         kept = [
             Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",))
             for u in self.units
-            if u.trainable or not self.trainable_only
+            if u.facts.trainable or not self.trainable_only
         ]
         moments = [
             Series(unit, kind, ("optimizer", name))
@@ -124,7 +124,7 @@ class EngineState(NamedTuple):
         for number, optimizer in enumerate(self.optimizers):
             if isinstance(optimizer, Adapted):
                 for unit in optimizer.units:
-                    yield optimizer, unit, ("optimizer", str(number), unit.name)
+                    yield optimizer, unit, ("optimizer", str(number), unit.facts.name)
 
     def header(self) -> dict[str, Any]:
         """The description of the checkpoint: `version`, the number of `ranks` of the save, the
@@ -134,7 +134,7 @@ class EngineState(NamedTuple):
         shapes = {
             name: list(unit.facts.whole_shape(number))
             for unit in self.units
-            for number, name in enumerate(unit.keys)
+            for number, name in enumerate(unit.facts.keys)
         }
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
         optimizers = [
@@ -154,8 +154,8 @@ class EngineState(NamedTuple):
                 dict.fromkeys(
                     name
                     for unit in self.units
-                    if self.trainable_only and not unit.trainable
-                    for name in unit.keys
+                    if self.trainable_only and not unit.facts.trainable
+                    for name in unit.facts.keys
                 )
             ),
             "posted_steps": posted,
@@ -169,7 +169,7 @@ class EngineState(NamedTuple):
         known = {
             id(p): key
             for unit in self.units
-            for p, key in zip(unit.parameters, unit.keys, strict=True)
+            for p, key in zip(unit.facts.parameters, unit.facts.keys, strict=True)
         }
         return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -179,7 +179,7 @@ class EngineState(NamedTuple):
         known = {
             id(p): tile
             for unit in self.units
-            for p, tile in zip(unit.parameters, unit.facts.tiles, strict=True)
+            for p, tile in zip(unit.facts.parameters, unit.facts.tiles, strict=True)
         }
         return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
@@ -193,7 +193,7 @@ class EngineState(NamedTuple):
             for unit in self.units
             for kind in kinds
             if (("optimizer", kind), unit) not in saved
-            for name in unit.keys
+            for name in unit.facts.keys
         )
 
 

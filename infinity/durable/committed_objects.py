@@ -149,7 +149,7 @@ def _describe(optimizer: Optimizer) -> _Known:
     names = {
         id(parameter): name
         for unit in optimizer.units
-        for parameter, name in zip(unit.parameters, unit.names, strict=True)
+        for parameter, name in zip(unit.facts.parameters, unit.facts.names, strict=True)
     }
     groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
     header = optimizer.header() | {"kind": type(optimizer).__name__, "names": groups}

@@ -202,7 +202,7 @@ class Session:
             self.seal()
         self.rest()
         left = self._store.steps_left(self._step + 1)
-        if not all(unit.states.is_free(left) for unit in units):
+        if not all(unit.update_blocks.is_free(left) for unit in units):
             self.seal()
             self.rest()
         self._is_sealed, self._noted = False, None

@@ -118,8 +118,8 @@ class _AverageSwap:
         return {
             parameter: mapped(master, directories[0] if directories else None)
             for unit in engine(module).units
-            if unit.trainable and unit.dtype != torch.float32
-            for parameter in unit.parameters
+            if unit.facts.trainable and unit.facts.dtype != torch.float32
+            for parameter in unit.facts.parameters
             if (master := get_state(parameter, "master")) is not None
         }
 
@@ -127,8 +127,8 @@ class _AverageSwap:
         averages = self._callback._average_model.module
         average_of = dict(zip(module.parameters(), averages.parameters(), strict=True))
         for unit in engine(module).units:
-            with torch.no_grad(), gathered(list(unit.parameters), write=True):
-                for parameter in unit.parameters:
+            with torch.no_grad(), gathered(list(unit.facts.parameters), write=True):
+                for parameter in unit.facts.parameters:
                     _give(average_of[parameter], parameter, give_back)
         for average, buffer in zip(averages.buffers(), module.buffers(), strict=True):
             _give(average, buffer, give_back)

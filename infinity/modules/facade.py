@@ -104,13 +104,13 @@ class Loads:
             self._depth -= 1
         if self._depth == 0:
             values, self._values = self._values, {}
-            for unit in sorted(values, key=lambda unit: unit.index):
+            for unit in sorted(values, key=lambda unit: unit.facts.index):
                 self._write(unit, values.pop(unit))
         if failed is not None:
             raise failed
 
     def _write(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
-        parameters = {index: unit.parameters[index] for index in values}
+        parameters = {index: unit.facts.parameters[index] for index in values}
         with torch.no_grad(), gathered(list(parameters.values()), write=True):
             for index, parameter in parameters.items():
                 local(parameter).copy_(part_in(values[index], parameter))
@@ -223,16 +223,18 @@ class Facade:
             if isinstance(parameter, GatheredParameter)
         }
         kept = [p for p in wanted.values() if isinstance(p, ShardedParameter)]
-        units = sorted({unit_of(type(p).source) for p in kept}, key=lambda unit: unit.index)
+        units = sorted({unit_of(type(p).source) for p in kept}, key=lambda unit: unit.facts.index)
         if units:
             units[0].listeners.updates.look()
         for unit in units:
             stored = unit.states.in_files()
             if stored is not None:
-                found.update(zip(map(id, unit.parameters), stored, strict=True))
+                found.update(zip(map(id, unit.facts.parameters), stored, strict=True))
                 continue
             flat = unit.states.gather(Kind.PARAM)
-            for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+            for parameter, place in zip(
+                unit.facts.parameters, unit.facts.layout.places, strict=True
+            ):
                 if id(parameter) in wanted:
                     value = flat[place.offset : place.end].view(place.shape)
                     found[id(parameter)] = mapped(whole(value, parameter), self._directory)

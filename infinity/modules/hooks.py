@@ -49,6 +49,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -76,10 +77,12 @@ from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.lent import LentParameter
+from infinity.sharding.listeners import Border, Result
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.parameter_data import UnitState
-from infinity.sharding.unit import Border, Result, Unit
+from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, Unpacking, collected, described
 
 _GRAD: Any = torch.Tensor.grad
@@ -90,46 +93,68 @@ _MOST_OBJECTS = 256
 """
 
 
+@dataclass(frozen=True)
+class HookedModel:
+    """The model that hooks are registered on."""
+
+    model: nn.Module
+    """A forward of it is a cycle of the trace."""
+    units_of: Mapping[nn.Module, Sequence[Unit]]
+    """For each hooked module, the units that its forward uses."""
+    units: Sequence[Unit]
+    """All units, by index."""
+    only_runs: bool
+    """Whether no forward trains, and a backward raises `ConfigError`."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The parts of an engine that hooks drive."""
+
+    runtime: Runtime
+    executions: Executions
+    updater: Updater
+    recorder: Recorder
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The parts of an engine that keep or recompute what a forward saves."""
+
+    offloader: SavedTensorOffloader
+    recomputation: Recomputation
+    first_batch: FirstBatch
+
+
 class Hooks(Border):
     """The hooks of one engine on one model, from construction to `close`.
 
-    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units
-    its forward uses.
+    One class, because each method is a callback of torch or of a unit into the same calls and
+    passes: any two of them may meet in one forward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units_of: Mapping[nn.Module, Sequence[Unit]],
-        units: Sequence[Unit],
-        runtime: Runtime,
-        executions: Executions,
-        updater: Updater,
-        recorder: Recorder,
-        offloader: SavedTensorOffloader,
-        recomputation: Recomputation,
-        first_batch: FirstBatch,
-        only_runs: bool = False,
-    ) -> None:
-        """If the model `only_runs`, no forward trains, and a backward raises `ConfigError`."""
-        self._model = weakref.ref(model)
-        self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
-        self._units = tuple(units)
-        self._runtime = runtime
-        self._executions = executions
-        self._updater = updater
-        self._recorder = recorder
-        self._only_runs = only_runs
-        self._recomputation, self._partitions = recomputation, offloader.partitions
-        self._first_batch = first_batch
-        treatments = recomputation.treatments
+    def __init__(self, hooked: HookedModel, running: Running, saving: Saving) -> None:
+        # The model may die before the engine.
+        self._model = weakref.ref(hooked.model)
+        self._units_of = weakref.WeakKeyDictionary(hooked.units_of)
+        self._units, self._only_runs = tuple(hooked.units), hooked.only_runs
+        self._runtime, self._executions = running.runtime, running.executions
+        self._updater, self._recorder = running.updater, running.recorder
+        self._recomputation, self._first_batch = saving.recomputation, saving.first_batch
+        self._partitions = saving.offloader.partitions
+        treatments = saving.recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._shortage: BudgetError | None = None
         self._lost: dict[
             Unit, tuple[tuple[int, int], list[str]]
         ] = {}  # parameters that forwards have written, and `_writes` at that time
         self._packer = Packer(
-            runtime.locate, offloader, self._bring, self._checkpointed, self._recomputed, *told
+            running.runtime.locate,
+            saving.offloader,
+            self._bring,
+            self._checkpointed,
+            self._recomputed,
+            *told,
         )
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
@@ -149,8 +174,8 @@ class Hooks(Border):
             )
             self._handles.append(module.register_forward_hook(after, always_call=True))
         for unit in self._units:
-            for index, parameter in enumerate(unit.parameters):
-                if unit.trainable:
+            for index, parameter in enumerate(unit.facts.parameters):
+                if unit.facts.trainable:
                     collect = self._collector(unit, index)
                 elif self._only_runs and parameter.requires_grad:
                     collect = _refuse
@@ -180,7 +205,7 @@ class Hooks(Border):
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
             for unit in self._units
             if unit.gradients.trains
-            for parameter in unit.parameters
+            for parameter in unit.facts.parameters
             if parameter.requires_grad
         ]
         try:
@@ -238,7 +263,7 @@ class Hooks(Border):
             raise
         call.start = time.perf_counter()
         call.shown = (
-            self._recorder.show("compute", f"forward {call.uses[0].unit.name}")
+            self._recorder.show("compute", f"forward {call.uses[0].unit.facts.name}")
             if call.uses
             else None
         )
@@ -325,7 +350,7 @@ class Hooks(Border):
                 self._updater.pass_forward(unit)
         now = time.perf_counter()
         if units:
-            self._recorder.add("compute", f"forward {units[0].name}", call.start, now)
+            self._recorder.add("compute", f"forward {units[0].facts.name}", call.start, now)
         if not calls and not call.recomputing:
             self._now.end_forward(now)
         self._now.disown()
@@ -464,11 +489,12 @@ class Hooks(Border):
         tensor."""
         unit = saved.unit
         if self._only_runs:
-            raise ConfigError(f"a backward needs parameters of {unit.name}, but {TRAINED}")
+            raise ConfigError(f"a backward needs parameters of {unit.facts.name}, but {TRAINED}")
         if saved.updates != unit.blocks[Kind.PARAM].home.updates:
             raise RuntimeError(
-                f"the parameters of {unit.name} were updated after the forward whose backward "
-                "needs them; call backward() before optimizer.step(), or run the forward again"
+                f"the parameters of {unit.facts.name} were updated after the forward whose "
+                "backward needs them; call backward() before optimizer.step(), or run the "
+                "forward again"
             )
         found = self._now.backward_pass() if in_backward() else None
         self._now.sweep()
@@ -491,7 +517,7 @@ class Hooks(Border):
                 found.uses.append(use)
         restored = saved.restore(view)
         if saved.is_whole() and saved.kind is nn.Parameter and _asked_by_hand():
-            return LentParameter.of(unit.parameters[index], restored)
+            return LentParameter.of(unit.facts.parameters[index], restored)
         return restored
 
     # Backward
@@ -518,14 +544,15 @@ class Hooks(Border):
 
         return collect
 
-    def touched(self, unit: Unit) -> bool:
+    def touched(self, facts: UnitFacts) -> bool:
         """A parameter was touched while its unit is away: by a recomputation that no hook saw, or
         by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls its
         `out_proj`). Brings the unit and returns True. Outside of a forward and a backward it
         returns False."""
-        if not self._is_inside(unit):
+        if not self._is_inside(facts):
             refuse_tracers()
             return False
+        unit = self._units[facts.index]
         recomputing, calls = in_backward(), self._now.calls
         if calls and calls[-1].recomputing == recomputing:
             calls[-1].uses.append(self._enter(unit))
@@ -552,28 +579,29 @@ class Hooks(Border):
         if in_backward():
             self._now.backward_pass().is_recorded = torch.is_grad_enabled()
 
-    def copied(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def copied(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy of parameter `index`, for code that bypasses Python's API. None outside of a
         forward and a backward."""
-        if not self._is_inside(unit):
+        if not self._is_inside(facts):
             return None
+        unit = self._units[facts.index]
         self._now.sweep()
         if self._executions.interleaver is not None:
             self._executions.interleaver.switch_at(unit)
         if in_backward():
             self._executions.begin_turn(unit)
-        place = unit.layout.places[index]
+        place = facts.layout.places[index]
         flat = self._flat(unit)
         try:
             return flat[place.offset : place.end].view(place.shape).clone()
         finally:
             unit.on_device.release()
 
-    def _is_inside(self, unit: Unit) -> bool:
+    def _is_inside(self, facts: UnitFacts) -> bool:
         """Whether this thread is inside a forward or a backward of the model."""
         if in_backward():
             return True
-        self.check_thread(f"a parameter of {unit.name} was touched")
+        self.check_thread(f"a parameter of {facts.name} was touched")
         self._now.unwind()
         return bool(self._now.calls)
 

@@ -93,7 +93,7 @@ class MicroBatch:
     def use_hidden(self, unit: Unit) -> None:
         """A forward without autograd uses `unit`: its recomputation may bring gradients that the
         graph does not show."""
-        self._hidden[unit.index] += 1
+        self._hidden[unit.facts.index] += 1
 
     def bring(self, parameter: int) -> None:
         """Count a gradient of the parameter with this id."""
@@ -103,7 +103,9 @@ class MicroBatch:
         """Whether a gradient of the parameter of `unit` with this id may still come."""
         if self.ended or self._reached is None:
             return not self.ended
-        return self._brought[parameter] < (parameter in self._reached) + self._hidden[unit.index]
+        return (
+            self._brought[parameter] < (parameter in self._reached) + self._hidden[unit.facts.index]
+        )
 
 
 class _HeldGradient(NamedTuple):
@@ -121,7 +123,8 @@ class Interleaver:
     for one `run`.
 
     The thread that has the turn does all work. The caller's thread only waits, and may be
-    interrupted. `device` is the engine's device.
+    interrupted. `device` is the engine's device. One class, because the fields are the one state
+    that the thread with the turn may touch.
     """
 
     def __init__(
@@ -271,7 +274,7 @@ class Interleaver:
         micro_batch = self._running
         if not torch.is_grad_enabled() and not in_backward():
             micro_batch.use_hidden(unit)
-        micro_batch.wanted = unit.index
+        micro_batch.wanted = unit.facts.index
         following = self._choose()
         if following is not None and following is not micro_batch:
             self._leave(micro_batch)
@@ -306,12 +309,12 @@ class Interleaver:
         """The running micro-batch has the gradient of parameter `index` of `unit`: add it when its
         turn has come. Raises `InfinityError` if the parameter already took a gradient of a later
         micro-batch."""
-        micro_batch, parameter = self._running, id(unit.parameters[index])
+        micro_batch, parameter = self._running, id(unit.facts.parameters[index])
         if self._last.get(parameter, 0) > micro_batch.index:
             raise InfinityError(
-                f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one "
-                "of a later micro-batch, so the sum would have another order than in horizontal "
-                'order; use infinity.accumulate(..., order="horizontal")'
+                f"{unit.facts.names[index]} got a gradient of micro-batch {micro_batch.index} "
+                "after one of a later micro-batch, so the sum would have another order than in "
+                'horizontal order; use infinity.accumulate(..., order="horizontal")'
             )
         micro_batch.bring(parameter)
         held = self._held.setdefault(parameter, [])

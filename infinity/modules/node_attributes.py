@@ -133,7 +133,7 @@ class _NodeViews:
 def _place_of(tensor: torch.Tensor, packer: Packer) -> Any:
     """The place of `tensor` if it is a view of a parameter, else `tensor` itself."""
     found = packer.locate(tensor)
-    if found is None or any(tensor is parameter for parameter in found[0].parameters):
+    if found is None or any(tensor is parameter for parameter in found[0].facts.parameters):
         return tensor
     packed = packer.pack(tensor, None, recomputing=False, passes=False, keeps=False)
     return _KeptView(packed, tensor.requires_grad)
@@ -145,8 +145,9 @@ def _brought(place: _KeptView, packer: Packer) -> torch.Tensor:
     unit, index = place.view.unit, place.view.place()[0]
     if place.requires_grad and torch.is_grad_enabled():
         raise ShardedParameterError(
-            f"a custom autograd function keeps a view of {unit.names[index]} as an attribute, "
-            "through which gradients of gradients do not go; keep it by ctx.save_for_backward"
+            f"a custom autograd function keeps a view of {unit.facts.names[index]} as an "
+            "attribute, through which gradients of gradients do not go; keep it by "
+            "ctx.save_for_backward"
         )
     view = packer.unpack(place.view)
     with torch.no_grad():

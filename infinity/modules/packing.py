@@ -75,8 +75,8 @@ class PackedView(NamedTuple):
 
     def place(self) -> tuple[int, int]:
         """The index of the parameter that this is a view of, and the byte offset in it."""
-        size = self.unit.dtype.itemsize
-        places = self.unit.layout.places
+        size = self.unit.facts.dtype.itemsize
+        places = self.unit.facts.layout.places
         index = bisect.bisect_right(places, self.offset, key=lambda place: place.offset * size) - 1
         # A parameter without elements has the offset of the next one.
         return index, self.offset - places[index].offset * size
@@ -84,10 +84,10 @@ class PackedView(NamedTuple):
     def is_whole(self) -> bool:
         """Whether this is a view of a whole parameter, in its shape and dtype."""
         index, offset = self.place()
-        shape = self.unit.layout.places[index].shape
+        shape = self.unit.facts.layout.places[index].shape
         return (
             self.form is None
-            and self.dtype == self.unit.dtype
+            and self.dtype == self.unit.facts.dtype
             and offset == 0
             and tuple(shape) == tuple(self.size)
         )
@@ -215,7 +215,7 @@ class Packer:
         handle = handled(tensor)
         if handle is not None:
             unit, index = handle
-            return unit, unit.layout.places[index].offset * unit.dtype.itemsize
+            return unit, unit.facts.layout.places[index].offset * unit.facts.dtype.itemsize
         tensor = local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided:

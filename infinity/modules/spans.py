@@ -109,12 +109,16 @@ class Line:
         values = mine if exchange.ranks.is_first else [0.0] * len(mine)
         agreed = exchange.sum(values, "the order of reductions")
         order = dict(zip(self._units, agreed, strict=True))
-        self._order = sorted(self._units, key=lambda unit: (order[unit], -unit.index))
+        self._order = sorted(self._units, key=lambda unit: (order[unit], -unit.facts.index))
 
 
 class Spans:
     """The turns of units that span others, in the backward under way. The thread that runs the
-    model calls all methods."""
+    model calls all methods.
+
+    One class, because one use of a unit may end the turn of another one, and all fields say which
+    turns are open.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Spans:
         inside = _spanned(users)
         self._inside = {
             unit: inside[unit]
-            for unit in sorted(inside, key=lambda each: each.index)
+            for unit in sorted(inside, key=lambda each: each.facts.index)
             if len(inside[unit]) > 1 and (_moves(unit) or _reduces(unit))
         }
         """For each spanning unit, itself and the units that it spans."""
@@ -158,7 +162,7 @@ class Spans:
 
     def _line_of(self, users: Mapping[nn.Module, Sequence[Unit]]) -> Line | None:
         reduced = {unit for units in users.values() for unit in units if _reduces(unit)}
-        units = sorted(reduced, key=lambda each: each.index)
+        units = sorted(reduced, key=lambda each: each.facts.index)
         exchange = next((unit.exchange for unit in units), None)
         if (
             self._buffer is None
@@ -194,7 +198,7 @@ class Spans:
             return
         self._uses[unit] += 1
         self._last_used = unit
-        if self._uses[unit] == 2 and len(unit.parameters) > 1:
+        if self._uses[unit] == 2 and len(unit.facts.parameters) > 1:
             self._reused.add(unit)
             self._park()
 
@@ -212,7 +216,7 @@ class Spans:
         ]
         opening = [span for span in around if span not in self._open]
         is_inner = unit not in self._inside
-        if closing or opening or (is_inner and unit.trainable and unit is not self._due):
+        if closing or opening or (is_inner and unit.facts.trainable and unit is not self._due):
             self._reduce_due()
         if closing or opening:
             self._end_current()
@@ -242,7 +246,7 @@ class Spans:
 
     def _begin_in_line(self, unit: Unit) -> None:
         """As `GradientBuffer.begin_turn`: a use of a frozen unit ends no turn."""
-        if unit.trainable and unit is not self._current:
+        if unit.facts.trainable and unit is not self._current:
             self._end_current()
             self._current = unit if _reduces(unit) and unit not in self._reused else None
 
@@ -278,7 +282,7 @@ class Spans:
         if unit in self._inside or unit is self._latest:
             return
         self.turn(unit)
-        if _moves(unit) and len(unit.parameters) > 1:
+        if _moves(unit) and len(unit.facts.parameters) > 1:
             self._runtime.enter(unit)
             unit.on_device.release()
 
@@ -290,7 +294,9 @@ class Spans:
         with suppress(EngineClosedError):
             self._reduce_due()
             self._close(self._open)
-            for unit in sorted((u for u, n in left.items() if n > 0), key=lambda each: each.index):
+            for unit in sorted(
+                (u for u, n in left.items() if n > 0), key=lambda each: each.facts.index
+            ):
                 self._due = unit
                 self._reduce_due()
             self._current = None
@@ -330,4 +336,4 @@ def _moves(unit: Unit) -> bool:
 
 def _reduces(unit: Unit) -> bool:
     """Whether the ranks reduce its gradients when its turn ends."""
-    return unit.trainable and unit.facts.reduces_each_turn
+    return unit.facts.trainable and unit.facts.reduces_each_turn

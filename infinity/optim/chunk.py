@@ -111,7 +111,7 @@ class Chunk:
     def apply(self, update: UnitUpdate, kernels: Kernels) -> None:
         """Do what `update` does to this chunk; on the compute device, queue it."""
         unit, at = update.unit, self.begin
-        length = self.outs[Kind.GRAD].tensor.nbytes // unit.gradient_dtype.itemsize
+        length = self.outs[Kind.GRAD].tensor.nbytes // unit.facts.gradient_dtype.itemsize
         # Padding is zeros in both homes. What else no segment has goes from one to the other as it
         # is.
         if not _covers(update.segments, at, min(at + length, unit.facts.end_in_shard)):
@@ -119,7 +119,7 @@ class Chunk:
                 out.fill(kernels.copy)
         states = self._states()
         param = states.tensors[Kind.PARAM]
-        if unit.states.is_rounded:
+        if unit.update_blocks.is_rounded:
             master = states.tensors[Kind.MASTER].view(torch.float32)
             if not unit.blocks[Kind.MASTER].written:
                 copy_alone(master, param)
@@ -132,13 +132,13 @@ class Chunk:
 
     def _states(self) -> StateTensors:
         unit, outs = self.job.unit, self.outs
-        dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
+        dtypes = {Kind.PARAM: unit.facts.dtype, Kind.GRAD: unit.facts.gradient_dtype}
         old = {kind: out.tensor if out.source is None else out.source for kind, out in outs.items()}
         tensors = {kind: tensor.view(dtypes.get(kind, torch.uint8)) for kind, tensor in old.items()}
         formats = {kind: block.format for kind, block in unit.blocks.items()}
         targets = {kind: out.tensor for kind, out in outs.items() if out.source is not None}
-        position = unit.rank * unit.layout.shard_numel + self.begin
-        return StateTensors(tensors, formats, unit.index, position, targets)
+        position = unit.facts.rank * unit.facts.layout.shard_numel + self.begin
+        return StateTensors(tensors, formats, unit.facts.index, position, targets)
 
 
 class ChunksByPhase:

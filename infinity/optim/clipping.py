@@ -192,7 +192,7 @@ class Clipping:
 
     def _remind(self, shares: Sequence[UnitShare], scaler: LossScaler) -> None:
         unscaled = any(
-            share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares
+            share.present() and share.unit.gradients.ledger.loss_scale == 1.0 for share in shares
         )
         if unscaled and scaler.scale != 1.0 and not self._reminded:
             self._reminded = True

@@ -112,7 +112,7 @@ def _parameters(optimizer: ComparedOptimizer) -> list[Fact]:
     return [
         Fact(f"the group of {name}", str(group_of[id(parameter)]))
         for unit in optimizer.units
-        for name, parameter in zip(unit.names, unit.parameters, strict=True)
+        for name, parameter in zip(unit.facts.names, unit.facts.parameters, strict=True)
         if id(parameter) in group_of
     ]
 

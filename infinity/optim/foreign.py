@@ -188,7 +188,7 @@ class Adapted(Optimizer):
         """The torch optimizer of `unit`."""
         if unit not in self._benches:
             spill = unit.facts.spill
-            directory = spill[unit.index % len(spill)] if spill else None
+            directory = spill[unit.facts.index % len(spill)] if spill else None
             self._benches[unit] = Workbench(unit, directory)
         return self._benches[unit]
 
@@ -209,9 +209,9 @@ class Adapted(Optimizer):
         gradients = unit.states.gather(Kind.GRAD).float()
         for index, group in enumerate(self.members.updated(unit, self.param_groups)):
             if group is not None:
-                place = unit.layout.places[index]
+                place = unit.facts.layout.places[index]
                 gradient = gradients[place.offset : place.end].view(place.shape)
-                if (times := unit.gradients.factor(index, factor)) != 1.0:
+                if (times := unit.gradients.ledger.factor(index, factor)) != 1.0:
                     gradient.mul_(times)
                 bench.stands[index].grad = gradient
 
@@ -245,7 +245,7 @@ class Adapted(Optimizer):
         super()._load_states(states)
         for unit in self.units:
             self.load_unit_states(
-                unit, [states.get(id(parameter), {}) for parameter in unit.parameters]
+                unit, [states.get(id(parameter), {}) for parameter in unit.facts.parameters]
             )
 
     def check_hyper(self, group: dict[str, Any]) -> None:
@@ -298,9 +298,9 @@ class Adapted(Optimizer):
         """The states that the torch optimizer has of each parameter of `unit`; copies, on the
         host."""
         if unit not in self._benches:
-            return [{} for _ in unit.parameters]
+            return [{} for _ in unit.facts.parameters]
         bench = self._benches[unit]
-        optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+        optimizer = bench.lay_out(self, torch.zeros(unit.facts.layout.numel))
         found = [optimizer.state.get(stand, {}) for stand in bench.stands]
         copies = [{name: host_copy(value) for name, value in state.items()} for state in found]
         bench.clear()
@@ -310,14 +310,14 @@ class Adapted(Optimizer):
         """Take over what `unit_states` gave."""
         if any(states):
             bench = self.bench(unit)
-            optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+            optimizer = bench.lay_out(self, torch.zeros(unit.facts.layout.numel))
             for stand, state in zip(bench.stands, states, strict=True):
                 if state:
                     optimizer.state[stand] = {
                         name: host_copy(value) for name, value in state.items() if name != "master"
                     }
             bench.clear()
-            self._view.renew(key for key in map(id, unit.parameters) if key in self._steps)
+            self._view.renew(key for key in map(id, unit.facts.parameters) if key in self._steps)
 
 
 class AdaptedWithModes(Adapted):

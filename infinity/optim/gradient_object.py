@@ -17,13 +17,14 @@ import torch
 from infinity.errors import ShardedParameterError
 from infinity.optim.lazy_norm import NormSource, NormTaken
 from infinity.optim.step import UnitShare
+from infinity.sharding.facts import UnitFacts
 from infinity.sharding.unit import Unit
 
 
 class GradientStore(NormSource, Protocol):
     """Has the gradients of all parameters of an engine."""
 
-    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def fetch(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy of that of parameter `index`; None where there is none."""
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
@@ -61,15 +62,15 @@ class GradientPlace(NamedTuple):
     def valid(self) -> bool:
         """Whether it was not forgotten."""
         gradients = self.unit.gradients
-        return gradients.generation(self.position) == self.generation and gradients.has(
+        return gradients.ledger.generation(
             self.position
-        )
+        ) == self.generation and gradients.ledger.has(self.position)
 
     def fetch(self) -> torch.Tensor:
         """A copy where the plain model would have it."""
-        found = self.answers.fetch(self.unit, self.position)
+        found = self.answers.fetch(self.unit.facts, self.position)
         if found is None:
-            raise ShardedParameterError(forgotten(self.unit.names[self.position]))
+            raise ShardedParameterError(forgotten(self.unit.facts.names[self.position]))
         return found.to(self.answers.device)
 
 
@@ -98,8 +99,10 @@ class GradientObject:
 
     def enter(self, answers: GradientStore, unit: Unit, index: int) -> None:
         """It is the gradient of this parameter, too, which has its values."""
-        self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
-        self._name, self.values = unit.names[index], None
+        self._places.append(
+            GradientPlace(answers, unit, index, unit.gradients.ledger.generation(index))
+        )
+        self._name, self.values = unit.facts.names[index], None
 
     def leave(self, unit: Unit, index: int) -> None:
         """It is not the gradient of this parameter any more; called while that has its values."""
@@ -114,7 +117,7 @@ class GradientObject:
             return self.values
         answers, unit, index, _ = self.places()[0]
         some = torch.empty((), dtype=dtype_of(unit, index), device=answers.device)
-        return some.expand(unit.parameters[index].shape)
+        return some.expand(unit.facts.parameters[index].shape)
 
     @property
     def place(self) -> GradientPlace | None:
@@ -141,7 +144,9 @@ class GradientObject:
 
 def dtype_of(unit: Unit, index: int) -> torch.dtype:
     """The dtype of a gradient, as users see it."""
-    return unit.gradient_dtype if unit.gradients.scale_of(index) == 1.0 else torch.float32
+    return (
+        unit.facts.gradient_dtype if unit.gradients.ledger.scale_of(index) == 1.0 else torch.float32
+    )
 
 
 def forgotten(name: str) -> str:

@@ -118,7 +118,7 @@ def belonging(
         if unit.facts.only_runs:
             raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
         # As in torch: one that is not gets no gradient, and cannot be made to.
-        if unit.trainable:
+        if unit.facts.trainable:
             taken.setdefault(unit, []).append(unit.position(parameter))
     return updater, taken
 

@@ -89,9 +89,9 @@ class Job:
         self._is_durable = unit.store.is_durable
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
-        starts = unit.states.update_chunks()
-        staged = bisect_left(starts, unit.states.staged_from)
-        self.in_place_until = unit.states.rewritten_in_place_until
+        starts = unit.update_blocks.chunks()
+        staged = bisect_left(starts, unit.update_blocks.staged_from)
+        self.in_place_until = unit.update_blocks.rewritten_in_place_until
         """The element from which on an update may be rolled back."""
         beside = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
@@ -130,13 +130,14 @@ class Job:
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
         return may_begin and (
-            not self._is_durable or (self.unit.states.is_free(self.left) and not self.is_pinned)
+            not self._is_durable
+            or (self.unit.update_blocks.is_free(self.left) and not self.is_pinned)
         )
 
     @property
     def is_pinned(self) -> bool:
         """Whether it would overwrite what a snapshot has yet to read."""
-        return self.unit.states.is_pinned(self.left)
+        return self.unit.update_blocks.is_pinned(self.left)
 
     @property
     def writes_through(self) -> bool:
@@ -294,7 +295,7 @@ class JobQueue:
             ]
             for job in going:
                 job.hurried = True
-                self._look_again(job.unit.index)
+                self._look_again(job.unit.facts.index)
             self.changed.notify_all()
             self._wait_for(lambda: all(job.state is JobState.ENDED for job in going))
 
@@ -531,7 +532,7 @@ class JobQueue:
                 break
         for job in placeless:
             self._reading.discard(job)
-            self._placeless[job.unit.index].append(job)
+            self._placeless[job.unit.facts.index].append(job)
         if self._placeless and self._is_waited_for():
             self._look_again()
             return next((j for j in self._reading if self._may_take(j, may_hold, True)), None)
@@ -546,7 +547,7 @@ class JobQueue:
     def _is_waited_for(self) -> bool:
         """Whether an update waits for a commit, which waits for those that have no place."""
         return self._store.is_durable and any(
-            not job.unit.states.is_free(job.left) for job in self.jobs
+            not job.unit.update_blocks.is_free(job.left) for job in self.jobs
         )
 
     def _next_in_memory(self) -> Job | None:
@@ -580,6 +581,6 @@ class JobQueue:
 def reads(unit: Unit, kind: Kind) -> bool:
     """Whether the old content of `kind` goes into the update: a master that was never written is
     the parameter, widened."""
-    if unit.states.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
+    if unit.update_blocks.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
         return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class KernelStates:
         if key not in self._slots:
             unit, index = self.places[id(parameter)]
             if name == "step":
-                made: Slot = CountSlot(unit, unit.names[index], self.counts, id(parameter))
+                made: Slot = CountSlot(unit, unit.facts.names[index], self.counts, id(parameter))
             else:
                 kind = {"master": Kind.MASTER, **self._rule.states}[name]
                 counts, number = self.counts, id(parameter)
@@ -65,7 +65,7 @@ class KernelStates:
         `ShardedParameterError` while the parameter is in use."""
         unit, index = self.places[id(parameter)]
         unit.states.check_unused(index, "optimizer.state")
-        where = f"{self._owner}: optimizer.state of {unit.names[index]}"
+        where = f"{self._owner}: optimizer.state of {unit.facts.names[index]}"
         names = self._names(parameter)
         given = {name for name, value in wanted.items() if name != "master" and value is not None}
         if not given:
@@ -105,13 +105,13 @@ class KernelStates:
             )
 
     def write(
-        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace the states of `changed`. `gone` has no effect."""
+        """Replace the states `changed`."""
         if not self.counts.get(id(parameter)):
             self.counts[id(parameter)] = int(not self._rule.counts_in_state)
-        for name, value in changed.items():
-            self.slot(parameter, name).replace(value)
+        for name in changed:
+            self.slot(parameter, name).replace(entry[name])
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """Restart all moments of these parameters. Masters stay, because they are the weights."""
@@ -127,4 +127,4 @@ class KernelStates:
             kinds = [kind for kind in self._rule.states.values() if kind in unit.blocks]
             updater.owners.forget_states(UnitShare(unit, tuple(sorted(positions))), kinds)
             for index in positions:
-                self.counts[id(unit.parameters[index])] = 0
+                self.counts[id(unit.facts.parameters[index])] = 0

@@ -197,7 +197,7 @@ def segments_of(
         if hyper is None:
             before = None
         elif part.length > 0:
-            end, factor = part.in_shard + part.length, unit.gradients.factor(index, further)
+            end, factor = part.in_shard + part.length, unit.gradients.ledger.factor(index, further)
             factor *= hyper.sign
             joins = before is not None and before.hyper == hyper and before.factor == factor
             begin = segments.pop().begin if joins else part.in_shard
@@ -228,7 +228,7 @@ def squared_gradient_norm(
         )
         try:
             chunk.wait()
-            values = chunk.tensor.view(unit.gradient_dtype)
+            values = chunk.tensor.view(unit.facts.gradient_dtype)
             for run in runs:
                 part = values[max(run.begin - begin, 0) : max(run.end - begin, 0)]
                 if part.numel() > 0 and run.counts:
@@ -252,8 +252,8 @@ def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
     """The shard, or its parts for these parameters, cut where what counts changes, and so that sums
     do not depend on where chunks end: those that cross a border of the blocks in which the kernel
     adds up are cut there."""
-    if all(unit.facts.counted) and len(positions) == len(unit.parameters):
-        return [_ElementRun(0, unit.layout.shard_numel, True)]
+    if all(unit.facts.counted) and len(positions) == len(unit.facts.parameters):
+        return [_ElementRun(0, unit.facts.layout.shard_numel, True)]
     runs = []
     for index in positions:
         part, counts = unit.facts.overlap(index), unit.facts.counted[index]
@@ -270,7 +270,7 @@ def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
 def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
     """Which of these parameters have a settled gradient with an infinity or a NaN in this rank's
     shard."""
-    there = [unit.gradients.has(index) for index in positions]
+    there = [unit.gradients.ledger.has(index) for index in positions]
     if not any(there):
         return there
     shard = unit.states.read(Kind.GRAD)

@@ -36,10 +36,12 @@ from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
-from infinity.sharding.gradients import GradientState
+from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_ledger import GradientState
 from infinity.sharding.lazy_tensor import LazyTensor, brought
+from infinity.sharding.listeners import Grads
 from infinity.sharding.tensor_parallel import part_in, whole
-from infinity.sharding.unit import Grads, Unit
+from infinity.sharding.unit import Unit
 
 _ATEN: Any = torch.ops.aten
 _At = tuple[Unit, int]  # the gradient of one parameter
@@ -50,7 +52,7 @@ class LazyGradients(Grads):
     ranks all call alike."""
 
     def __init__(self, units: Sequence[Unit], updater: Updater, device: torch.device) -> None:
-        self._units = [unit for unit in units if unit.trainable]
+        self._all, self._units = tuple(units), [unit for unit in units if unit.facts.trainable]
         self._updater = updater
         self.device = device
         """Where the plain model would have them."""
@@ -68,24 +70,30 @@ class LazyGradients(Grads):
 
     # .grad
 
-    def get(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def get(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`. Ranks agree first which gradients there are."""
+        unit = self._all[facts.index]
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
-        if not unit.gradients.has(index):
+        if not unit.gradients.ledger.has(index):
             return None
         assigned = self._assigned.get((unit, index))
         tensor = None if assigned is None else assigned.tensor()
-        if tensor is not None and tensor.dtype is unit.gradient_dtype and self._is_here(tensor):
+        if (
+            tensor is not None
+            and tensor.dtype is unit.facts.gradient_dtype
+            and self._is_here(tensor)
+        ):
             return tensor
         found = self._handles.get((unit, index))
         if found is None or not found.gradient.is_at(unit, index):
             found = self._handles[unit, index] = LazyGradient(self._object(unit, index))
         return found
 
-    def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
+    def set(self, facts: UnitFacts, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`: None forgets it, a tensor of its shape becomes the
         gradient. On several ranks it has to be the same tensor."""
+        unit = self._all[facts.index]
         if value is None:
             unit.gradients.forget([index])
             return
@@ -93,7 +101,7 @@ class LazyGradients(Grads):
         if whole is not None and whole.is_at(unit, index):
             return
         self._check(unit, index, value)
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         given = value.gradient if _can_be_shared(value, unit, index) else None
         values = brought(value.detach())
         self._leave(unit, index)
@@ -105,8 +113,8 @@ class LazyGradients(Grads):
 
     def _check(self, unit: Unit, index: int, value: Any) -> None:
         """Raise where `value` cannot become the gradient."""
-        parameter, name = unit.parameters[index], unit.names[index]
-        if not unit.trainable:
+        parameter, name = unit.facts.parameters[index], unit.facts.names[index]
+        if not unit.facts.trainable:
             raise ShardedParameterError(
                 f"{name} was frozen (requires_grad=False) when the model was wrapped, so it has no "
                 "place for a gradient"
@@ -127,7 +135,7 @@ class LazyGradients(Grads):
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         """`values` are what the gradient is from now on, in place."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         self._write(unit, index, values)
         assigned = self._assigned.get((unit, index))
         tensor = None if assigned is None else assigned.tensor()
@@ -138,13 +146,13 @@ class LazyGradients(Grads):
 
     def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """The memory of `value` is that of the gradient from now on."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         self._write(unit, index, value.detach())
         self._keep(unit, index, value)
 
     def _write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         dense = values if values.layout is torch.strided else values.to_dense()
-        unit.gradients.assign(index, part_in(dense.detach(), unit.parameters[index]))
+        unit.gradients.assign(index, part_in(dense.detach(), unit.facts.parameters[index]))
 
     def _keep(self, unit: Unit, index: int, tensor: torch.Tensor) -> None:
         """`tensor` was assigned, and other code may go on to change it."""
@@ -200,12 +208,13 @@ class LazyGradients(Grads):
 
     def changing(
         self,
-        unit: Unit,
+        facts: UnitFacts,
         indices: Iterable[int],
         change: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         """See `Grads`. Raises `ShardedParameterError` where the gradient of another parameter is
         the same tensor, and so would change, too."""
+        unit = self._all[facts.index]
         self._freeze(unit)
         if change is None or not (self._assigned or self._shared):
             return
@@ -213,8 +222,8 @@ class LazyGradients(Grads):
             shared = self._shared.get(at)
             if shared is not None and shared.is_at(*at) and len(shared.places()) > 1:
                 raise ShardedParameterError(
-                    f"the gradient of {unit.names[at[1]]} of a wrapped model was assigned to that "
-                    "of another parameter, too, and would change there; assign a copy: "
+                    f"the gradient of {unit.facts.names[at[1]]} of a wrapped model was assigned to "
+                    "that of another parameter, too, and would change there; assign a copy: "
                     "a.grad = b.grad.clone()"
                 )
             assigned = self._assigned.get(at)
@@ -223,17 +232,19 @@ class LazyGradients(Grads):
                 with torch.no_grad():
                     change(tensor)
 
-    def forgetting(self, unit: Unit, indices: Iterable[int]) -> None:
+    def forgetting(self, facts: UnitFacts, indices: Iterable[int]) -> None:
         """See `Grads`."""
+        unit = self._all[facts.index]
         self._freeze(unit)
         for index in indices if self._assigned or self._shared else ():
             self._assigned.pop((unit, index), None)
             self._shared.pop((unit, index), None)
 
-    def settled(self, unit: Unit) -> None:
+    def settled(self, facts: UnitFacts) -> None:
         """Take over what was written to tensors that were assigned."""
+        unit = self._all[facts.index]
         for (other, index), assigned in list(self._assigned.items()):
-            if other is unit and unit.gradients.state is not GradientState.COLLECTING:
+            if other is unit and unit.gradients.ledger.state is not GradientState.COLLECTING:
                 tensor = assigned.take()
                 if tensor is not None:
                     self._write(unit, index, tensor)
@@ -253,19 +264,22 @@ class LazyGradients(Grads):
                 f"the gradient of {name} is kept by the engine and not final inside of a backward; "
                 "read it after backward()"
             )
-        collecting = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
+        collecting = any(
+            unit.gradients.ledger.state is GradientState.COLLECTING for unit in self._units
+        )
         self._updater.settle(self._units if collecting else ())
         for unit in self._units if self._assigned else ():
-            self.settled(unit)
+            self.settled(unit.facts)
 
-    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def fetch(self, facts: UnitFacts, index: int) -> torch.Tensor | None:
         """A copy on the host of what `.grad` of the plain model would be, whole; in fp32 where the
         loss was scaled, which is divided out. None when there is none."""
-        self.settle(unit.names[index])
-        if not unit.gradients.has(index):
+        unit = self._all[facts.index]
+        self.settle(unit.facts.names[index])
+        if not unit.gradients.ledger.has(index):
             return None
-        scale, factor = unit.gradients.scale_of(index), unit.gradients.clip_of(index)
-        found = whole(unit.states.parameter(Kind.GRAD, index), unit.parameters[index]).clone()
+        scale, factor = unit.gradients.ledger.scale_of(index), unit.gradients.ledger.clip_of(index)
+        found = whole(unit.states.parameter(Kind.GRAD, index), unit.facts.parameters[index]).clone()
         found = found if scale == 1.0 else found.float() / scale
         return found if factor == 1.0 else found.mul_(factor)
 
@@ -276,14 +290,14 @@ class LazyGradients(Grads):
 
     def take_norm(self, unit: Unit, index: int) -> NormTaken:
         """The L2 norm of a gradient, as that is now."""
-        self.settle(unit.names[index])
+        self.settle(unit.facts.names[index])
         taken = NormTaken(self, unit, index)
         self._norms.setdefault(unit, weakref.WeakSet()).add(taken)
         return taken
 
     def squares_here(self, share: UnitShare) -> float:
         """The squared norm of what this rank has of gradients."""
-        share.unit.listeners.updates.await_readers(share.unit)
+        share.unit.listeners.updates.await_readers(share.unit.facts)
         return self._updater.norm.here(share)
 
     def over_ranks(self, squares: float) -> float:

@@ -51,7 +51,7 @@ class Members:
 
     def share_of(self, unit: Unit) -> UnitShare:
         """What it has of `unit`."""
-        return self._shares[unit.index]
+        return self._shares[unit.facts.index]
 
     def claim(
         self,
@@ -70,8 +70,10 @@ class Members:
         self._updater = updater
         for unit, positions in taken.items():
             updater.adopt(UnitShare(unit, tuple(sorted(positions))), optimizer)
-            mine = self._shares[unit.index].positions if unit.index in self._shares else ()
-            self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
+            mine = (
+                self._shares[unit.facts.index].positions if unit.facts.index in self._shares else ()
+            )
+            self._shares[unit.facts.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
         self._ids |= set(map(id, parameters))
         return taken
 
@@ -84,7 +86,7 @@ class Members:
         if ids == self._ids:
             return
         for number, (unit, positions) in list(self._shares.items()):
-            left = tuple(i for i in positions if id(unit.parameters[i]) in ids)
+            left = tuple(i for i in positions if id(unit.facts.parameters[i]) in ids)
             self._shares[number] = UnitShare(unit, left)
         self._ids = ids
 
@@ -102,6 +104,6 @@ class Members:
         """The one of `groups` of each parameter of `unit`, if that has a gradient and is a
         member."""
         return [
-            self.group_of(id(parameter), groups) if unit.gradients.has(index) else None
-            for index, parameter in enumerate(unit.parameters)
+            self.group_of(id(parameter), groups) if unit.gradients.ledger.has(index) else None
+            for index, parameter in enumerate(unit.facts.parameters)
         ]

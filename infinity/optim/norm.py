@@ -15,6 +15,7 @@ from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.collectives import Group
+from infinity.sharding.ranks import Among
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
@@ -84,22 +85,25 @@ class GradientNorm:
         unit, present = share.unit, share.present()
         if unit.ranks.shards is None and unit.ranks.tensor is None:
             return self._squared_norm(unit, present)
-        whole = present == unit.gradients.present() and unit.gradients.measured() is not None
+        whole = (
+            present == unit.gradients.ledger.present()
+            and unit.gradients.ledger.measured() is not None
+        )
         return self._ahead.get(unit) if whole else None
 
     def _squared_norm(self, unit: Unit, positions: Sequence[int]) -> float:
         alike: dict[float, list[int]] = {}  # parameters whose gradients have one factor
         for index in positions:
-            alike.setdefault(unit.gradients.factor(index), []).append(index)
+            alike.setdefault(unit.gradients.ledger.factor(index), []).append(index)
         return sum(factor**2 * self._squares(unit, same) for factor, same in alike.items())
 
     def _squares(self, unit: Unit, positions: Sequence[int]) -> float:
-        gradients, everything = unit.gradients, positions == unit.gradients.present()
-        found = gradients.measured() if everything else None
+        gradients, everything = unit.gradients, positions == unit.gradients.ledger.present()
+        found = gradients.ledger.measured() if everything else None
         if found is None:
             found = squared_gradient_norm(unit, self._store, self._kernels, positions)
             if everything:
-                gradients.note_squares(found)
+                gradients.ledger.note_squares(found)
         return found
 
     def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
@@ -114,7 +118,9 @@ class GradientNorm:
         wanted = unit in self._by_unit
         squares = self._squares_now(unit) if all_came and (wanted or self._is_cheap(unit)) else None
         if wanted and unit.exchange is not None:
-            factors = {unit.gradients.factor(index) for index in unit.gradients.present()}
+            factors = {
+                unit.gradients.ledger.factor(index) for index in unit.gradients.ledger.present()
+            }
             known = squares is not None and len(factors) == 1
             mine = factors.pop() ** 2 * squares if squares is not None and known else 0.0
             total, knowing, ranks = unit.exchange.add_by_rank([mine, float(known), 1.0])
@@ -132,14 +138,16 @@ class GradientNorm:
 
     def _squares_now(self, unit: Unit) -> float | None:
         try:
-            return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())
+            return squared_gradient_norm(
+                unit, self._store, self._kernels, unit.gradients.ledger.present()
+            )
         except EngineClosedError:
             return None
 
     def first_nonfinite(self, shares: Sequence[UnitShare]) -> str:
         """The name of the first parameter with a settled gradient that is not finite; `ELSEWHERE`
         when all are."""
-        names = [share.unit.names[index] for share in shares for index in share.positions]
+        names = [share.unit.facts.names[index] for share in shares for index in share.positions]
         bad = [
             float(flag)
             for share in shares
@@ -163,7 +171,7 @@ class GradientNorm:
         """The sums of `values` over the ranks among which units and tensors are cut up; replicas
         would add the same again."""
         exchange = self._units[0].exchange
-        return values if exchange is None else exchange.sum(values, what, everywhere=False)
+        return values if exchange is None else exchange.sum(values, what, Among.COPY)
 
 
 def group_of(given: NormGroup) -> Group:
@@ -209,6 +217,6 @@ def apply_clips(shares: Sequence[UnitShare], factor: float) -> None:
     them."""
     for share in shares if factor != 1.0 else ():
         gradients = share.unit.gradients
-        rounding = [i for i in share.present() if math.frexp(gradients.clip_of(i))[0] != 0.5]
+        rounding = [i for i in share.present() if math.frexp(gradients.ledger.clip_of(i))[0] != 0.5]
         if rounding:
             gradients.apply_clips(rounding)

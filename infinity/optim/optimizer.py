@@ -207,10 +207,10 @@ class Optimizer(RuledOptimizer):
         """Take over these parameters of `group`, or raise before anything is changed."""
         taken = self.members.claim(self, parameters, lambda units: self.check_group(group, units))
         for unit, positions in taken.items():
-            if unit.dtype is torch.float16 and self.clipping.scaler is None:
+            if unit.facts.dtype is torch.float16 and self.clipping.scaler is None:
                 self.clipping.scaler = LossScaler()
             self._kernel_states.updater = self.updater
-            found = [unit.parameters[index] for index in positions]
+            found = [unit.facts.parameters[index] for index in positions]
             for index, parameter in zip(positions, found, strict=True):
                 self._kernel_states.places[id(parameter)] = unit, index
                 self._steps.setdefault(id(parameter), 0)
@@ -352,7 +352,9 @@ class Optimizer(RuledOptimizer):
             if share.present()
         }
         updated = [
-            id(share.unit.parameters[index]) for share in segments for index in share.present()
+            id(share.unit.facts.parameters[index])
+            for share in segments
+            for index in share.present()
         ]
         return Step(
             number=self.updater.next_number,
@@ -384,7 +386,7 @@ class Optimizer(RuledOptimizer):
         groups = self.members.updated(unit, self.param_groups)
         hypers = [
             None if group is None else self.hyper_of(parameter, group)
-            for parameter, group in zip(unit.parameters, groups, strict=True)
+            for parameter, group in zip(unit.facts.parameters, groups, strict=True)
         ]
         return segments_of(unit, hypers, factor)
 
@@ -440,7 +442,7 @@ class Optimizer(RuledOptimizer):
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
         """Take over the states of the parameters, by their id."""
         for unit in self.units:
-            mine = [states.get(id(parameter), {}) for parameter in unit.parameters]
+            mine = [states.get(id(parameter), {}) for parameter in unit.facts.parameters]
             for name, kind in kinds(self):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     restore(unit, kind, [state.get(name) for state in mine])

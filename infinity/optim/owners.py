@@ -43,7 +43,7 @@ class Owners:
         for index, owner in self._of.get(share.unit, {}).items():
             if index in share.positions and owner() not in (None, optimizer):
                 raise ConfigError(
-                    f"{share.unit.names[index]} already has an optimizer, "
+                    f"{share.unit.facts.names[index]} already has an optimizer, "
                     f"{type(owner()).__name__}; a parameter has states for one: use one optimizer "
                     "with several parameter groups, or let go of the other one first"
                 )
@@ -81,19 +81,19 @@ class Owners:
         comes with the names of its parameters that another optimizer updates."""
         found = []
         for unit in units:
-            if not any(kind in unit.blocks for kind in MOMENTS[unit.algorithm]):
+            if not any(kind in unit.blocks for kind in MOMENTS[unit.facts.algorithm]):
                 continue
             owners = {index: owner() for index, owner in self._of[unit].items()}
             rest = [
                 index
-                for index in range(len(unit.parameters))
+                for index in range(len(unit.facts.parameters))
                 if owners.get(index) not in optimizers
             ]
             if rest:
                 found.append(
                     (
                         UnitShare(unit, tuple(rest)),
-                        [unit.names[i] for i in rest if owners.get(i) is not None],
+                        [unit.facts.names[i] for i in rest if owners.get(i) is not None],
                     )
                 )
         return found
@@ -106,7 +106,7 @@ class Owners:
             owner() is not None and index not in share.positions for index, owner in owners.items()
         )
         # Masters may be more precise than parameters that no optimizer updates.
-        has_all = len(share.positions) == len(share.unit.parameters)
+        has_all = len(share.positions) == len(share.unit.facts.parameters)
         for kind in kinds:
             if has_all or (alone and kind is not Kind.MASTER):
                 self._store.forget(share.unit.blocks[kind])

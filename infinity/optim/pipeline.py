@@ -198,7 +198,7 @@ class Pipeline:
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
         if chunk is None:
             return False
-        in_memory = Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING
+        in_memory = Phase.RUNNING if chunk.job.unit.update_blocks.gpu_resident else Phase.PLACING
         self._update(chunk, Phase.WRITING if chunk.writes else in_memory)
         return True
 
@@ -282,7 +282,7 @@ class Pipeline:
                 begin,
                 load,
                 updates=True,
-                on_device=unit.states.gpu_resident,
+                on_device=unit.update_blocks.gpu_resident,
                 meter=job.meter,
                 left=job.left,
             )
@@ -310,12 +310,12 @@ class Pipeline:
         start = time.perf_counter()
         running = (
             self._store.resident.updating(unit.blocks[Kind.PARAM])
-            if unit.states.gpu_resident
+            if unit.update_blocks.gpu_resident
             else contextlib.nullcontext()
         )
-        with self._recorder.range("adam", unit.name), running as chunk.running:
+        with self._recorder.range("adam", unit.facts.name), running as chunk.running:
             chunk.apply(update, self._kernels)
-        self._recorder.add("adam", unit.name, start, time.perf_counter())
+        self._recorder.add("adam", unit.facts.name, start, time.perf_counter())
         self._chunks.move(chunk, phase)
         self._place(chunk)
         if phase is Phase.WRITING and self._is_awaited(chunk):

@@ -58,10 +58,10 @@ class RuledOptimizer(torch.optim.Optimizer):
         """Raise `ConfigError` when a unit does not keep the states that `group` needs."""
         who = type(self).__name__
         for unit in units:
-            if unit.algorithm not in self.algorithms(group):
+            if unit.facts.algorithm not in self.algorithms(group):
                 raise ConfigError(
                     f"{who} needs other states than the model was wrapped with "
-                    f"(algorithm={unit.algorithm!r}); use "
+                    f"(algorithm={unit.facts.algorithm!r}); use "
                     f"infinity.Config(algorithm={self.algorithms(group)[0]!r})"
                 )
 

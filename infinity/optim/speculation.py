@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from infinity.optim.job import Job, JobQueue, UnitUpdate
 from infinity.optim.owners import Owner
 from infinity.placement.spec import Kind
-from infinity.sharding.gradients import GradientState
+from infinity.sharding.gradient_ledger import GradientState
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
@@ -100,7 +100,7 @@ class Speculation:
         begun = self.jobs.get(unit)
         if begun is not None and (begun.is_rolled_back or self._is_late(begun, number)):
             self.rollback(unit)
-        may_begin = self.policy.speculates and unit.states.has_shadow
+        may_begin = self.policy.speculates and unit.update_blocks.has_shadow
         segments = owner.ahead(unit) if may_begin else None
         if segments is not None:
             job = self.jobs.setdefault(unit, Job(unit, places[unit], number))
@@ -123,7 +123,7 @@ class Speculation:
         staging has room."""
         if (
             self._store.staging.is_needed(unit.blocks[Kind.GRAD])
-            or unit.gradients.state is GradientState.SPENT
+            or unit.gradients.ledger.state is GradientState.SPENT
         ):
             return
         if unit not in self.jobs and unit not in self._final:

@@ -81,7 +81,7 @@ def copies_of(
     here = numbers(optimizer)
     for unit in optimizer.units:  # a rule without moments has masters and counts
         if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
-            for parameter in unit.parameters:
+            for parameter in unit.facts.parameters:
                 counted = id(parameter) in here and keeper.counts.get(id(parameter))
                 if counted and not copied.get(parameter):
                     copied[parameter] = {"step": _count(keeper, parameter)}
@@ -113,14 +113,14 @@ def add_blocks(
     """Add what the blocks of units have of the parameters with states in `copied`."""
     for unit in optimizer.units:
         for name, kind in kinds(optimizer):
-            states = [copied.get(parameter) for parameter in unit.parameters]
+            states = [copied.get(parameter) for parameter in unit.facts.parameters]
             if kind not in unit.blocks or not any(states):
                 continue
             if kind is Kind.MASTER and not unit.blocks[kind].written:
                 continue
             full = unit.states.gather(kind)
             for parameter, place, state in zip(
-                unit.parameters, unit.layout.places, states, strict=True
+                unit.facts.parameters, unit.facts.layout.places, states, strict=True
             ):
                 if state:
                     part = whole(full[place.offset : place.end].view(place.shape), parameter)
@@ -135,7 +135,7 @@ def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
         if Kind.MASTER not in unit.blocks or not unit.blocks[Kind.MASTER].written:
             continue
         full = unit.states.gather(Kind.MASTER)
-        for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+        for parameter, place in zip(unit.facts.parameters, unit.facts.layout.places, strict=True):
             number = number_of.get(id(parameter))
             if number is not None and not packed["state"].get(number):
                 part = whole(full[place.offset : place.end].view(place.shape), parameter)
@@ -145,14 +145,16 @@ def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
 def name_of(parameter: torch.Tensor) -> str:
     """What a parameter is called."""
     place = place_of(parameter)
-    return "a parameter" if place is None else place[0].names[place[1]]
+    return "a parameter" if place is None else place[0].facts.names[place[1]]
 
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
     """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there;
     every rank must call it."""
     full = unit.states.gather(kind)
-    for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
+    for parameter, place, value in zip(
+        unit.facts.parameters, unit.facts.layout.places, values, strict=True
+    ):
         if value is not None:
             full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
     unit.states.write(kind, unit.facts.shard_of(full))

@@ -78,9 +78,9 @@ class MomentSlot(Slot):
     def __init__(
         self, unit: Unit, index: int, kind: Kind, name: str, count: Callable[[], int]
     ) -> None:
-        self.name = f"optimizer.state[parameter][{name!r}] of {unit.names[index]}"
-        self.shape = tuple(unit.parameters[index].shape)
-        self.device = unit.parameters[index].device
+        self.name = f"optimizer.state[parameter][{name!r}] of {unit.facts.names[index]}"
+        self.shape = tuple(unit.facts.parameters[index].shape)
+        self.device = unit.facts.parameters[index].device
         self.needs_ranks = unit.ranks.number > 1
         self._unit, self._index, self._kind, self._count = unit, index, kind, count
 
@@ -95,15 +95,16 @@ class MomentSlot(Slot):
         unit = self._unit
         unit.listeners.updates.drain()
         found = unit.states.parameter(self._kind, self._index).float()
-        return whole(found, unit.parameters[self._index])
+        return whole(found, unit.facts.parameters[self._index])
 
     def replace(self, values: torch.Tensor) -> None:
         """`values` are the state from now on, rounded to the format in which it is kept."""
         self._check()
         unit, index = self._unit, self._index
-        given = part_in(values.detach().cpu(), unit.parameters[index])
-        part = unit.states.share_of(index, given)
+        given = part_in(values.detach().cpu(), unit.facts.parameters[index])
+        part = unit.facts.share_of(index, given)
         unit.states.put(self._kind, index, part, self.name)
+        unit.on_device.renew()
 
     def mark(self) -> object:
         """A value that changes with the state."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -44,9 +44,9 @@ class Keeper(Protocol):
         of torch could not step with it."""
 
     def write(
-        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace these parts of an entry, and leave out those that are `gone`."""
+        """Replace the entry of `parameter`. The values of the names `changed` are new."""
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """All states of these parameters begin anew."""
@@ -144,7 +144,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         if not wanted:
             self._keeper.restart([parameter])
             return
-        self._keeper.write(parameter, changed, gone)
+        self._keeper.write(parameter, wanted | changed, changed)
         entry.fill(self._keeper.content(parameter))
 
     def _remove(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ class UnitShare(NamedTuple):
 
     def present(self) -> list[int]:
         """Those that have a gradient."""
-        return [index for index in self.positions if self.unit.gradients.has(index)]
+        return [index for index in self.positions if self.unit.gradients.ledger.has(index)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Step:
     def unclipped(self) -> bool:
         """Whether no gradient has been clipped, in this step or before it."""
         return all(
-            share.unit.gradients.clip_of(index) == 1.0
+            share.unit.gradients.ledger.clip_of(index) == 1.0
             for share in self.shares
             for index in share.positions
         )

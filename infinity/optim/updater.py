@@ -38,9 +38,11 @@ from infinity.placement.spec import MOMENTS, Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.alike import Facts, check_alike
 from infinity.sharding.collectives import Group
-from infinity.sharding.gradients import GradientState
+from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_ledger import GradientState
+from infinity.sharding.listeners import Updates
 from infinity.sharding.ranks import Ranks
-from infinity.sharding.unit import Unit, Updates
+from infinity.sharding.unit import Unit
 from infinity.sharding.watch import OF_A_STEP
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
@@ -113,10 +115,10 @@ class Updater(Updates):
     def adopt(self, share: UnitShare, optimizer: Owner) -> None:
         """`optimizer` updates these parameters from now on, beginning with fresh states; see
         `Owners.check_free`."""
-        self.rollback(share.unit)
+        self.speculation.rollback(share.unit)
         if self.owners.have_left(share):
             self.drain()
-            self.owners.forget_states(share, MOMENTS[share.unit.algorithm])
+            self.owners.forget_states(share, MOMENTS[share.unit.facts.algorithm])
         self.owners.assign(share, optimizer)
         self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
 
@@ -134,9 +136,10 @@ class Updater(Updates):
 
     # What units tell before a step, and what may have to be undone then
 
-    def gradients_came(self, unit: Unit) -> None:
-        """`unit` has as many gradients as in the last step: begin its update, where that is worth
+    def gradients_came(self, facts: UnitFacts) -> None:
+        """A unit has as many gradients as in the last step: begin its update, where that is worth
         it and can be rolled back."""
+        unit = self._units[facts.index]
         owner = self._may_begin(unit)
         if owner is not None:
             self.speculation.begin(unit, owner, self._places(), self.next_number)
@@ -153,25 +156,26 @@ class Updater(Updates):
         owner = self.owners.only(unit)
         return owner if owner is not None and owner.by_kernels and not self._delayed else None
 
-    def rollback(self, unit: Unit) -> None:
-        """Undo what was begun for `unit` before its step; returns when nothing of it is in
+    def rollback(self, facts: UnitFacts) -> None:
+        """Undo what was begun for a unit before its step; returns when nothing of it is in
         flight."""
-        self.speculation.rollback(unit)
+        self.speculation.rollback(self._units[facts.index])
 
-    def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
-        """The sum of squares of the gradients of `unit`, if that is worth having before the step;
+    def square_ahead(self, facts: UnitFacts, all_came: bool) -> float | None:
+        """The sum of squares of the gradients of a unit, if that is worth having before the step;
         for who brings them."""
-        return self.norm.square_ahead(unit, all_came)
+        return self.norm.square_ahead(self._units[facts.index], all_came)
 
     def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.add_(source)` for contiguous tensors (n,) of one dtype, by the threads of the
         kernels; for who brings gradients home."""
         self._kernels.add(target, source)
 
-    def await_readers(self, unit: Unit) -> None:
-        """Return when no update reads the gradients of `unit` any more. It waits for no place on
+    def await_readers(self, facts: UnitFacts) -> None:
+        """Return when no update reads the gradients of a unit any more. It waits for no place on
         the compute device: the caller brings none. Raises `EngineClosedError` when the update
         failed."""
+        unit = self._units[facts.index]
         if self._store.resident.is_updating(unit.blocks[Kind.PARAM]):
             self._jobs.await_update(unit)
             self._store.latch.check()
@@ -198,10 +202,10 @@ class Updater(Updates):
         self._await_updates()
         self._store.latch.check_usable()
         self._listeners.before_settling()
-        added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
+        added = any(unit.gradients.ledger.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
-            mine = [unit.gradients.summary() for unit in units]
+            mine = [unit.gradients.ledger.summary() for unit in units]
             values = [float(added), *(value for summary in mine for value in summary)]
             digest = 0 if step is None else step.digest
             found = exchange.sum_alike(values, OF_A_STEP, digest)
@@ -217,10 +221,10 @@ class Updater(Updates):
             for unit in units:
                 unit.gradients.settle()
         for unit in units if added else ():
-            if present := unit.gradients.present():
+            if present := unit.gradients.ledger.present():
                 unit.gradients.apply_clips(present)
         for unit in units:
-            unit.listeners.grads.settled(unit)
+            unit.listeners.grads.settled(unit.facts)
 
     def forget(self, shares: Sequence[UnitShare], set_to_none: bool = True) -> None:
         """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an
@@ -235,8 +239,8 @@ class Updater(Updates):
         spent."""
         self._begin_step(())
         for unit, positions in shares:
-            if any(map(unit.gradients.has, positions)):
-                self.rollback(unit)
+            if any(map(unit.gradients.ledger.has, positions)):
+                self.speculation.rollback(unit)
                 unit.gradients.spend(positions)
         self._announce()
         self._end_step(as_guessed=False)
@@ -281,7 +285,7 @@ class Updater(Updates):
         """
         self._begin_step(step.shares)
         for number, (unit, _) in enumerate(step.shares):
-            self.rollback(unit)
+            self.speculation.rollback(unit)
             try:
                 update(unit)
             except BaseException as error:
@@ -296,7 +300,7 @@ class Updater(Updates):
     def _begin_step(self, shares: Iterable[UnitShare]) -> None:
         """Refuse units that are in use, and let what the last step made be seen."""
         units = [*(share.unit for share in shares), *self._delayed]
-        used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
+        used = [unit.facts.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
         if used:
             raise RuntimeError(
                 f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered"
@@ -357,7 +361,9 @@ class Updater(Updates):
             index: position
             for position, index in enumerate(reversed(order) if backwards else order)
         }
-        places = {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+        places = {
+            unit: place.get(unit.facts.index, len(place) + unit.facts.index) for unit in self._units
+        }
         self._placed = order, backwards, places
         return places
 
@@ -391,7 +397,7 @@ class Updater(Updates):
         """Like `drain`, for who reads nothing: what was delayed has been written, and is not seen
         yet."""
         for unit in list(self.speculation.jobs):
-            self.rollback(unit)
+            self.speculation.rollback(unit)
         for job in self._delayed.values():
             self._jobs.await_written(job)
         self._await_updates()
@@ -421,4 +427,4 @@ class Updater(Updates):
         with ExitStack() as stack:  # each of these happens, whatever the others meet
             stack.callback(self._pipeline.close)
             for unit in list(self.speculation.jobs):
-                stack.callback(self.rollback, unit)
+                stack.callback(self.speculation.rollback, unit)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -108,7 +108,7 @@ class Workbench:
 
     def __init__(self, unit: Unit, directory: Path | None) -> None:
         self.unit = unit
-        self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.parameters]
+        self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.facts.parameters]
         self.optimizer: torch.optim.Optimizer | None = None
         self.edits = 0
         """How often states were replaced outside of a step."""
@@ -117,16 +117,18 @@ class Workbench:
 
     def _rest(self) -> None:
         """The stand-ins have shapes alone."""
-        for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
+        for stand, place in zip(self.stands, self.unit.facts.layout.places, strict=True):
             stand.data, stand.grad = torch.zeros(()).expand(place.shape), None
 
     def lay_out(self, adapted: ForeignRule, values: torch.Tensor | None) -> torch.optim.Optimizer:
         """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
         and the groups of now."""
         if values is not None:
-            for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
+            for stand, place in zip(self.stands, self.unit.facts.layout.places, strict=True):
                 stand.data = values[place.offset : place.end].view(place.shape)
-        own = {id(p): stand for p, stand in zip(self.unit.parameters, self.stands, strict=True)}
+        own = {
+            id(p): stand for p, stand in zip(self.unit.facts.parameters, self.stands, strict=True)
+        }
         groups: list[dict[str, Any]] = [
             options_of(group) | {"params": [own[id(p)] for p in group["params"] if id(p) in own]}
             for group in adapted.param_groups
@@ -192,7 +194,7 @@ class BenchSlot(Slot):
     def __init__(self, adapted: ForeignRule, bench: Workbench, index: int, name: str) -> None:
         shape, self.dtype = bench.form(index, name) or ((), torch.float32)
         self.shape = shape
-        self.name = f"optimizer.state[parameter][{name!r}] of {bench.unit.names[index]}"
+        self.name = f"optimizer.state[parameter][{name!r}] of {bench.unit.facts.names[index]}"
         self.device = torch.device("cpu")
         self._adapted = weakref.ref(adapted)
         self._bench, self._index, self._key = bench, index, name
@@ -218,7 +220,7 @@ class BenchSlot(Slot):
         """A value that changes with the state."""
         adapted = self._adapted()
         counts = {} if adapted is None else adapted.counts
-        return counts.get(id(self._bench.unit.parameters[self._index])), self._bench.edits
+        return counts.get(id(self._bench.unit.facts.parameters[self._index])), self._bench.edits
 
 
 class BenchStates:
@@ -253,15 +255,15 @@ class BenchStates:
         return dict(wanted)
 
     def write(
-        self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace these parts of an entry, and leave out those that are `gone`."""
+        """Replace the values `changed`, and leave out those that are not in `entry`."""
         adapted, bench, index = self._bench(parameter)
         with bench.edited(adapted) as states:
             state = states.setdefault(bench.stands[index], {})
-            for name in gone:
-                state.pop(name, None)
-            state.update((name, host_copy(value)) for name, value in changed.items())
+            for name in [name for name in state if name not in entry]:
+                del state[name]
+            state.update((name, host_copy(entry[name])) for name in changed)
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """The torch optimizer has no states of these."""

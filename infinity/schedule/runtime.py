@@ -100,9 +100,9 @@ class Runtime:
 
         Returns its flat buffer. If this raises, the unit is released.
         """
-        new = self.trace.current != unit.index and unit not in self.held
+        new = self.trace.current != unit.facts.index and unit not in self.held
         if new:
-            self.trace.use(unit.index, self._store.resident.pinned())
+            self.trace.use(unit.facts.index, self._store.resident.pinned())
         unit.on_device.start()
         try:
             if new:
@@ -111,7 +111,7 @@ class Runtime:
             gathered = unit.on_device.is_gathered
             start = time.perf_counter()
             with (
-                self._recorder.range(_lane(state), unit.name)
+                self._recorder.range(_lane(state), unit.facts.name)
                 if self._waits(state, gathered)
                 else nullcontext()
             ):
@@ -133,9 +133,9 @@ class Runtime:
         posted = unit.on_device.posted
         arrived = end if posted is None else min(max(posted.arrived, start), end)
         if state is not CopyState.READY:
-            self._recorder.add(_lane(state), unit.name, start, arrived)
+            self._recorder.add(_lane(state), unit.facts.name, start, arrived)
         if arrived < end:
-            self._recorder.add("wait collective", unit.name, arrived, end)
+            self._recorder.add("wait collective", unit.facts.name, arrived, end)
         self.waited += end - start
 
     def locate(self, address: int) -> tuple[Unit, int] | None:
@@ -159,7 +159,7 @@ class Runtime:
             unit = self._units[index]
             if not self._has_copy(index):
                 return
-            if distance < left or not unit.trainable:
+            if distance < left or not unit.facts.trainable:
                 unit.on_device.gather_ahead()
 
     def _has_copy(self, unit: int) -> bool:

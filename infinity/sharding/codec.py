@@ -1,5 +1,5 @@
-"""States in fp32 from and to the formats of their blocks. The optimizer's kernels read and write
-the formats themselves."""
+"""Converts states between fp32 and the formats of their blocks. The kernels of the optimizer read
+and write the formats themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from infinity.placement.spec import BF16, FP32, SPLIT, Format, Kind
 
 
 def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with
-    ties away from zero."""
+    """Write fp32 `values` into `param`, of any dtype. Rounds as the kernels round masters: to bf16
+    with ties away from zero."""
     if param.dtype == torch.bfloat16 and param.device.type != "cpu":
         patterns = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
         param.view(torch.int16).copy_(((patterns.long() + 0x8000) >> 16).to(torch.int16))
@@ -27,8 +27,8 @@ def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
 def decode_master(
     form: Format, tensors: Sequence[torch.Tensor], values: torch.Tensor, first: int = 0
 ) -> None:
-    """`tensors` are the chunk's bytes of the parameter and the low halves (SPLIT), or of the
-    master; `values` gets the elements from `first` on, in fp32."""
+    """Fill `values`, fp32, with elements of a master from `first` on. `tensors` are the bytes of a
+    chunk: of the parameter and of the low halves (SPLIT), or of the master."""
     if form is SPLIT:
         native.cpu_adam().join(
             *(tensor.data_ptr() + 2 * first for tensor in tensors),
@@ -58,8 +58,8 @@ def _split(values: torch.Tensor, param: torch.Tensor, low: torch.Tensor) -> None
 def decode_moment(
     form: Format, kind: Kind, chunk: torch.Tensor, values: torch.Tensor, first: int = 0
 ) -> None:
-    """`chunk` is uint8 in `form`; `values` gets its elements from `first` on, in fp32, or bf16
-    where `form` is that."""
+    """Fill `values`, fp32, with elements of `chunk` from `first` on. `chunk` is uint8 in `form`.
+    `values` may be bf16 if `form` is bf16."""
     if form is FP32 or (form is BF16 and values.dtype == torch.bfloat16):
         copy_alone(values, chunk.view(values.dtype)[first:][: values.numel()])
     else:
@@ -80,8 +80,8 @@ def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.T
 
 
 def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it,
-    else its own."""
+    """The dtype in which a parameter is stored. This is `dtype` (`Config.precision`) if it is given
+    and applies to the parameter, else the parameter's own."""
     converted = parameter.is_floating_point() and (
         parameter.requires_grad or parameter.dtype.itemsize > 1
     )

@@ -1,19 +1,19 @@
-"""The collectives of a sharded unit, as functions over a process group; with one rank they move
+"""The collectives of a sharded unit, as functions over a process group. With one rank they move
 nothing.
 
 [Note: reductions over gloo]
 Gloo makes a reduce-scatter from an all-reduce, which sends twice as much. So on the host each rank
-sends every other rank that rank's part, together (N-1)/N of the whole. It adds the received parts
-to its own, in rank order. So the sum has the same bits on every rank, and an all-reduce is this and
-an exchange of the parts. Received pieces pass two halves of a memory of constant size, so a unit of
-any size allocates nothing.
+sends every other rank the part of that rank, together (N-1)/N of the whole. It adds the received
+parts to its own, in rank order. So the sum has the same bits on every rank. An all-reduce does the
+same, and then exchanges the parts. Received pieces pass two halves of a memory of constant size, so
+a unit of any size allocates nothing.
 
-[Note: what a group reaches]
-A backend takes tensors of some kinds of device: NCCL those of GPUs alone, gloo those of the host,
-"cpu:gloo,cuda:nccl" both. Units are gathered, and gradients reduced, in the memory of the compute
-device. A block at home on the host is gathered there if the group reaches it. Otherwise it passes
-the device, a piece at a time (`all_gather_home`). The same holds for averages over replicas. The
-few bytes by which ranks agree on something are made where the group takes them.
+[Note: devices of a group]
+A backend takes tensors of some kinds of device: NCCL of GPUs, gloo of the host,
+"cpu:gloo,cuda:nccl" of both. Units are gathered, and gradients reduced, in the memory of the
+compute device. A block at home on the host is gathered there if the group takes host tensors.
+Otherwise it passes the device, a piece at a time (`all_gather_home`). The same holds for averages
+over replicas. The few bytes by which ranks agree are allocated on a device that the group takes.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from infinity.device import ComputeDevice, add_alone, divide_alone, read_values
 Group = dist.ProcessGroup | None
 
 RECEIVING_BYTES = 2 << 20
-"""What a rank has for the pieces of reductions on the way to it: with two ranks, two of 1 MiB."""
+"""Bytes in which a rank receives pieces of reductions. With two ranks these are two pieces of
+1 MiB."""
 
 PASSING_BYTES = 8 << 20
-"""What a rank sends at a time of a tensor on the host that passes the compute device; that has room
-for those of all ranks."""
+"""The most bytes that a rank sends at a time of a host tensor that passes the compute device. The
+device has room for the pieces of all ranks."""
 
-# Their names from torch 2.13 on; the older ones then warn.
+# Torch 2.13 renamed them, and warns about the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Calls:
-    """The collectives that one rank has posted, in their order, as a hash that the ranks compare
+    """A hash of the collectives that a rank has posted, in their order. The ranks compare it
     (invariant I6).
 
-    Units are often of one size, so ranks that run different modules would take each other's data
-    for their own.
+    Many units have one size. So without it, ranks that run different modules would take data of one
+    unit for data of another.
     """
 
     def __init__(self) -> None:
         self._hash = 0
 
     def note(self, operation: str, unit: str) -> None:
-        """This rank will join a collective on a unit, after those it noted before."""
+        """This rank posts a collective on a unit, after the collectives that it noted before."""
         self._hash = zlib.crc32(f"{operation} {unit}".encode(), self._hash)
 
     @property
     def value(self) -> int:
-        """32 bits."""
+        """The hash, 32 bits."""
         return self._hash
 
 
@@ -87,7 +88,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
 def all_gather_home(
     full: torch.Tensor, shard: torch.Tensor, group: Group, device: ComputeDevice
 ) -> None:
-    """Like `all_gather`, of tensors on the host; see [Note: what a group reaches]. On the thread of
+    """Like `all_gather`, of tensors on the host; see [Note: devices of a group]. On the thread of
     the exchange."""
     if group is None or reaches(group, "cpu"):
         all_gather(full, shard, group)
@@ -111,8 +112,8 @@ def reaches(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def is_watched(group: dist.ProcessGroup) -> bool:
-    """Whether torch ends the process when a collective of `group` takes longer than its timeout:
-    NCCL's watchdog does, unless the environment says no."""
+    """Whether torch ends the process if a collective of `group` takes longer than its timeout.
+    The watchdog of NCCL does, unless the environment disables it."""
     handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
     return "nccl" in _backends(group).values() and handling != "0"
 
@@ -123,24 +124,23 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _kind_for(group: dist.ProcessGroup) -> str:
-    """The kind of device that a few bytes for a collective of `group` lie on."""
+    """A kind of device that `group` takes: "cpu" if possible."""
     return "cpu" if reaches(group, "cpu") else next(iter(_backends(group)))
 
 
 def receiving(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The memory, uint8, that reductions in `groups` receive in; none where it is the backend's own
-    affair."""
+    """The memory, uint8, in which reductions in `groups` receive. It is empty if the backends have
+    memory of their own."""
     return torch.empty(RECEIVING_BYTES if any(map(_is_gloo, groups)) else 0, dtype=torch.uint8)
 
 
 def reduce_scatter_mean(
     shard: torch.Tensor, full: torch.Tensor, room: torch.Tensor, group: Group
 ) -> None:
-    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), which is
+    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), a view of
     that part of `full`.
 
-    Overwrites `full`, and needs no other memory than `room`. On the host the bits are those of a
-    sum in the order of the ranks.
+    Overwrites `full`, and needs no memory besides `room`. On the host it adds in rank order.
     """
     if group is not None:
         divide_alone(full, dist.get_world_size(group))
@@ -151,7 +151,7 @@ def reduce_scatter_mean(
 
 
 def all_reduce_mean(values: torch.Tensor, room: torch.Tensor, group: Group) -> None:
-    """The mean over ranks of `values` (n,), in place; as `reduce_scatter_mean` has it."""
+    """The mean over ranks of `values` (n,), in place, with the bits of `reduce_scatter_mean`."""
     if group is not None:
         divide_alone(values, dist.get_world_size(group))
         if values.device.type == "cpu" and _is_gloo(group):
@@ -163,16 +163,15 @@ def all_reduce_mean(values: torch.Tensor, room: torch.Tensor, group: Group) -> N
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo joins the collectives of host memory."""
+    """Whether gloo runs the collectives of host tensors."""
     return _backends(group).get("cpu") == "gloo"
 
 
 def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Into this rank's one of `parts` (n,), the sum of what the ranks have there, added in their
-    order.
+    """Sum this rank's part (n,), one of `parts`, over the ranks, in rank order.
 
-    See [Note: reductions over gloo]. While the pieces of one turn are added, those of the next are
-    on their way.
+    See [Note: reductions over gloo]. The pieces of the next turn travel while the pieces of one
+    turn are added.
     """
     mine, others = dist.get_rank(group), _others(group)
     dtype = parts[mine].dtype
@@ -216,7 +215,7 @@ def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.Pr
 
 
 def _share_parts(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give this rank's one of `parts` to all, and take theirs."""
+    """Send this rank's part to all ranks, and receive their parts."""
     mine, others = parts[dist.get_rank(group)], _others(group)
     works = [
         dist.irecv(parts[other], group=group, group_src=other)
@@ -234,13 +233,13 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 
 def _wait(works: Iterable[dist.Work | None]) -> None:
     for work in works:
-        if work is not None:  # that is for ranks that are not in the group
+        if work is not None:  # None: this rank is not in the group
             work.wait()
 
 
 def take_from(values: torch.Tensor, source: int, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Replace `values` (n,), uint8, by those of rank `source` of all processes. A sum over each of
-    `groups` in turn is one over all ranks; the others add zeros, so no bit changes."""
+    """Replace `values` (n,), uint8, by the values of rank `source` of all processes. Sums over each
+    of `groups` in turn are a sum over all ranks. The other ranks add zeros, so no bit changes."""
     if dist.get_rank() != source:
         values.zero_()
     for group in groups:
@@ -256,9 +255,9 @@ def same(value: int, group: dist.ProcessGroup) -> bool:
 
 
 def same_values(values: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> list[bool]:
-    """Of each of `values`, of less than 64 bits, whether all ranks call this with the same; all of
-    them get the same answer. The largest along one of `groups` after the other is that of all
-    ranks."""
+    """For each of `values`, of less than 64 bits, whether all ranks call this with the same value.
+    All ranks get the same answer, because a maximum over each of `groups` in turn is a maximum over
+    all ranks."""
     most = [value for each in values for value in (each, -each)]
     for group in groups:
         both = torch.tensor(most, device=_kind_for(group))
@@ -268,25 +267,24 @@ def same_values(values: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> l
 
 
 def sum_by_rank(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """Like `all_reduce_sum`, in the order of the ranks: what else is summed in the same call
-    changes no bit."""
+    """Like `all_reduce_sum`, in rank order: other values in the same call change no bit."""
     result = list(values)
     for group in groups:
         rows = torch.zeros(size(group), len(result), dtype=torch.float64, device=_kind_for(group))
         rows[rank(group)] = torch.tensor(result, dtype=torch.float64)
-        dist.all_reduce(rows, group=group)  # the others add zeros
+        dist.all_reduce(rows, group=group)  # other ranks add zeros
         result = [sum(column) for column in zip(*read_values(rows), strict=True)]
     return result
 
 
 def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double
-    precision."""
+    """The sum of each of `values`, in double precision, over the ranks of each of `groups` in
+    turn."""
     return _all_reduce(values, groups, dist.ReduceOp.SUM)
 
 
 def all_reduce_most(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """Like `all_reduce_sum`, the largest; the same bits on all ranks."""
+    """The largest of each of `values` over the ranks, the same bits on all ranks."""
     return _all_reduce(values, groups, dist.ReduceOp.MAX)
 
 

@@ -1,16 +1,16 @@
-"""What a lazy tensor is in a graph of torch.compile.
+"""Lazy tensors in graphs of torch.compile.
 
 [Note: lazy tensors in graphs]
-torch.compile asks a tensor of a class of its own for the plain tensors it is made of, and how to
-make it of others (`__tensor_flatten__`, `__tensor_unflatten__`). A lazy tensor is made of its
-values. While a graph is made, another tensor of its class stands for it, which has values of its
-own (`values_in_graph`), and no place in an engine. When the graph runs, torch takes the values of
-the lazy tensor that is given, hands them to the graph, and gives the gradient to the lazy tensor.
+torch.compile asks a tensor subclass for the plain tensors inside, and makes it again from other
+plain tensors (`__tensor_flatten__`, `__tensor_unflatten__`). A lazy tensor has one inside: its
+values. While torch makes a graph, another tensor of the class stands for the lazy tensor. It has
+values of its own (`values_in_graph`), and no place in an engine. When the graph runs, torch takes
+the values of the lazy tensor, gives them to the graph, and gives the gradient to the lazy tensor.
 
 The values are a copy, so a graph must not write to them. torch.compile ends the graph before an
-operator that does, and runs that on the lazy tensor itself; where one graph is asked for, it
-raises. A view of the lazy tensor that a graph gives is a copy, too. It cannot be written; one that
-requires a gradient could be, so such a graph is refused.
+operator that writes, and runs the operator on the lazy tensor itself. With `fullgraph=True` it
+raises. A view of the lazy tensor that a graph returns is a copy, too, and read-only. A view that
+requires a gradient could be written, so such a graph is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.errors import ShardedParameterError
 from infinity.sharding.copied import read_only
 
 DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""What takes a tensor out of the graph; it gives the same memory."""
+"""Operators that take a tensor out of the graph of autograd. They give the same memory."""
 WRITTEN = (
     "a tensor of a wrapped model was changed in place in compiled code, where that would be lost; "
     "change it outside of the code that is compiled"
@@ -44,25 +44,25 @@ VALUES = "values_in_graph"
 
 
 class InGraphs(torch.Tensor):
-    """A tensor that is made of its values in a graph."""
+    """A tensor that consists of its values in a graph."""
 
     way: ClassVar[str] = "a copy of a tensor of a wrapped model was changed in place"
-    """What the error says where a copy is changed that nothing can take over."""
+    """The text of the error if a copy is changed and the change would be lost."""
     _given: torch.Tensor | None = None
     _is_recorded_view = False
 
     def copied_values(self) -> torch.Tensor:
-        """A copy of the values, which is not in the graph of autograd."""
+        """A copy of the values, outside of the graph of autograd."""
         raise NotImplementedError
 
     def kept_gradient(self) -> torch.Tensor | None:
-        """`.grad`, where something else than the tensor keeps it."""
+        """`.grad`, if another object keeps it for the tensor."""
         found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As of any tensor. torch.compile asks for it where no class answers."""
+        """As of any tensor. torch.compile reads it without `__torch_function__`."""
         found: torch.Tensor | None = call_uncompiled(_gradient_of, self)
         return found
 
@@ -76,14 +76,15 @@ class InGraphs(torch.Tensor):
 
     @property
     def values_in_graph(self) -> torch.Tensor:
-        """Those that were given to what stands for a tensor; else a copy."""
+        """The given values of a tensor that stands for another; else a copy."""
         if self._given is not None:
             return self._given
-        # Guards tell tensors by their addresses, also copies that are gone: a new one gets another.
+        # Guards know tensors by their addresses, also freed copies. So a new copy gets a new
+        # address.
         taken = [torch.empty(0)]
         while id(taken[-1]) in _LATEST:
             taken.append(torch.empty(0))
-        del taken[-1]  # the copy is mostly made there
+        del taken[-1]  # mostly the copy gets this address
         taken.append(self.copied_values())
         while id(taken[-1]) in _LATEST:
             taken.append(self.copied_values())
@@ -91,7 +92,7 @@ class InGraphs(torch.Tensor):
         return taken[-1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        if self._is_recorded_view:  # torch asks what a graph takes and gives, not what is between
+        if self._is_recorded_view:  # torch asks for inputs and outputs of a graph only
             raise ShardedParameterError(GIVEN)
         return [VALUES], None
 
@@ -99,7 +100,7 @@ class InGraphs(torch.Tensor):
         return f"{type(self).__name__}(in a graph, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _stable_hash_for_caching(self) -> str:
-        """What tells it from other tensors among the keys of torch's cache of graphs."""
+        """Its part of a key of torch's cache of graphs."""
         kind, (attrs, _) = type(self), self.__tensor_flatten__()
         known = (kind.__module__, kind.__qualname__, attrs, self.dtype, self.device)
         layout = (tuple(self.shape), self.stride(), self.storage_offset(), self.requires_grad)
@@ -111,7 +112,7 @@ class InGraphs(torch.Tensor):
     ) -> Any:
         values = parts[VALUES]
         if type(values) is torch.Tensor and not makes_graph():
-            # A graph that ran gives a view of what it was given.
+            # A graph that has run returns a view of its input.
             return read_only(values, [values], cls.way)
         return cls.standing_for(values, shape, stride)
 
@@ -119,7 +120,7 @@ class InGraphs(torch.Tensor):
     def standing_for(
         cls, values: torch.Tensor, shape: Sequence[int], stride: Sequence[int]
     ) -> InGraphs:
-        """What stands for a tensor of these `values` while a graph is made."""
+        """A tensor that stands for one with these `values` while a graph is made."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: InGraphs = make(
             cls,
@@ -141,15 +142,15 @@ def _gradient_of(tensor: InGraphs) -> torch.Tensor | None:
 
 
 def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
-    """An operator on what stands for tensors, of class `view` where it gives views of one;
-    `NotImplemented` where nothing stands for any. Raises where it writes to one."""
+    """Run an operator on tensors that stand for others. Views of them are of class `view`. Returns
+    `NotImplemented` if no argument stands for another. Raises if the operator writes to one."""
     standing = [value for value in tree_leaves((args, kwargs)) if stands_for_another(value)]
     if not standing:
         return NotImplemented
-    functional: Any = torch._subclasses.functional_tensor  # imported, as something stands for one
+    functional: Any = torch._subclasses.functional_tensor  # imported, because a graph is made
     last = isinstance(standing[0]._given, functional.FunctionalTensor)
     if any(map(stands_for_another, tree_leaves(list(written(func, args, kwargs))))):
-        # At first torch.compile may still run it outside of the graph.
+        # At first torch.compile may still run the operator outside of the graph.
         raise ShardedParameterError(WRITTEN) if last else torch._dynamo.exc.Unsupported(WRITTEN)
     found = func(*tree_map(_given, tuple(args)), **tree_map(_given, kwargs))
     if _gives_views(func):
@@ -162,20 +163,20 @@ def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
 
 
 def makes_graph() -> bool:
-    """Whether a graph is made now, and what runs was not asked for by a user."""
+    """Whether torch.compile makes a graph now, and so calls this code."""
     found: bool = call_uncompiled(torch.compiler.is_compiling)
     return found
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
-    """The arguments that an operator writes to; none for one without a schema."""
+    """The arguments that an operator writes to; none if it has no schema."""
     for place, argument in enumerate(getattr(getattr(func, "_schema", None), "arguments", ())):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
 def _is_recorded(func: Any, standing: torch.Tensor) -> bool:
-    """Whether what a view function gives of a tensor requires a gradient."""
+    """Whether the result of a view function on a tensor requires a gradient."""
     return func is not DETACHING[0] and torch.is_grad_enabled() and standing.requires_grad
 
 
@@ -186,7 +187,7 @@ def _gives_views(func: Any) -> bool:
 
 
 def stands_for_another(value: Any) -> bool:
-    """Whether this is a tensor that stands for one while a graph is made."""
+    """Whether `value` is a tensor that stands for another while a graph is made."""
     return isinstance(value, InGraphs) and value._given is not None
 
 

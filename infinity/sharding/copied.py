@@ -24,34 +24,34 @@ def writes(name: str) -> bool:
 
 
 class ReadOnlyCopy(torch.Tensor):
-    """A copy, or a view of one, that raises `ShardedParameterError` when it is changed in place:
-    the change would be lost. What is computed from it is an ordinary tensor."""
+    """A copy, or a view of one. It raises `ShardedParameterError` if it is changed in place,
+    because the change would be lost. Operators on it give ordinary tensors."""
 
     way: str
-    """What was copied, and what to do instead."""
+    """The text of the error: the copied object, and the way out."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        copies = [value for value in _flat((args, kwargs)) if isinstance(value, ReadOnlyCopy)]
-        changed = _flat(args[:1] if writes(name) else kwargs.get("out"))
+        copies = [value for value in flattened((args, kwargs)) if isinstance(value, ReadOnlyCopy)]
+        changed = flattened(args[:1] if writes(name) else kwargs.get("out"))
         for value in changed:
             if isinstance(value, ReadOnlyCopy):
                 raise ShardedParameterError(f"{value.way} (changed by {name})")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             base = getattr(getattr(func, "__self__", None), "__name__", "") == "_base"
-            # What it is a view of, which torch.compile asks for, again and again of a class.
+            # torch.compile asks for `_base` until it has another class.
             return read_only(found, copies, copies[0].way) if copies and not base else found
 
 
 class LentArray(np.ndarray[Any, Any]):
-    """An array of a copy, or a view of one, that raises `ShardedParameterError` when it is changed:
-    the change would be lost. What is computed from it is an ordinary array."""
+    """An array of a copy, or a view of one. It raises `ShardedParameterError` if it is changed,
+    because the change would be lost. Functions on it give ordinary arrays."""
 
     way: str = ""
-    """What was copied, and what to do instead."""
+    """The text of the error: the copied object, and the way out."""
 
     def __array_finalize__(self, source: Any) -> None:
         self.way = getattr(source, "way", "")
@@ -79,7 +79,8 @@ def _plain(value: Any) -> Any:
 
 
 def lent(array: Any, way: str) -> Any:
-    """`array`, of a copy, as one that cannot be written; `way` is what its error says."""
+    """`array`, of a copy, as a `LentArray` that cannot be written. `way` is the text of its
+    error."""
     array.flags.writeable = False
     made = array.view(LentArray)
     made.way = way
@@ -87,8 +88,8 @@ def lent(array: Any, way: str) -> Any:
 
 
 def read_only(value: Any, copies: Iterable[torch.Tensor], way: str) -> Any:
-    """`value`, in which tensors that share memory with one of `copies` are `ReadOnlyCopy`; `way` is
-    what their error says."""
+    """`value`, in which tensors that share memory with one of `copies` become `ReadOnlyCopy`. `way`
+    is the text of their error."""
     storages = {copy.untyped_storage()._cdata for copy in copies}
 
     def guarded(found: Any) -> Any:
@@ -102,9 +103,10 @@ def read_only(value: Any, copies: Iterable[torch.Tensor], way: str) -> Any:
     return tree_map(guarded, value)
 
 
-def _flat(value: Any) -> list[Any]:
+def flattened(value: Any) -> list[Any]:
+    """The objects in `value`, through dicts, lists and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in flattened(item)]
     return [value]

@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.placement.demand import UnitShape
+from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.layout import FlatLayout, LocalPart, Overlap, TilePlace
 from infinity.sharding.ranks import Ranks
@@ -186,6 +187,16 @@ class UnitFacts:
     def overlap(self, index: int) -> Overlap:
         """The part of parameter `index` in this rank's shard; its length may be 0."""
         return self.layout.overlap(index, self.rank)
+
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        """The dtype in which the host reads and writes content of `kind`."""
+        return {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
+
+    def share_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """This rank's elements (n,) of `values`, the part of parameter `index` that tensor parallel
+        ranks leave to it."""
+        overlap = self.overlap(index)
+        return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""

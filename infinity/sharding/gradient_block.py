@@ -1,4 +1,4 @@
-"""The gradients of a unit at home: how they are added up there, and rewritten."""
+"""The home of the gradients of a unit: it adds them up, and rewrites them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import closing
 
 import torch
 
-from infinity.device import Copy, add_alone, copy_alone
+from infinity.device import Copy, copy_alone
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.listeners import UnitListeners
 from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 
 class GradientBlock:
-    """The gradient block of one unit. Knows nothing of the step.
+    """The gradient block of one unit, in any step.
 
-    Methods that say so run on the thread of the exchange, the others on that of the model.
+    Methods that say so run on the thread of the exchange, all other methods on the thread of the
+    model.
     """
 
     def __init__(
@@ -26,11 +28,11 @@ class GradientBlock:
         facts: UnitFacts,
         blocks: Mapping[Kind, Block],
         store: Store,
-        add: Callable[[torch.Tensor, torch.Tensor], None] = add_alone,
+        listeners: UnitListeners,
     ) -> None:
-        """`add(target, source)` adds contiguous tensors (n,) of one dtype. Methods are for
-        trainable units: others have no such block."""
-        self._facts, self._blocks, self._store, self._add = facts, blocks, store, add
+        """Only trainable units have a gradient block. Methods are for these."""
+        self._facts, self._blocks, self._store = facts, blocks, store
+        self._listeners = listeners
 
     @property
     def _block(self) -> Block:
@@ -41,8 +43,8 @@ class GradientBlock:
         return self._store.staging.chunks(self._blocks[Kind.PARAM])
 
     def flat(self) -> torch.Tensor:
-        """The home in memory: this rank's shard, or where gradients are reduced late the whole unit
-        (numel,)."""
+        """The home in memory: this rank's shard (shard_numel,), or the whole unit (numel,) if
+        gradients are reduced late."""
         home = self._block.home.buffer
         if home is None:
             raise RuntimeError(f"the gradients of {self._facts.name} have no home in memory")
@@ -56,11 +58,11 @@ class GradientBlock:
     def rewrite(
         self, factors: Mapping[int, float | torch.Tensor | None], fresh: bool = False
     ) -> None:
-        """Multiply the gradients of these parameters, by their index; with None they become zeros,
-        whatever they were, and with a tensor (numel,) what that is.
+        """Multiply the gradients of these parameters, by index. None makes zeros of any content. A
+        tensor (numel,) replaces the content.
 
-        Reads and writes the chunks of this rank's shard that have any of them. With `fresh` it
-        reads nothing and writes all chunks: all else becomes zeros, padding too.
+        Reads and writes the chunks of this rank's shard that have some of them. With `fresh` it
+        reads nothing and writes all chunks: all other elements become zeros, padding too.
         """
         facts, block, staging = self._facts, self._block, self._store.staging
         overlaps = {i: facts.overlap(i) for i in factors}
@@ -97,19 +99,18 @@ class GradientBlock:
         self.came()
 
     def add_up(self, shard: torch.Tensor, first: bool) -> None:
-        """Add `shard` (shard_numel,), or the whole unit where it is reduced late (numel,), to its
-        home, or replace that by it if it is the `first` of the step. With an exchange, on its
-        thread."""
+        """Add `shard` (shard_numel,) to its home; if gradients are reduced late, the whole unit
+        (numel,). The `first` of a step replaces the content. With an exchange, on its thread."""
         dtype, block = self._facts.gradient_dtype, self._block
-        staging = self._store.staging
+        staging, add = self._store.staging, self._listeners.updates.add_gradients
         with closing(staging.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
             for home, part in parts:
-                (copy_alone if first else self._add)(home.view(dtype), part.view(dtype))
+                (copy_alone if first else add)(home.view(dtype), part.view(dtype))
         self.came()
 
     def change(self, function: Callable[[torch.Tensor], object]) -> None:
-        """Call `function` with every chunk of the content, to change it in place. With an exchange,
-        on its thread."""
+        """Call `function` with every chunk of the content. It changes the chunk in place. With an
+        exchange, on its thread."""
         block, staging = self._block, self._store.staging
         for begin in self._starts():
             (chunk,) = staging.check_out(ChunkRequest([block], begin, [block]))
@@ -122,26 +123,25 @@ class GradientBlock:
         self.came()
 
     def begin_home(self, full: torch.Tensor) -> Copy | None:
-        """Start copying `full` (numel,), the first gradients of a unit that no other rank has a
-        part in yet, to its home, if nothing on the host has a part in it; `came` ends it."""
+        """Start a copy of `full` (numel,), the first gradients of the unit, to its home, and return
+        it. Call `came` after it. None if other ranks or the host must take part first."""
         if self._facts.reduces_each_turn:
             return None
         return self._store.staging.begin_home(self._block, full.view(torch.uint8))
 
     def came(self) -> None:
-        """New gradients are at home: `begin_home` has ended, or another method."""
+        """New gradients are at home."""
         self._store.resident.end_update([self._block])
 
     def zero(self, indices: Iterable[int]) -> None:
-        """What this rank has collected of these parameters in the home of a unit that is reduced
-        late becomes zeros."""
+        """Zero the gradients of these parameters, of this rank, before a late reduction."""
         flat = self.flat()
         for place in (self._facts.layout.places[index] for index in indices):
             flat[place.offset : place.end].zero_()
 
     def spread(self) -> None:
-        """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its
-        home for none."""
+        """Undo a late reduction: multiply this rank's shard by the number of shards, and zero the
+        rest. The next reduction then gives the same mean."""
         shards = self.flat().chunk(self._facts.layout.ranks)
         for rank, shard in enumerate(shards):
             if rank == self._facts.rank:

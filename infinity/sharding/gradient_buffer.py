@@ -1,5 +1,4 @@
-"""Where a unit's gradients are collected on the compute device, before they are reduced and go
-home."""
+"""Collects the gradients of a unit on the compute device, before they are reduced and go home."""
 
 from __future__ import annotations
 
@@ -10,69 +9,70 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity.device import Copy
-from infinity.sharding.exchange import Collective
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.gradient_ledger import GradientLedger
+from infinity.sharding.gradient_reduction import GradientReduction
+from infinity.sharding.posted import Collective
 
 
 class Reduction(NamedTuple):
-    """The reduction of what a unit collected, posted as `collective`; `leaving` is the copy that
-    alone reads it, if one does."""
+    """The reduction of the gradients that a unit collected, posted as `collective`. `leaving` is
+    the copy that alone reads them, if one does."""
 
     collective: Collective
+    reducer: GradientReduction
     leaving: Copy | None = None
 
 
 class Collecting(Protocol):
-    """What a buffer asks of the gradients of a unit that it collects: see `Gradients`."""
+    """The methods of `Gradients` that a buffer calls."""
 
     @property
     def facts(self) -> UnitFacts: ...
     @property
-    def collected(self) -> int: ...
-    @property
     def trains(self) -> bool: ...
-    def at_home(self, index: int) -> bool: ...
+    @property
+    def ledger(self) -> GradientLedger: ...
     def join_reduction(self) -> None: ...
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None: ...
     def end_reduction(self, collected: int) -> None: ...
-    def follow(self, copy: Copy) -> None: ...
 
 
 class GradientBuffer:
-    """Compute buffers as large as the largest unit, in which a unit's gradients are collected
-    before they are reduced.
+    """Memory of the compute device as large as the largest unit. It collects the gradients of one
+    unit, the holder, before they are reduced.
 
-    Needed with several ranks, and where the gradient's home cannot be addressed from the compute
-    device. What is reduced late passes it twice: whole on its way home, and in pieces that are
-    reduced (`lend`). If a unit asks while another unit holds the buffer, the other one reduces what
-    it has. A parameter may also come a second time: in re-entrant checkpointing of a module used
-    twice, and with micro-batches one after the other. If gradients of other ranks or earlier ones
-    at home come first, the unit then reduces, too. So gradients are added in the same order as
-    without a buffer (invariant I8).
+    It is needed with several ranks, and if the compute device cannot address the home of gradients.
+    Gradients that are reduced late pass it twice: whole on their way home, and in pieces that are
+    reduced (`lend`). If a unit asks while another unit holds the buffer, the gradients of the
+    holder are reduced. A parameter may also come a second time: in re-entrant checkpointing of a
+    module used twice, and with micro-batches one after the other. If gradients of other ranks or
+    earlier ones at home come first, the unit is then reduced, too. So gradients are added in the
+    same order as without a buffer (invariant I8).
 
-    With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
+    With two `parts` of `memory` (uint8), one part collects while the other one is reduced.
     """
 
     def __init__(self, memory: torch.Tensor, parts: int) -> None:
         self._memory = memory
-        # The first one is collected into, and is not free while there is a holder.
+        # The first part collects, and is not free while there is a holder.
         self._free = deque(memory.chunk(parts))
-        # Those that reductions took, in their order.
+        # The parts that reductions use, in their order.
         self._taken: deque[tuple[Reduction, torch.Tensor]] = deque()
-        # Reductions under way, with what each had collected.
+        # Reductions under way, with `GradientLedger.collected` of each at its beginning.
         self._posted: deque[tuple[Collective, Collecting, int]] = deque()
         self._holder: Collecting | None = None
         self._collected: set[int] = set()
-        # Of units that span others, what they have collected in their turn, which lies elsewhere.
+        # Units that span others, and their gradients, which lie outside of the buffer.
         self._parks: frozenset[Collecting] = frozenset()
         self._parked: dict[Collecting, dict[int, torch.Tensor]] = {}
-        # Where units are reduced in a line, the one that is collected in the buffer.
+        # If units are reduced in a line, the unit that the buffer collects.
         self._in_line = False
         self._next: Collecting | None = None
 
     @property
     def holder(self) -> Collecting | None:
-        """Whose gradients are collected in it."""
+        """The gradients that it collects."""
         return self._holder
 
     def add(self, owner: Collecting, index: int, gradient: torch.Tensor) -> None:
@@ -83,19 +83,19 @@ class GradientBuffer:
             return
         again = self._holder is owner and index in self._collected
         if self._holder is not owner or (
-            again and (owner.facts.reduces_each_turn or owner.at_home(index))
+            again and (owner.facts.reduces_each_turn or owner.ledger.at_home(index))
         ):
             self._hold(owner)
             again = False
         self._put(owner, index, gradient, again)
 
     def _hold(self, owner: Collecting) -> None:
-        """`owner` becomes the holder, of nothing."""
+        """`owner` becomes the holder, with no gradients yet."""
         self.flush()
         while self._posted and self._posted[0][0].ended():
             self._end_first()
         if not self._free:
-            self._take_back(owner)
+            self._take_back()
         self._holder, self._collected = owner, set()
 
     def _put(
@@ -114,8 +114,8 @@ class GradientBuffer:
         self._parks = frozenset(owners)
 
     def admit(self, owner: Collecting | None) -> None:
-        """From now on of units that are reduced each turn `owner` alone is collected in the buffer;
-        gradients of others lie beside it until `reduce_turn`."""
+        """Among units that are reduced each turn, the buffer collects only `owner` from now on.
+        Gradients of the other units lie beside it until `reduce_turn`."""
         self._in_line, self._next = True, owner
 
     def admit_all(self) -> None:
@@ -123,15 +123,15 @@ class GradientBuffer:
         self._in_line, self._next = False, None
 
     def _park(self, owner: Collecting, index: int, gradient: torch.Tensor) -> None:
-        """Keep the tensor that autograd made, which nothing changes in place: a hook of the user
-        may have it, too."""
+        """Keep the tensor that autograd made. It is not changed in place, because a hook of the
+        user may have it, too."""
         parked = self._parked.setdefault(owner, {})
         gradient = gradient.to(owner.facts.gradient_dtype)
         parked[index] = parked[index] + gradient if index in parked else gradient
 
     def reduce_turn(self, owner: Collecting) -> None:
-        """The turn of `owner`, one that spans others or is in the line, has ended on all ranks:
-        reduce what it has collected, zeros if that is nothing."""
+        """The turn of `owner`, which spans others or is in the line, has ended on all ranks: reduce
+        its gradients, or zeros if it has none."""
         parked = self._parked.pop(owner, {})
         if self._holder is owner and not parked:
             self.flush()
@@ -146,22 +146,22 @@ class GradientBuffer:
         self.flush()
 
     def reduce_parked(self) -> None:
-        """Reduce what is left: of units that had a gradient, and no turn."""
+        """Reduce the gradients of units that had no turn."""
         for owner in sorted(self._parked, key=lambda each: each.facts.index):
             self.reduce_turn(owner)
 
     def begin_turn(self, owner: Collecting) -> None:
-        """The backward is about to use `owner`: another one that holds the buffer has all its
-        gradients, as a rule.
+        """The backward is about to use `owner`. Another holder of the buffer usually has all its
+        gradients by then.
 
-        It is reduced first, before the gathers that are posted with this use. So the buffer is free
-        again when the unit after this one needs it. Frozen units come and go between gradients.
+        The holder is reduced first, before the gathers that are posted with this use. So the buffer
+        is free again when the next unit needs it. The use of a frozen unit changes nothing.
         """
         if owner.facts.trainable and self._holder is not None and self._holder is not owner:
             self.flush()
 
     def flush(self) -> None:
-        """Reduce what the holder has collected, and free the buffer."""
+        """Reduce the gradients of the holder, and free the buffer."""
         holder, self._holder = self._holder, None
         if holder is None or not (self._collected or holder.facts.reduces_each_turn):
             return
@@ -169,23 +169,23 @@ class GradientBuffer:
         posted = holder.reduce(self._flat(holder), self._collected)
         if posted is not None:
             self._taken.append((posted, self._free.popleft()))
-            self._posted.append((posted.collective, holder, holder.collected))
+            self._posted.append((posted.collective, holder, holder.ledger.collected))
 
-    def _take_back(self, owner: Collecting) -> None:
-        """Free the part that was taken first, for `owner`: what only a copy reads is written when
-        that has ended, which the device waits for, and not the host."""
+    def _take_back(self) -> None:
+        """Free the part that was taken first. If only a copy reads it, the device waits for the
+        copy before it writes there, and the host does not wait."""
         reduction, part = self._taken[0]
         if reduction.leaving is not None:
-            owner.follow(reduction.leaving)
+            reduction.reducer.follow(reduction.leaving)
         else:
             while not reduction.collective.ended():
                 self._end_first()
-        self._taken.popleft()  # not where the wait raised: what ends the engine asks again
+        self._taken.popleft()  # not after an error: `close` waits again
         self._free.append(part)
 
     def _zero_rest(self, holder: Collecting) -> None:
-        """What the holder has not collected: mostly padding at the end alone, so that the buffer is
-        filled in one pass."""
+        """Zero the elements that the holder has not collected. Mostly this is only the padding at
+        the end."""
         flat, end = self._flat(holder), 0
         for place in (holder.facts.layout.places[index] for index in sorted(self._collected)):
             if end < place.offset:
@@ -194,13 +194,13 @@ class GradientBuffer:
         flat[end:].zero_()
 
     def await_added(self) -> None:
-        """Block until everything that was flushed has been added to the gradients of its unit."""
+        """Block until all flushed gradients are at home."""
         while self._posted:
             self._end_first()
 
     def lend(self) -> torch.Tensor:
-        """All of the memory (uint8), for who is done with it before the next gradient comes; what
-        was collected has gone home."""
+        """All of the memory (uint8), as scratch until the next gradient arrives. Collected
+        gradients go home first."""
         self.flush()
         self.await_added()
         return self._memory
@@ -214,15 +214,15 @@ class GradientBuffer:
         return self._free[0][: owner.facts.gradient_nbytes].view(owner.facts.gradient_dtype)
 
     def discard(self, owner: Collecting) -> None:
-        """Forget what `owner` has collected and not reduced."""
+        """Forget the gradients of `owner` that are not reduced."""
         self._parked.pop(owner, None)
         if self._holder is owner:
             self._holder = None
         self.await_added()
 
     def forget(self, owner: Collecting, indices: set[int]) -> None:
-        """Forget what `owner` has collected of these parameters and not reduced; return when
-        nothing of it is on its way."""
+        """Forget the gradients of these parameters of `owner` that are not reduced. Returns when no
+        reduction is under way."""
         if self._holder is owner:
             self._collected -= indices
         for index in indices:
@@ -230,7 +230,7 @@ class GradientBuffer:
         self.await_added()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory, self._holder = self._memory[:0].clone(), None
         self._parks = frozenset()
         self.admit_all()

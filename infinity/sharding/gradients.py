@@ -1,131 +1,44 @@
-"""The gradients of the step under way: what the engine knows of them, and how they get to where
-they are at home.
+"""The gradients of a unit in the step under way: how they change, and how they get home.
 
 [Note: what torch's .grad would be]
-The engine keeps the gradients of a step until `zero_grad`, as torch does: a second `step` applies
-them again, and a backward adds to them. It differs in three things, for speed; nobody sees them. A
-clip factor is not multiplied into the gradients but noted (`GradientEntry.clip`), until something
-is added to them. A gradient that is forgotten keeps its bytes until something is added to others in
-its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`);
-what was assigned may be too large for that (`GradientEntry.unscaled`).
+As in torch, the gradients of a step stay until `zero_grad`: a second `step` applies them again, and
+a backward adds to them. The engine differs in three things, for speed, and shows none of them. It
+notes a clip factor (`GradientEntry.clip`) and multiplies it into the gradients only when something
+is added to them. A forgotten gradient keeps its bytes until something is added to other gradients
+of its unit (`Where.FORGOTTEN`). Gradients that were scaled with their loss stay scaled
+(`GradientLedger.loss_scale`). An assigned gradient may be too large for that
+(`GradientEntry.unscaled`).
 
 Tensors and norms that users keep of a gradient are told before it changes (`Grads.changing`,
 `Grads.forgetting`).
 
-[Note: who touches the bytes]
-The thread of the model, or while a reduction is on its way the thread of the exchange. An update
-reads the bytes after `spend`; whoever changes them then waits for it. `Gradients.wait` returns when
-the exchange has ended what it was given.
-
-[Note: the same on all ranks]
-A rank knows of the gradients that its own backward brought. `settle` agrees on what all of them
-have. Until then a rank must not conclude from its own entries that a unit has none: another one may
-have some.
+[Note: threads on the bytes]
+The thread of the model touches the bytes, and during a reduction the thread of the exchange does.
+An update reads them after `spend`. Code that then changes them waits for the update first.
+`Gradients.wait` returns when the exchange has done its work.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 
-from infinity.device import Copy
 from infinity.errors import ShardedParameterError
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.gradient_buffer import GradientBuffer, Reduction
+from infinity.sharding.gradient_ledger import GradientEntry, GradientLedger, GradientState, Where
 from infinity.sharding.gradient_reduction import GradientReduction
+from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.tensor_parallel import local_gradient
 
 
-class GradientState(enum.Enum):
-    """How far the gradients of a unit are in the step under way.
-
-    EMPTY: there are none on this rank. COLLECTING: a backward brings them. SETTLED: final, averaged
-    over the ranks and at home. SPENT: SETTLED, and an update was given them, which reads them until
-    it ends.
-    """
-
-    EMPTY = enum.auto()
-    COLLECTING = enum.auto()
-    SETTLED = enum.auto()
-    SPENT = enum.auto()
-
-
-class Where(enum.Enum):
-    """Where the gradient of one parameter is.
-
-    NOWHERE: there is none; what its part of the gradient block holds counts for nothing where
-    gradients need no buffer, else it is zeros if others are at home. BUFFER: in the
-    `GradientBuffer` alone. HOME: in the gradient block, and maybe more of it in the buffer.
-    FORGOTTEN: there is none, but its bytes are still in the block. ZEROED: there is none, and its
-    bytes were replaced by zeros.
-    """
-
-    NOWHERE = enum.auto()
-    BUFFER = enum.auto()
-    HOME = enum.auto()
-    FORGOTTEN = enum.auto()
-    ZEROED = enum.auto()
-
-    @property
-    def present(self) -> bool:
-        """Whether there is a gradient."""
-        return self in (Where.BUFFER, Where.HOME)
-
-    @property
-    def filled(self) -> bool:
-        """Whether the step has put anything into the gradient block for the parameter."""
-        return self in (Where.HOME, Where.FORGOTTEN, Where.ZEROED)
-
-
-class GradientEntry(NamedTuple):
-    """What is known of the gradient of one parameter: `clip` is what an update multiplies it by,
-    and `unscaled` says that it was assigned, and not multiplied by the loss scale."""
-
-    where: Where = Where.NOWHERE
-    clip: float = 1.0
-    unscaled: bool = False
-
-
-class GradientListener(Protocol):
-    """The object that gradients tell before they change and when they came."""
-
-    def changing(
-        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
-    ) -> None:
-        """The gradients of these parameters are about to change. `change` does the same to a tensor
-        in place; without it they are replaced."""
-
-    def forgetting(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters are about to be forgotten."""
-
-    def rollback(self) -> None:
-        """Return when no speculative update of the unit is in flight, because its gradients
-        change."""
-
-    def await_readers(self) -> None:
-        """Return when no update reads the gradient block."""
-
-    def square_ahead(self, all_came: bool) -> float | None:
-        """The sum of squares of the gradients, if that is worth having before the step; `all_came`
-        where there are as many as in the last step."""
-
-    def gradients_came(self) -> None:
-        """There are as many gradients as in the last step."""
-
-    def outdate(self) -> None:
-        """An update was given the gradients, so the parameters change."""
-
-
 class Gradients:
-    """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend`
-    and `clear` change them.
+    """The gradients of one unit in the step under way. `ledger` is the record of them.
 
-    They are called by the thread that runs the model; parameters go by their index in the unit.
+    The thread that runs the model calls all methods. Parameters go by their index in the unit.
     """
 
     def __init__(
@@ -134,98 +47,29 @@ class Gradients:
         block: GradientBlock,
         buffer: GradientBuffer | None,
         reduction: GradientReduction | None,
-        listener: GradientListener,
+        listeners: UnitListeners,
+        outdate: Callable[[], object],
     ) -> None:
-        """They travel through `buffer`, or straight into their home, the `block`, when it is None.
-        With a `reduction` they go home beside the model."""
+        """They travel through `buffer`, or straight into their home, the `block`, if it is None.
+        With a `reduction` they go home beside the model. `outdate` is called when an update gets
+        them."""
         self.facts, self._block, self._buffer = facts, block, buffer
-        self._reduction, self._listener = reduction, listener
-        self._state = GradientState.EMPTY
-        self._entries = [GradientEntry()] * len(facts.parameters)
-        self._number = 0  # of those that are present
-        # How often each was forgotten.
-        self._generations = [0] * len(facts.parameters)
-        self._loss_scale = 1.0
-        self._collected = self._expected = 0
-        # The sum of squares after so many gradients.
-        self._measured: tuple[int, float | None] = (0, None)
-        # Whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`).
-        self._is_apart = False
-
-    # What is there
-
-    @property
-    def state(self) -> GradientState:
-        """How far they are."""
-        return self._state
-
-    @property
-    def loss_scale(self) -> float:
-        """What they were multiplied by, with the loss, in the backward."""
-        return self._loss_scale
-
-    def scale_of(self, index: int) -> float:
-        """What the gradient of the parameter was multiplied by."""
-        return 1.0 if self._entries[index].unscaled else self._loss_scale
-
-    @property
-    def collected(self) -> int:
-        """How many gradients of single parameters the step under way has brought."""
-        return self._collected
+        self._reduction, self._listeners, self._outdate = reduction, listeners, outdate
+        self.ledger = GradientLedger(facts)
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter takes gradients now: a trainable unit may be frozen for some
+        """Whether a parameter takes gradients now. A trainable unit may be frozen during some
         steps."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.facts.trainable and any(p.requires_grad for p in self.facts.parameters)
 
-    def present(self) -> list[int]:
-        """The parameters that have a gradient: after `settle` those that have one on any rank."""
-        return [index for index, entry in enumerate(self._entries) if entry.where.present]
-
-    def has(self, index: int) -> bool:
-        """Whether there is a gradient of the parameter."""
-        return self._entries[index].where.present
-
-    def at_home(self, index: int) -> bool:
-        """Whether the gradient of the parameter, or some of it, is in the gradient block."""
-        return self._entries[index].where is Where.HOME
-
-    def clip_of(self, index: int) -> float:
-        """The product of the clip factors so far."""
-        return self._entries[index].clip
-
-    def generation(self, index: int) -> int:
-        """A number that is another one when the gradient of the parameter was forgotten since."""
-        return self._generations[index]
-
-    def factor(self, index: int, further: float = 1.0) -> float:
-        """What an update multiplies the gradient by, `further` clipped by that."""
-        return self._entries[index].clip * further / self.scale_of(index)
-
-    def measured(self) -> float | None:
-        """The sum of squares of all that there are, as they lie in the block, if that is known."""
-        collected, squares = self._measured
-        return squares if collected == self._collected else None
-
-    def note_squares(self, squares: float) -> None:
-        """The sum of squares of all that there are, as they lie in the block."""
-        self._measured = self._collected, squares
-
-    def summary(self) -> list[float]:
-        """What the ranks add up for `settle`."""
-        flags = [float(entry.where.present) for entry in self._entries]
-        collects = self._state is GradientState.COLLECTING
-        scaled = self._has_scaled()
-        return [*flags, scaled, self._loss_scale * scaled, self._is_apart, collects]
-
-    # What changes them
+    # Changes
 
     def add(self, index: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        """Add a gradient of the parameter to what the step has so far; its loss was multiplied by
-        `scale`. Raises `ShardedParameterError` for one that has a graph."""
-        name = self.facts.names[index]
+        """Add a gradient of the parameter to the gradient of the step. Its loss was multiplied by
+        `scale`. Raises `ShardedParameterError` if `gradient` has a graph."""
+        ledger, name = self.ledger, self.facts.names[index]
         if gradient.requires_grad:
             raise ShardedParameterError(
                 f"the gradient of {name} has a graph (backward(create_graph=True)), "
@@ -233,328 +77,300 @@ class Gradients:
                 "torch.autograd.grad(loss, parameters, create_graph=True)"
             )
         self._tell_before_adding(index, gradient, scale)
-        if self._collected == self._expected:
-            self._listener.rollback()
-        self._listener.await_readers()
+        if ledger.came_all:
+            self._rollback()
+        self._await_readers()
         self._open()
         gradient = local_gradient(gradient, self.facts.parameters[index])
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if scale != self._loss_scale:
-            if self._has_scaled():
+        if scale != ledger.loss_scale:
+            if ledger.has_scaled():
                 # Some micro-batches are scaled, or another optimizer stepped in between.
-                gradient = gradient * (self._loss_scale / scale)
+                gradient = gradient * (ledger.loss_scale / scale)
             else:
-                self._loss_scale = scale
-        self._state = GradientState.COLLECTING
+                ledger.loss_scale = scale
+        ledger.state = GradientState.COLLECTING
         if self._buffer is not None:
-            if self._entries[index].where is Where.FORGOTTEN:
+            if ledger.entries[index].where is Where.FORGOTTEN:
                 self._drop_forgotten()
             self._buffer.add(self, index, gradient)
             # A reduction that `add` ended may have begun the update without this gradient.
-            if self._collected == self._expected:
-                self._listener.rollback()
-        elif self.has(index):
+            if ledger.came_all:
+                self._rollback()
+        elif ledger.has(index):
             self._scale_assigned([index])
             self._block.part(index).add_(gradient)
         else:
             self._block.part(index).copy_(gradient)
-        if not self.has(index):
-            # What a reduction without it has left in the block is a part of it.
-            home = self._buffer is None or self._entries[index].where is Where.ZEROED
-            self._set([index], Where.HOME if home else Where.BUFFER)
-        self._collected += 1
+        if not ledger.has(index):
+            # A reduction without it may have left gradients of other ranks: they are a part of it.
+            home = self._buffer is None or ledger.entries[index].where is Where.ZEROED
+            ledger.set([index], Where.HOME if home else Where.BUFFER)
+        ledger.collected += 1
         if self._buffer is None:
             self._announce()
 
     def forget(self, indices: Iterable[int]) -> None:
-        """There are no gradients of these parameters any more, as if there had never been any;
-        several ranks do alike."""
-        indices, others = set(indices), self.facts.ranks > 1
-        self._listener.forgetting(indices)
-        for index in indices:
-            self._generations[index] += 1
-        left = set(self.present()) - indices
-        if len(indices) == len(self._entries) or (not others and not left):
+        """Forget the gradients of these parameters, as if they had never come. With several ranks
+        all do the same."""
+        ledger, indices, others = self.ledger, set(indices), self.facts.ranks > 1
+        self._listeners.grads.forgetting(self.facts, indices)
+        ledger.age(indices)
+        left = set(ledger.present()) - indices
+        if len(indices) == len(ledger.entries) or (not others and not left):
             self.clear()
             return
-        self._listener.rollback()
-        if self._buffer is not None and self._state is GradientState.COLLECTING:
+        self._rollback()
+        collecting = ledger.state is GradientState.COLLECTING
+        if self._buffer is not None and collecting:
             self._buffer.forget(self, indices)
         # Another rank may have some.
-        elsewhere = others and any(entry.where.filled for entry in self._entries)
-        loose = self._buffer is None and self._state is GradientState.COLLECTING
+        elsewhere = others and ledger.is_filled()
+        loose = self._buffer is None and collecting
         for index in indices:
-            keeps = not loose and (elsewhere or self.at_home(index))
-            if keeps or self.has(index):
-                self._put(index, GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE))
-        self._measured = 0, None
+            keeps = not loose and (elsewhere or ledger.at_home(index))
+            if keeps or ledger.has(index):
+                ledger.entries[index] = GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE)
+        ledger.forget_squares()
         held = self._buffer is not None and self._buffer.holder is self
         if not held and all(
-            entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries
+            entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in ledger.entries
         ):
             self.clear()
 
     def zero(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters, settled if there are any, are zeros from now on; they
-        are still gradients."""
-        present = [index for index in indices if self.has(index)]
+        """The gradients of these parameters become zeros, if there are any and they are settled.
+        Zeros are gradients, too."""
+        ledger = self.ledger
+        present = [index for index in indices if ledger.has(index)]
         if present:
-            self._expect(GradientState.SETTLED, GradientState.SPENT)
-            self._listener.changing(present, torch.Tensor.zero_)
-            self._listener.rollback()
-            self._listener.await_readers()
+            ledger.expect(GradientState.SETTLED, GradientState.SPENT)
+            self._rewrite(present, torch.Tensor.zero_)
             self._block.rewrite(dict.fromkeys(present))
-            self._measured = 0, None
+            ledger.forget_squares()
             for index in present:
-                self._put(index, GradientEntry(Where.HOME))
+                ledger.entries[index] = GradientEntry(Where.HOME)
 
     def assign(self, index: int, values: torch.Tensor) -> None:
-        """`values`, what this rank has of the whole gradient of the parameter, replace its gradient
-        or become it. What there is must be settled."""
-        if not self.present():
+        """`values`, this rank's part of the whole gradient of the parameter, become its gradient.
+        Present gradients must be settled."""
+        ledger = self.ledger
+        if not ledger.present():
             self.clear()
-        self._listener.changing([index])
-        self._listener.rollback()
-        self._listener.await_readers()
-        fresh = self._state is GradientState.EMPTY
+        self._rewrite([index])
+        fresh = ledger.state is GradientState.EMPTY
         if fresh:
-            self._set(range(len(self._entries)), Where.ZEROED)
-            self._state = GradientState.SETTLED
-        self._expect(GradientState.SETTLED, GradientState.SPENT)
-        scaled = self._scaled(values)
+            ledger.set(range(len(ledger.entries)), Where.ZEROED)
+            ledger.state = GradientState.SETTLED
+        ledger.expect(GradientState.SETTLED, GradientState.SPENT)
+        scaled = ledger.scaled(values)
         kept = values if scaled is None else scaled
-        # Of a fresh block nothing was written yet that could be read.
+        # A fresh block has no bytes that could be read.
         self._block.rewrite({index: kept.reshape(-1)}, fresh)
-        self._put(index, GradientEntry(Where.HOME, unscaled=scaled is None))
-        self._measured = 0, None
+        ledger.entries[index] = GradientEntry(Where.HOME, unscaled=scaled is None)
+        ledger.forget_squares()
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
-        """Multiply the settled gradients of these parameters by a clip factor."""
-        self._expect(GradientState.SETTLED, GradientState.SPENT)
-        # A gradient that comes later is not clipped by this.
-        present = [index for index in indices if self.has(index)]
+        """Multiply the settled gradients of these parameters by a clip factor. Gradients that come
+        later are not clipped by it."""
+        ledger = self.ledger
+        ledger.expect(GradientState.SETTLED, GradientState.SPENT)
+        present = [index for index in indices if ledger.has(index)]
         if factor != 1.0:
-            self._listener.changing(present, lambda assigned: assigned.mul_(factor))
+            self._listeners.grads.changing(
+                self.facts, present, lambda assigned: assigned.mul_(factor)
+            )
         for index in present:
-            entry = self._entries[index]
-            self._entries[index] = entry._replace(clip=entry.clip * factor)
+            entry = ledger.entries[index]
+            ledger.entries[index] = entry._replace(clip=entry.clip * factor)
 
     def apply_clips(self, indices: Iterable[int]) -> None:
         """Multiply the clip factors so far into the settled gradients of these parameters, in their
-        dtype, as torch does at once: clipping them again rounds twice, too."""
-        self._expect(GradientState.SETTLED, GradientState.SPENT)
+        dtype, as torch does at once. So a second clip rounds a second time, too."""
+        ledger = self.ledger
+        ledger.expect(GradientState.SETTLED, GradientState.SPENT)
         clipped = {
-            index: self.clip_of(index)
+            index: ledger.clip_of(index)
             for index in indices
-            if self.has(index) and self.clip_of(index) != 1.0
+            if ledger.has(index) and ledger.clip_of(index) != 1.0
         }
         if clipped:
-            self._listener.rollback()
-            self._listener.await_readers()
+            self._rollback()
+            self._await_readers()
             self._block.rewrite(clipped)
-            self._measured = 0, None
+            ledger.forget_squares()
             for index in clipped:
-                self._entries[index] = self._entries[index]._replace(clip=1.0)
+                ledger.entries[index] = ledger.entries[index]._replace(clip=1.0)
 
     def settle(self, agreed: Sequence[float] | None = None) -> None:
-        """Make them final: what all ranks have, at home, averaged. `agreed` is the sum of every
-        rank's `summary`."""
+        """Make the gradients of all ranks final: at home, and averaged. `agreed` is the sum of the
+        `GradientLedger.summary` of all ranks."""
         self.wait()
-        mine = [entry.where.present for entry in self._entries]
+        ledger, reduction = self.ledger, self._reduction
+        mine = [entry.where.present for entry in ledger.entries]
         if agreed is not None:
             self._join(agreed)
-        if self._state is not GradientState.COLLECTING or not self.present():
+        if ledger.state is not GradientState.COLLECTING or not ledger.present():
             return
-        reduction = self._reduction
-        if self._is_apart and reduction is not None:
+        if ledger.is_apart and reduction is not None:
             reduction.post(reduction.average, scatters=False).wait()
-            self._is_apart = False
+            ledger.is_apart = False
         if self.facts.reduces_late and reduction is not None:
             self._block.zero(index for index, present in enumerate(mine) if not present)
-            reduction.post(self._reduce_late(reduction)).wait()
-        self._state = GradientState.SETTLED
+            late: Callable[[], object] = (
+                functools.partial(reduction.reduced, self._block.flat())
+                if self._buffer is None
+                else functools.partial(reduction.reduce_home, self._buffer.lend())
+            )
+            reduction.post(late).wait()
+        ledger.state = GradientState.SETTLED
 
     def spend(self, indices: Iterable[int], factor: float = 1.0) -> None:
-        """An update was given the settled gradients of these parameters, clipped by `factor`, as
-        they are from now on."""
+        """An update gets the settled gradients of these parameters, clipped by `factor`."""
         self.scale(indices, factor)
-        self._state, self._expected = GradientState.SPENT, self._collected
-        self._listener.outdate()
+        self.ledger.state, self.ledger.expected = GradientState.SPENT, self.ledger.collected
+        self._outdate()
 
     def clear(self) -> None:
-        """There are no gradients any more."""
-        self._listener.forgetting(range(len(self._entries)))
-        self._listener.rollback()
-        self._state = GradientState.EMPTY
-        self._entries, self._number = [GradientEntry()] * len(self._entries), 0
-        self._generations = [number + 1 for number in self._generations]
-        self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
+        """Forget all gradients."""
+        ledger = self.ledger
+        self._listeners.grads.forgetting(self.facts, range(len(ledger.entries)))
+        self._rollback()
+        ledger.clear()
         if self._buffer is not None:
             self._buffer.discard(self)
-        self._measured = 0, None  # not before what was on its way has ended, and was measured
+        ledger.forget_squares()  # after `discard`: a reduction that it ended may have noted some
 
     # On their way
 
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Reduction | None:
         """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over
-        the ranks; add this rank's part to the block. What is reduced late is added there whole.
+        the ranks, and add this rank's part to the block. Gradients that are reduced late are added
+        there whole.
 
-        With an exchange returns at once. When the reduction has ended `end_reduction` is to be
-        called; until then the block is not used.
+        With an exchange it returns at once. The caller calls `end_reduction` when the reduction has
+        ended. Until then the block is not used.
         """
-        block, reduction = self._block, self._reduction
+        block, reduction, ledger = self._block, self._reduction, self.ledger
         self._drop_forgotten()
         collected = list(collected)
-        self._scale_assigned(collected if self.facts.ranks == 1 else self.present())
-        first = not any(entry.where.filled for entry in self._entries)
-        self._set(collected, Where.HOME)
-        if not any(entry.where.filled for entry in self._entries):
-            # This rank brings zeros, and gets its part of what others bring.
-            self._set(range(len(self._entries)), Where.ZEROED)
+        self._scale_assigned(collected if self.facts.ranks == 1 else ledger.present())
+        first = not ledger.is_filled()
+        ledger.set(collected, Where.HOME)
+        if not ledger.is_filled():
+            # This rank brings zeros, and gets its part of the gradients of other ranks.
+            ledger.set(range(len(ledger.entries)), Where.ZEROED)
         if reduction is None:
             block.add_up(full, first)
             self._announce()
             return None
+        came = functools.partial(self._measure, ledger.collected)
         leaving = block.begin_home(full) if first else None
         if leaving is not None:
-            came = functools.partial(self._came, self._collected)
-            return Reduction(reduction.bring(came, leaving.wait), leaving)
-        if self.facts.reduces_late:
-            return Reduction(reduction.bring(functools.partial(block.add_up, full, first)))
-        idle = None if collected else functools.partial(self._bring_nothing, full, first)
-        averages = reduction.averages
-        if self.facts.replicas == 1 or (averages and not self._is_apart):
-            bring = functools.partial(self._bring_home, reduction, full, first, self._collected)
-            return Reduction(reduction.post(bring, idle=idle))
-        self._is_apart = not averages
-        add = functools.partial(self._scatter, reduction, full, first, averages)
-        return Reduction(reduction.post(add, averages=averages, idle=idle))
 
-    def follow(self, copy: Copy) -> None:
-        """For the buffer: have what the device does next wait until `copy`, the `leaving` of a
-        reduction, has ended."""
-        if self._reduction is not None:
-            self._reduction.follow(copy)
+            def end() -> None:
+                block.came()
+                came()
+
+            return Reduction(reduction.bring(end, leaving.wait), reduction, leaving)
+        if self.facts.reduces_late:
+            add_up = functools.partial(block.add_up, full, first)
+            return Reduction(reduction.bring(add_up), reduction)
+        averages = reduction.averages
+        if self.facts.replicas > 1 and (ledger.is_apart or not averages):
+            ledger.is_apart = not averages
+            add = functools.partial(reduction.add_scattered, full, first, averages)
+        else:
+            averages = True
+            add = functools.partial(reduction.add_reduced, full, first, came)
+        idle = None if collected else functools.partial(reduction.add_nothing, full, first)
+        return Reduction(reduction.post(add, averages=averages, idle=idle), reduction)
 
     def join_reduction(self) -> None:
-        """For the buffer: other ranks may have gradients for the reduction that comes, and this one
-        has none."""
-        if self._collected == self._expected:
-            self._listener.rollback()
-        self._listener.await_readers()
+        """For the buffer: this rank has no gradients for the reduction that comes, and other ranks
+        may have some."""
+        if self.ledger.came_all:
+            self._rollback()
+        self._await_readers()
         self._open()
 
     def end_reduction(self, collected: int) -> None:
-        """For the buffer: the reduction that was posted when the step had brought as many gradients
-        as `collected` has ended."""
-        if 0 < collected == self._collected:
+        """For the buffer: a reduction has ended. When it was posted the step had brought
+        `collected` gradients."""
+        if 0 < collected == self.ledger.collected:
             self._announce()
 
     def wait(self) -> None:
-        """Block until what was flushed is in the gradient block."""
+        """Block until the flushed gradients are in the gradient block."""
         if self._buffer is not None:
             self._buffer.await_added()
 
-    def _reduce_late(self, reduction: GradientReduction) -> Callable[[], object]:
-        """What reduces the home of the whole unit, on the thread of the exchange."""
-        if self._buffer is None:
-            return functools.partial(reduction.reduced, self._block.flat())
-        return functools.partial(reduction.reduce_home, self._buffer.lend())
-
-    def _bring_home(
-        self, reduction: GradientReduction, full: torch.Tensor, first: bool, collected: int
-    ) -> None:
-        self._block.add_up(reduction.reduced(full), first)
-        self._measure(collected)
-
-    def _bring_nothing(self, zeros: torch.Tensor, first: bool) -> None:
-        if first:
-            self._block.add_up(self.facts.shard_of(zeros), first)
-
-    def _scatter(
-        self, reduction: GradientReduction, full: torch.Tensor, first: bool, averages: bool
-    ) -> None:
-        self._block.add_up(reduction.scattered(full), first)
-        if averages:
-            reduction.average()
-
-    def _came(self, collected: int) -> None:
-        self._block.came()
-        self._measure(collected)
-
     def _measure(self, collected: int) -> None:
-        """If these were the last gradients of the step, say what their norm needs, while the model
-        goes on."""
+        """If these are the last gradients of the step, compute their sum of squares while the model
+        continues. On the thread of the exchange."""
         if self.facts.reduces_late:
-            return  # there are those of other ranks
-        all_came = 0 < collected == self._expected
-        squares = self._listener.square_ahead(all_came)
+            return  # other ranks have gradients, too
+        ledger = self.ledger
+        all_came = 0 < collected == ledger.expected
+        squares = self._listeners.updates.square_ahead(self.facts, all_came)
         if all_came:
-            self._measured = collected, squares
+            ledger.note_squares(squares, collected)
 
     def _announce(self) -> None:
-        """Tell the updater where these may be all that the step brings."""
-        final = not (self._is_apart or self.facts.reduces_late)
-        if final and self._collected == self._expected:
-            self._listener.gradients_came()
+        """Tell the updater if these may be all gradients of the step."""
+        final = not (self.ledger.is_apart or self.facts.reduces_late)
+        if final and self.ledger.came_all:
+            self._listeners.updates.gradients_came(self.facts)
 
-    # Inside of the step
+    # Before a change
 
-    def _expect(self, *states: GradientState) -> None:
-        if self._state not in states:
-            raise RuntimeError(f"the gradients of {self.facts.name} are {self._state.name}")
+    def _rollback(self) -> None:
+        self._listeners.updates.rollback(self.facts)
 
-    def _set(self, indices: Iterable[int], where: Where) -> None:
-        for index in indices:
-            self._put(index, self._entries[index]._replace(where=where))
+    def _await_readers(self) -> None:
+        self._listeners.updates.await_readers(self.facts)
 
-    def _put(self, index: int, entry: GradientEntry) -> None:
-        self._number += entry.where.present - self._entries[index].where.present
-        self._entries[index] = entry
+    def _rewrite(
+        self, indices: Sequence[int], change: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        """The gradients of these parameters are about to be rewritten at home."""
+        self._listeners.grads.changing(self.facts, indices, change)
+        self._rollback()
+        self._await_readers()
 
     def _open(self) -> None:
-        """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have,
-        clipped as it is."""
-        if self._state not in (GradientState.SETTLED, GradientState.SPENT):
+        """SETTLED or SPENT -> COLLECTING: a gradient that is added meets the gradients that torch
+        would have, with their clip factors applied."""
+        ledger = self.ledger
+        if ledger.state not in (GradientState.SETTLED, GradientState.SPENT):
             return
-        self.apply_clips(self.present())
-        self._state = GradientState.COLLECTING
+        self.apply_clips(ledger.present())
+        ledger.state = GradientState.COLLECTING
         if self._buffer is None:
-            self._set(
-                [i for i, entry in enumerate(self._entries) if not entry.where.present],
+            ledger.set(
+                [i for i, entry in enumerate(ledger.entries) if not entry.where.present],
                 Where.NOWHERE,
             )
         if self.facts.reduces_late:
-            self._scale_assigned(self.present())
+            self._scale_assigned(ledger.present())
             self._block.spread()
-        self._collected, self._measured = 0, (0, None)
-
-    def _has_scaled(self) -> bool:
-        """Whether there is a gradient that was multiplied by the loss scale."""
-        return any(entry.where.present and not entry.unscaled for entry in self._entries)
-
-    def _scaled(self, values: torch.Tensor) -> torch.Tensor | None:
-        """`values`, multiplied by the loss scale; None where there is none yet, or the product has
-        no finite value in the dtype of the gradients."""
-        if self._loss_scale == 1.0:
-            return None
-        scaled = values.float() * self._loss_scale
-        most = torch.finfo(self.facts.gradient_dtype).max
-        return scaled if bool((scaled.abs() <= most).all()) else None
+        ledger.collected = 0
+        ledger.forget_squares()
 
     def _scale_assigned(self, indices: Iterable[int]) -> None:
-        """Multiply those of these gradients by the loss scale that are not, where something may be
+        """Multiply the unscaled gradients among these by the loss scale, because something may be
         added to them."""
-        unscaled = [i for i in indices if self.has(i) and self._entries[i].unscaled]
-        if unscaled and self._loss_scale != 1.0:
+        ledger = self.ledger
+        unscaled = [i for i in indices if ledger.has(i) and ledger.entries[i].unscaled]
+        if unscaled and ledger.loss_scale != 1.0:
             self.wait()
-            self._block.rewrite(dict.fromkeys(unscaled, self._loss_scale))
+            self._block.rewrite(dict.fromkeys(unscaled, ledger.loss_scale))
         for index in unscaled:
-            self._entries[index] = self._entries[index]._replace(unscaled=False)
+            ledger.entries[index] = ledger.entries[index]._replace(unscaled=False)
 
     def _tell_before_adding(self, index: int, gradient: torch.Tensor, scale: float) -> None:
-        """A gradient is about to be added: the same is done to a tensor that was assigned."""
+        """A gradient is about to be added. Have it added to an assigned tensor, too."""
         name = self.facts.names[index]
 
         def add(assigned: torch.Tensor) -> None:
@@ -567,12 +383,14 @@ class Gradients:
             value = gradient.to_dense() if gradient.is_sparse else gradient
             assigned.add_(value if scale == 1.0 else (value.float() / scale).to(assigned.dtype))
 
-        self._listener.changing([index], add)
+        self._listeners.grads.changing(self.facts, [index], add)
 
     def _drop_forgotten(self) -> None:
-        """Replace what was forgotten by zeros, where something may be added to it."""
+        """Replace forgotten gradients by zeros, because something may be added to them."""
         forgotten = [
-            index for index, entry in enumerate(self._entries) if entry.where is Where.FORGOTTEN
+            index
+            for index, entry in enumerate(self.ledger.entries)
+            if entry.where is Where.FORGOTTEN
         ]
         if forgotten:
             self.wait()
@@ -580,19 +398,20 @@ class Gradients:
                 self._block.zero(forgotten)
             else:
                 self._block.rewrite(dict.fromkeys(forgotten))
-            self._set(forgotten, Where.ZEROED)
+            self.ledger.set(forgotten, Where.ZEROED)
 
     def _join(self, agreed: Sequence[float]) -> None:
-        """Take over what other ranks have: their gradients are in this rank's shard, too."""
+        """Note the gradients of other ranks: they are in this rank's shard, too."""
+        ledger = self.ledger
         *flags, having, scales, apart, collecting = agreed
         if collecting and self.facts.reduces_late:
-            self._open()  # others add to what was settled: it is reduced once more
+            self._open()  # other ranks add to settled gradients: they are reduced once more
         there = [index for index, flag in enumerate(flags) if flag > 0]
-        if having and not self._has_scaled():
-            self._loss_scale = scales / having
-        if there and self._state is GradientState.EMPTY:
-            self._state = GradientState.COLLECTING
-        if elsewhere := [index for index in there if not self.has(index)]:
-            self._set(elsewhere, Where.HOME)
-            self._measured = 0, None  # without them
-        self._is_apart = apart > 0
+        if having and not ledger.has_scaled():
+            ledger.loss_scale = scales / having
+        if there and ledger.state is GradientState.EMPTY:
+            ledger.state = GradientState.COLLECTING
+        if elsewhere := [index for index in there if not ledger.has(index)]:
+            ledger.set(elsewhere, Where.HOME)
+            ledger.forget_squares()  # they leave out the gradients of other ranks
+        ledger.is_apart = apart > 0

@@ -1,30 +1,31 @@
-"""Tensors without data, of which users see shape, dtype and device, and whose values come when an
-operator asks for them.
+"""Tensors without data. Users see shape, dtype and device. The values come when an operator needs
+them.
 
 [Note: operators on lazy tensors]
-A lazy tensor is a wrapper without storage, so that every operator arrives in `__torch_dispatch__`,
-from wherever it is called: Python, functorch, scripts, C++. It arrives below autograd: the gradient
-of an operator is that of any tensor. A few operators are known. Every other one gets whole copies:
+A lazy tensor is a wrapper without storage. So every operator arrives in `__torch_dispatch__`, from
+Python, functorch, scripts and C++. It arrives below autograd, so its gradient is that of any
+tensor. A few operators are known. Every other operator gets whole copies:
 
-| operator | what it gets |
+| operator | gets |
 |---|---|
-| that a class answers (`LazyTensor.answers`) | nothing |
-| that makes a tensor of the same shape | shape, dtype and device |
-| that gives a view | nothing; the view is a `LazyView` |
-| over lists | copies of one element after the other, so that one copy is alive at a time |
-| any other | copies of all |
+| in `LazyTensor.answers` of the class | nothing |
+| makes a tensor of the same shape | shape, dtype and device |
+| gives a view | nothing; the view is a `LazyView` |
+| over lists | copies of one element after the other, so one copy lives at a time |
+| any other | copies of all arguments |
 
-What an operator writes to replaces the values (`LazyTensor.replace`). A class that refuses that
-says so in `check_replace`, which is asked before the operator runs.
+If an operator writes to a copy, the copy replaces the values (`LazyTensor.replace`). A class that
+refuses that raises in `check_replace`, which is called before the operator runs.
 
 [Note: views of lazy tensors]
-A `LazyView` knows its root and the operators that make it. Reading it makes a copy of the root and
-repeats them there. Writing it writes the copy of the root through the view, and the copy replaces
-the root. So it is an alias, as a view of any tensor. Its shape and strides are those of a tensor on
-the meta device that was viewed alike.
+A `LazyView` knows its root and the operators that make it. A read copies the root and repeats the
+operators on the copy. A write changes the copy of the root through the view, and the copy replaces
+the root. So the view is an alias, as any view. Its shape and strides are those of a tensor on the
+meta device to which the same operators were applied.
 
 [Note: memory that is not there]
-What reads memory past the operators gets a copy that cannot be written (`numpy`), or is refused.
+Code that reads memory without an operator gets a copy that cannot be written (`numpy`), or is
+refused.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ _LIKE = {
         *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")),
     )
 }
-"""Operators that ask for shape, dtype and device alone."""
+"""Operators that need only shape, dtype and device."""
 _VALUES = {
     *("tolist", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
     *("__format__", "__reduce_ex__"),
 }
-"""Methods that read the memory of a tensor past its operators: torch.tensor calls them while it
+"""Methods that read the memory of a tensor without an operator: torch.tensor calls them while it
 keeps operators from `__torch_dispatch__`."""
 _ARRAYS = {"numpy", "__array__"}
 _MEMORY = {
@@ -70,14 +71,14 @@ _MEMORY = {
     *("__cuda_array_interface__", "share_memory_", "set_", "resize_", "resize_as_"),
     *("apply_", "map_", "map2_", "module_load"),
 }
-"""Functions that give memory away, or put other memory in its place."""
+"""Functions that return the memory of a tensor, or replace it."""
 _NO_MEMORY = "has no memory of its own that {what} could use; {way}"
 _COPY = "use a copy: .clone()"
 _WRITE = "write what it is to be: .copy_(values)"
 
 
 class _NoSlots(list[str]):
-    """What `torch.utils.swap_tensors` asks of a class first."""
+    """`torch.utils.swap_tensors` reads this of a class first."""
 
     def __iter__(self) -> NoReturn:
         raise ShardedParameterError(
@@ -86,21 +87,24 @@ class _NoSlots(list[str]):
 
 
 class LazyTensor(InGraphs):
-    """A tensor without data: shape, dtype, strides and device are those of what `fetch` gives. See
-    [Note: operators on lazy tensors]."""
+    """A tensor without data. It has the shape, dtype, strides and device of the tensor that `fetch`
+    gives. See [Note: operators on lazy tensors].
+
+    One class, because torch finds each of these methods by the class of a tensor.
+    """
 
     answers: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
-    """Operators that need no data: each is called with the operator and its arguments, and gives
-    `NotImplemented` where these need data."""
+    """Functions for operators that need no data. Each gets the operator and its arguments. It
+    returns `NotImplemented` if these need data."""
     shares: ClassVar[bool] = True
-    """Whether others may be the same memory."""
+    """Whether other tensors may share its memory."""
     answers_backwards: ClassVar[bool] = False
-    """Whether the class takes part in backwards with other tensors than itself."""
+    """Whether the class takes part in backwards with other tensors in its place."""
     __slotnames__ = _NoSlots()
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        cls.__slotnames__ = LazyTensor.__slotnames__  # which is looked up in the class alone
+        cls.__slotnames__ = LazyTensor.__slotnames__  # torch looks in the class only
 
     @classmethod
     def without_data(
@@ -110,16 +114,15 @@ class LazyTensor(InGraphs):
         device: torch.device,
         stride: Sequence[int] | None = None,
         offset: int = 0,
-        requires_grad: bool = False,
         keys: Sequence[str] = (),
     ) -> Any:
-        """A new one, contiguous without `stride`, with more dispatch `keys`; `__init__` has yet to
-        run."""
+        """A new tensor, before its `__init__`. It is contiguous without `stride`. `keys` are
+        further dispatch keys."""
         make: Any = torch.Tensor._make_wrapper_subclass
         more = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
         for key in keys:
             more = more.add(getattr(torch._C.DispatchKey, key))
-        with torch.inference_mode(False):  # a view of what is no inference tensor is none either
+        with torch.inference_mode(False):  # views of it are no inference tensors either
             made = make(
                 cls,
                 tuple(shape),
@@ -127,41 +130,39 @@ class LazyTensor(InGraphs):
                 storage_offset=offset or None,
                 dtype=dtype,
                 device=device,
-                requires_grad=requires_grad,
                 _extra_dispatch_keys=more,
             )
-        # C++ code that takes the address raises then, and does not read at 0.
+        # C++ code that takes the address then raises, and does not read address 0.
         torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
-    # What a class of lazy tensors says
+    # Defined by classes of lazy tensors
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values, that nothing else uses."""
+        """A copy of the values. No other object uses it."""
         raise NotImplementedError
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values`, of the same shape, dtype and device, are the values from now on. A class that
-        refuses that says so in `check_replace`."""
+        """`values`, of the same shape, dtype and device, become the values. A class that refuses
+        that raises in `check_replace`."""
         self.check_replace()
         raise NotImplementedError
 
     def check_replace(self) -> None:
-        """Raise what `replace` would raise; before anything is changed."""
+        """Raise the error of `replace` before anything is changed."""
 
     def detached(self) -> Any:
-        """What `detach` gives: an alias that requires no gradient; `NotImplemented` where that is a
-        `LazyView` of it."""
+        """An alias that requires no gradient, for `detach`. `NotImplemented` means a `LazyView`."""
         return NotImplemented
 
     @property
     def memory(self) -> Hashable:
-        """Lazy tensors of one class that are equal in this are the same memory."""
+        """The identity of the memory: lazy tensors of one class with equal `memory` are aliases."""
         return id(self)
 
     @property
     def called(self) -> str:
-        """What it is, for errors."""
+        """Its name in errors."""
         return "a tensor of a wrapped model"
 
     def copied_values(self) -> torch.Tensor:
@@ -174,30 +175,30 @@ class LazyTensor(InGraphs):
         ):
             return self.values().detach()
 
-    # What views differ in
+    # Different for views
 
     @property
     def root(self) -> LazyTensor:
-        """What it is a view of, in the end."""
+        """The tensor that is no view, of which this is a view."""
         return self
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This view, of a copy of the root."""
+        """The same view of `whole`, a copy of the root."""
         return whole
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor on the meta device that is the same but for values."""
+        """A tensor on the meta device with the same shape, strides, offset and dtype."""
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     def values(self) -> torch.Tensor:
-        """A copy of the values in its layout."""
+        """A copy of the values, with its strides."""
         return self.part_of(_copy_of(self.root))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return super().__repr__() if stands_for_another(self) else self.described()
 
     def described(self) -> str:
-        """What people see of it."""
+        """Its text in `repr`."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -235,7 +236,7 @@ class LazyTensor(InGraphs):
         lazy = args[0] if args and isinstance(args[0], LazyTensor) else None
         if func in backwards.ANSWERS:
             return cls.answer_backward(func, types, args, kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator):  # which asks classes for rules
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch asks classes for rules of it
             args, kwargs = tree_map(_cloned, (tuple(args), kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -252,9 +253,9 @@ class LazyTensor(InGraphs):
 
     @classmethod
     def answer_backward(cls, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """What a function of `backwards` does, of which an argument is of this class."""
+        """The result of a function of `backwards`, one of whose arguments is of this class."""
         if any(issubclass(kind, LazyTensor) and kind.answers_backwards for kind in types):
-            return NotImplemented  # for that class to do
+            return NotImplemented  # that class answers
         return backwards.ANSWERS[func](*args, **kwargs)
 
     @staticmethod
@@ -265,13 +266,13 @@ class LazyTensor(InGraphs):
         )
 
     def assign(self, values: Any) -> None:
-        """What `.data = values` does: the memory of `values` is that of this tensor from now on,
-        and not of its aliases. Refused, but by a class that can do that."""
+        """`.data = values`: the memory of `values` becomes the memory of this tensor, and not of
+        its aliases. Raises `ShardedParameterError` unless a class defines it."""
         raise ShardedParameterError(f".data of {self.called} cannot be assigned to; {_WRITE}")
 
     def check_follows(self, of: str) -> None:
-        """Raise `ShardedParameterError` when this tensor was assigned to be the memory of
-        something that would get a copy, which does not follow it."""
+        """Raise `ShardedParameterError` if this tensor has aliases. It is about to become the
+        memory of the tensor named `of`, which would get a copy that does not follow it."""
         if self.shares:
             raise ShardedParameterError(
                 f"{of} would be the same memory as {self.called}, and a later change of one would "
@@ -286,8 +287,8 @@ class LazyTensor(InGraphs):
 
 
 class _Viewing(NamedTuple):
-    """How a view is made of a tensor: the operator, what it takes beside, and which of its results
-    is the view; None where there is one."""
+    """The step from a tensor to a view: the operator, its further arguments, and the index of the
+    view among its results (None for a single result)."""
 
     func: Any
     args: tuple[Any, ...]
@@ -325,36 +326,36 @@ class LazyView(LazyTensor):
 
     @property
     def root(self) -> LazyTensor:
-        """What it is a view of, in the end."""
+        """The tensor that is no view, of which this is a view."""
         return self._root
 
     @property
     def called(self) -> str:
-        """What it is, for errors."""
+        """Its name in errors."""
         return f"a view of {self._root.called}"
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This view, of a copy of the root."""
+        """The same view of `whole`, a copy of the root."""
         for step in self._steps:
             whole = step.of(whole)
         return whole
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor on the meta device that is the same but for values."""
+        """A tensor on the meta device with the same shape, strides, offset and dtype."""
         return self._stand_in
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values, with what the root has beside."""
+        """A copy of the values, inside a copy of the root."""
         return self.values()
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are the values from now on, also in the root."""
+        """`values` become the values, also in the root."""
         whole = _copy_of(self._root)
         self.part_of(whole).copy_(values)
         call_uncompiled(self._root.replace, whole)
 
     def check_replace(self) -> None:
-        """As of the root."""
+        """Raise the error of the root."""
         self._root.check_replace()
 
 
@@ -373,7 +374,7 @@ def _dispatched(func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, An
             found = args[0].detached()
             if found is not NotImplemented:
                 return found
-        if not isinstance(func, torch._ops.OpOverload):  # of higher order
+        if not isinstance(func, torch._ops.OpOverload):  # an operator of higher order
             return _on_copies_read(func, args, kwargs)
         if func is _ATEN.is_same_size.default:
             return args[0].shape == args[1].shape
@@ -393,8 +394,7 @@ def _cloned(value: Any) -> Any:
 
 
 def brought(value: Any) -> Any:
-    """The values of a lazy tensor, which requires a gradient where that does; anything else
-    itself."""
+    """The values of a lazy tensor, with its `requires_grad`. Any other object itself."""
     if not isinstance(value, LazyTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -406,7 +406,7 @@ def _is_lazy(value: Any) -> bool:
 
 
 def _copy_of(root: LazyTensor) -> torch.Tensor:
-    """A copy of its values, laid out as it says: views of it are repeated there."""
+    """A copy of the values with the strides of `root`, because views of it are repeated there."""
     values: torch.Tensor = call_uncompiled(root.fetch)
     if values.stride() == root.stride() and values.storage_offset() == 0:
         return values
@@ -415,15 +415,15 @@ def _copy_of(root: LazyTensor) -> torch.Tensor:
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results of an operator that gives views of a lazy tensor; `NotImplemented` for any
-    other."""
+    """The results of an operator that gives views of a lazy tensor; `NotImplemented` for other
+    operators."""
     aliases = [found.alias_info for found in func._schema.returns]
     if not aliases or any(alias is None or alias.is_write for alias in aliases):
         return NotImplemented
     base, *others = args
     if not isinstance(base, LazyTensor) or any(map(_is_lazy, tree_leaves((others, kwargs)))):
         return NotImplemented
-    # Some of these may give a view or not, and what they are made of says which.
+    # Some of these operators give a view for some arguments only. Their decomposition decides.
     found = func.decompose(*args, **kwargs)
     if found is not NotImplemented:
         return found
@@ -443,8 +443,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _alias(base: LazyTensor, stand_in: torch.Tensor, view: Any, step: _Viewing) -> Any:
-    """The lazy tensor that `view` stands for; `NotImplemented` where it is not of the memory that
-    `stand_in` is of."""
+    """The lazy tensor for `view`, a result of an operator on `stand_in`. `NotImplemented` if the
+    two share no memory."""
     if view is stand_in:
         return base
     if not isinstance(view, torch.Tensor) or not _same_memory(view, stand_in):
@@ -458,7 +458,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator over lists, for one element after the other."""
+    """Run an operator over lists for one element after the other."""
     number = len(args[0])
     names = [argument.name for argument in func._schema.arguments]
 
@@ -477,7 +477,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class Copies:
-    """Copies of lazy tensors for one operator; those of one memory have one."""
+    """Copies of lazy tensors for one operator. Aliases share one copy."""
 
     def __init__(self) -> None:
         self._whole: dict[Any, tuple[LazyTensor, torch.Tensor]] = {}
@@ -485,7 +485,7 @@ class Copies:
         self._versions: dict[int, int] = {}
 
     def of(self, value: Any) -> Any:
-        """The copy of a lazy tensor; anything else itself."""
+        """The copy of a lazy tensor; any other object itself."""
         if not isinstance(value, LazyTensor):
             return value
         if id(value) not in self._given:
@@ -499,8 +499,8 @@ class Copies:
         return self._given[id(value)][1]
 
     def write(self, written: Iterable[LazyTensor]) -> None:
-        """The copies of these were written to. Raises `ShardedParameterError` before anything is
-        replaced where one has another shape now."""
+        """The operator has written to the copies of `written`: replace their values. Raises
+        `ShardedParameterError` before any replacement if a copy has another shape now."""
         changed = {}
         for lazy in written:
             copy = self.of(lazy)
@@ -519,14 +519,14 @@ class Copies:
         return {key: whole.clone() for key, (_, whole) in self._whole.items()}
 
     def replace_changed(self, before: Mapping[Any, torch.Tensor]) -> None:
-        """Replace the values of what is not any more what it was."""
+        """Replace the values of tensors whose copies differ from `before`."""
         for key, (root, whole) in self._whole.items():
             if not torch.equal(whole, before[key]):
                 root.check_replace()
                 root.replace(whole)
 
     def check_unwritten(self) -> None:
-        """Raise `ShardedParameterError` when a copy was written to."""
+        """Raise `ShardedParameterError` if a copy was written to."""
         for root, whole in self._whole.values():
             if not whole.is_inference() and whole._version != self._versions[id(whole)]:
                 raise ShardedParameterError(
@@ -535,21 +535,21 @@ class Copies:
                 )
 
     def lazy(self, value: Any) -> Any:
-        """What the result `value` is the copy of; else itself."""
+        """The lazy tensor whose copy is the result `value`; else `value` itself."""
         for lazy, copy in self._given.values():
             if value is copy:
                 return lazy
         return value
 
     def guarded(self, value: Any) -> Any:
-        """`value`, in which no tensor can be written that shares memory with a copy."""
+        """`value`, in which tensors that share memory with a copy become read-only."""
         for root, whole in self._whole.values():
             value = read_only(value, [whole], type(root).way)
         return value
 
 
 def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator on copies; what it writes to replaces what was copied."""
+    """Run an operator on copies. Written copies replace the values."""
     if func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
         found = next(filter(_is_lazy, tree_leaves((args, kwargs))))
         raise found._has_no_memory(func._schema.name.removeprefix("aten::"))
@@ -564,7 +564,7 @@ def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator without a schema, which may write to nothing that it is given."""
+    """Run an operator without a schema. It must write to no argument."""
     copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     found = func(*given, **named)
@@ -573,8 +573,8 @@ def _on_copies_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _on_copies_sent(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A collective, which writes to what it does not say: it ends here, and what changed is
-    replaced."""
+    """Run a collective on copies, and wait for it. Its schema does not name the arguments that it
+    writes, so all changed copies replace values."""
     copies = Copies()
     given, named = tree_map(copies.of, (tuple(args), kwargs))
     before = copies.cloned()

@@ -1,11 +1,11 @@
-"""What a custom autograd function gets of a parameter from `ctx.saved_tensors`.
+"""The parameters that `ctx.saved_tensors` gives to a custom autograd function.
 
 [Note: a parameter that comes back]
 In plain PyTorch `ctx.saved_tensors` gives the parameter itself. Here the engine brings its bytes,
-and autograd makes a tensor of them. Libraries ask that tensor for what they know of parameters:
-its class, names of DeepSpeed, attributes of their own. A `LentParameter` has these, and the bytes.
-Autograd keeps the class of a tensor only where operators arrive in `__torch_dispatch__`. So they do
-here, and run on the plain tensor.
+and autograd makes a tensor of them. Libraries read attributes of parameters from that tensor: its
+class, names of DeepSpeed, attributes of their own. A `LentParameter` has these, and the bytes.
+Autograd keeps the class of a tensor only if its operators arrive in `__torch_dispatch__`. So they
+arrive here, and run on the plain tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 
 class LentParameter(nn.Parameter, ZeroNames):
-    """The bytes of `parameter`, as the plain tensor `values`, for as long as a backward needs
-    them."""
+    """The bytes of a parameter, as a plain tensor, while a backward needs them."""
 
     ds_status = ZeroStatus.AVAILABLE
     _parameter: torch.Tensor
@@ -30,7 +29,7 @@ class LentParameter(nn.Parameter, ZeroNames):
 
     @classmethod
     def of(cls, parameter: torch.Tensor, values: torch.Tensor) -> LentParameter:
-        """A new one."""
+        """The bytes of `parameter` are `values`."""
         make: Any = torch.Tensor._make_subclass
         made: LentParameter = make(cls, values)
         made._parameter, made._plain_values = parameter, values
@@ -41,7 +40,7 @@ class LentParameter(nn.Parameter, ZeroNames):
 
     @property
     def ds_id(self) -> int:
-        """That of the parameter."""
+        """The number of the parameter."""
         return id(self._parameter)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +50,7 @@ class LentParameter(nn.Parameter, ZeroNames):
         raise AttributeError(f"a saved parameter has no attribute {name!r}")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor; torch refuses it to classes whose operators arrive here."""
+        """As of a plain tensor. Torch refuses it to classes with a `__torch_dispatch__`."""
         with torch.no_grad():
             plain = self._plain_values.detach()
         return plain.requires_grad_(self.requires_grad).numpy(force=force)

@@ -1,4 +1,4 @@
-"""The parameters of a unit on the compute device: how they come, and when they may go."""
+"""The parameters of a unit on the compute device: how they arrive, and when they may leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import functools
 import torch
 
 from infinity.sharding import collectives
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.posted import Collective, Contribution
+from infinity.sharding.ranks import Among
 from infinity.tiers.arena import Lease
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
@@ -16,7 +18,7 @@ from infinity.tiers.store import Store
 
 class OnDevice:
     """Brings the parameters of one unit, the content of `block`, to the compute device. This rank
-    has all of them.
+    keeps all of them.
 
     For the thread that runs the model.
     """
@@ -24,10 +26,11 @@ class OnDevice:
     def __init__(self, facts: UnitFacts, block: Block, store: Store) -> None:
         self._facts, self._block, self._store = facts, block, store
         self.posted: Collective | None = None
-        """The last gather, or the one that is on its way; None where none is needed."""
+        """The last gather, ended or not; None if no gather was posted."""
 
     def start(self) -> None:
-        """Pin the unit and start bringing it to the compute device; paired with a `release`."""
+        """Pin the unit and start its transfer to the compute device. Each `start` needs one
+        `release`."""
         self._store.resident.start(self._block)
         self.gather_ahead()
 
@@ -40,21 +43,21 @@ class OnDevice:
         self._store.resident.release(self._block)
 
     def discard(self) -> None:
-        """The copy on the device is not used again."""
+        """Drop the copy on the device."""
         self._store.resident.discard(self._block)
 
     def gather_ahead(self) -> None:
-        """Have the unit gathered when its shard is there, if it has a place, and that has not been
-        done."""
+        """Post the gather of the unit, if it has a place and no gather was posted. It begins when
+        the shard has arrived."""
 
     def renew(self) -> None:
-        """Have new content gathered where it stays whole, so that this rank may read it alone.
-        Every rank calls it, after a write."""
+        """After a write, post the gather of a unit that stays whole, so that each rank may read it
+        alone. Every rank calls it."""
         if self.stays_whole:
             self.gather_ahead()
 
     def outdate(self) -> None:
-        """Other ranks' parts of the content change, too."""
+        """The content changes, on all ranks."""
 
     @property
     def stays_whole(self) -> bool:
@@ -68,17 +71,17 @@ class OnDevice:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether `wait`, after `start`, would not wait for other ranks: the device does."""
+        """Whether `wait`, after `start`, would not wait for other ranks on the host."""
         return True
 
 
 class GatheredOnDevice(OnDevice):
-    """Like `OnDevice`, of which this rank has a shard: the `exchange` gathers all of them."""
+    """Like `OnDevice`. This rank keeps a shard, and the `exchange` gathers all shards."""
 
     def __init__(self, facts: UnitFacts, block: Block, store: Store, exchange: Exchange) -> None:
         super().__init__(facts, block, store)
         self._exchange = exchange
-        # The lease that the last gather went to; None when the content has changed since.
+        # The lease of the last gather; None if the content has changed since.
         self._lease: Lease | None = None
 
     def wait(self) -> torch.Tensor:
@@ -99,7 +102,7 @@ class GatheredOnDevice(OnDevice):
             self._gather(lease)
 
     def _gather(self, lease: Lease) -> Collective:
-        """The gather into `lease`, the place of the unit; posted now unless it was."""
+        """The gather into `lease`, the place of the unit. Posts it unless it is posted."""
         if self.posted is not None and self._lease is lease:
             return self.posted
         block, resident, exchange = self._block, self._store.resident, self._exchange
@@ -111,12 +114,12 @@ class GatheredOnDevice(OnDevice):
 
         sent = self._facts.sent_bytes(shard)
         arrive = functools.partial(resident.wait, block)
-        # Pinned: an update that may be rolled back puts nothing there any more. What one has put
-        # there before is fetched anew.
+        # It is pinned: so an update that may be rolled back writes nothing there any more. Content
+        # that such an update has written before is fetched again.
         resident.start(block)
         try:
             self.posted = exchange.post(
-                "gather", self._facts.name, join, sent, arrive, everywhere=False
+                "gather", self._facts.name, Contribution(join, sent, arrive), Among.SHARDS
             )
             self._lease = block.copy.lease
             resident.gather(block, self.posted)

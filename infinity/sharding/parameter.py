@@ -1,20 +1,19 @@
-"""What a parameter is while its data lives on another tier: a handle with name, identity, shape and
-dtype, without memory.
+"""A parameter whose data is on another tier: a handle with name, identity, shape and dtype, without
+memory.
 
 [Note: reading outside of a forward]
-Where this rank keeps all of a parameter (one rank, and stages 0 to 2), code outside of a forward
-may read it. Every operator that autograd, functorch or a script calls on a handle arrives in
+If this rank keeps all of a parameter (one rank, and stages 0 to 2), code outside of a forward may
+read it. Every operator that autograd, functorch or a script calls on a handle arrives in
 `__torch_dispatch__`, below autograd, and gets a copy of the value. So a loss that is built outside
 of a forward (weight decay, for example) has the gradients of plain torch. A write raises: use
-`gathered(write=True)`. `parameter.data`, `parameter.detach()` and views are handles themselves.
+`gathered(write=True)`. `parameter.data`, `parameter.detach()` and views are handles, too.
 
-With stages 1 and 2 the ranks post a gather of what they write when they write it
-(`OnDevice.renew`), so one of them may read alone. Where ranks have shards (stage 3), and of
-DTensors, reading raises: all ranks would have to read alike, and a script that prints on the first
-one would hang.
+With stages 1 and 2 the ranks post a gather of each write (`OnDevice.renew`), so one rank may read
+alone. If ranks have shards (stage 3), and for DTensors, a read raises: all ranks would have to read
+alike, and a script that prints on the first rank would hang.
 
-Inside of a forward or a backward a touch by Python's API shows the unit (`Border.touched`). What
-passes Python's API by gets a copy there, too.
+Inside a forward or a backward a touch by Python's API shows the unit (`Border.touched`). Code that
+bypasses Python's API gets a copy there, too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
-from infinity.sharding.copied import writes
+from infinity.sharding.copied import flattened, writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
 from infinity.sharding.twins import passing
@@ -39,53 +38,14 @@ from infinity.sharding.value import WRITE, LazyValue, ParameterSource, closed
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_leaf",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "grad_fn",
-    "retains_grad",
-    "itemsize",
-    "nbytes",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "output_nr",
-    "size",
-    "numel",
-    "nelement",
-    "dim",
-    "stride",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "__len__",
-    "requires_grad_",
-    "storage_offset",
-    "__hash__",
-    "_is_view",
-    "names",
-    "_version",
-    "get_device",
-    "grad_dtype",
-    "has_names",
-    "is_conj",
-    "is_cpu",
-    "is_inference",
-    "is_mps",
-    "is_neg",
-    "is_same_size",
-    "is_signed",
-    "is_sparse_csr",
-    "is_xpu",
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn"),
+    *("retains_grad", "output_nr", "itemsize", "nbytes", "size", "numel", "nelement", "dim"),
+    *("stride", "element_size", "storage_offset", "names", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "requires_grad_", "grad_dtype", "has_names", "get_device"),
+    *("is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr"),
+    *("is_quantized", "is_nested", "is_floating_point", "is_complex", "is_contiguous", "is_conj"),
+    *("is_neg", "is_inference", "is_signed", "is_same_size", "__len__", "__hash__"),
+    *("_is_view", "_version"),
 }
 """Functions and attributes that need no data."""
 
@@ -104,7 +64,7 @@ _LIKE = {
 """Functions that make another tensor by shape, dtype and device."""
 
 _SAME = {"view_as", "expand_as"}
-"""Methods that give the parameter as it is when it is their argument, too."""
+"""Methods that return the parameter itself if it is also their argument."""
 
 _HOOKED = {"_backward_hooks", "_post_accumulate_grad_hooks"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
@@ -114,7 +74,7 @@ _MEMORY = {
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"),
     *("set_", "resize_", "swap_tensors", "as_subclass", "module_load"),
 }
-"""Functions that give the memory of a parameter away."""
+"""Functions that return the memory of a parameter, or replace it."""
 
 _BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
 MOVED = (
@@ -150,7 +110,7 @@ TRAINED = (
     "the model was wrapped with Config(inference=True), which only runs it; wrap it without that "
     "to train it"
 )
-"""What is said where a model is to be trained that was wrapped for inference."""
+"""The error for training a model that was wrapped for inference."""
 _GATHER = (
     "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
     "gathered(..., write=True) to change it"
@@ -171,35 +131,35 @@ _WAYS = {
     ("torch.nn.parameter", "__reduce_ex__"): SAVED,
     ("copy", "deepcopy"): COPIED,
 }
-"""What to do instead of functions that touch parameters, by module and name."""
+"""The ways out for functions that touch parameters, by module and name."""
 
 
 class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
-    """A parameter that is not gathered, or the local tensor of one. Each unit has its own
-    subclasses, so that the type knows the unit."""
+    """A parameter that is not gathered, or its local tensor. Each unit has its own subclasses, so
+    the type knows the unit."""
 
     source: ClassVar[ParameterSource]
     ds_status = ZeroStatus.NOT_AVAILABLE
     way = WRITE
 
     def described(self) -> str:
-        """As a parameter, with its place."""
+        """Its text: as of a parameter, with its place."""
         source = type(self).source
         place = f"on {source.tier or 'no tier'}, unit {source.facts.name}"
         return f"Parameter containing:\nShardedParameter({source.name_of(self)}, {place})"
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """A copy of what this rank keeps of the flat parameter, (n,)."""
+        """A copy of this rank's part of the flat parameter, (n,)."""
         source = type(self).source
         return source.part(source.index_of(self))
 
     def kept_gradient(self) -> torch.Tensor | None:
-        """What the engine has of the gradient."""
+        """The gradient that the engine has."""
         return _grad(self)
 
     def partition_numel(self) -> int:
-        """How many of its elements this rank keeps."""
+        """The number of its elements that this rank keeps."""
         source = type(self).source
         return source.facts.overlap(source.index_of(self)).length
 
@@ -209,13 +169,14 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
 
     @property
     def root(self) -> LazyTensor:
-        """What views of it are views of: a view may be used while the parameter is dense."""
+        """The root of its views. It is no parameter, because a view may be used while the parameter
+        is dense."""
         source = type(self).source
         parameter = source.facts.parameters[source.index_of(self)]
         return self if is_dtensor(parameter) else self.detached()
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the value. Raises `ShardedParameterError` where this rank may not read it."""
+        """A copy of the value. Raises `ShardedParameterError` if this rank may not read it."""
         source = type(self).source
         return source.read(source.index_of(self))
 
@@ -228,12 +189,12 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         )
 
     def detached(self) -> LazyValue:
-        """Its value, detached."""
+        """A handle of its value, detached."""
         source = type(self).source
         return LazyValue(source, source.index_of(self))
 
     def check_replace(self) -> None:
-        """Refused."""
+        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({type(self).source.name_of(self)})")
 
     @classmethod
@@ -247,7 +208,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             else ""
         )
         name = attribute or accessor
-        flat = _flatten((args, kwargs))
+        flat = flattened((args, kwargs))
         if any(isinstance(each, ShardedParameter) and each.is_double() for each in flat):
             args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
             return func(*args, **kwargs)
@@ -281,15 +242,15 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         who = source.name_of(parameter) if parameter is not None else unit
         if not source.tier:
             raise closed(who)
-        if torch._C._are_functorch_transforms_active():  # which would wrap the bytes of the unit
+        if torch._C._are_functorch_transforms_active():  # they would wrap the bytes of the unit
             return super().__torch_function__(func, types, args, kwargs)
-        if name not in _MEMORY and call_uncompiled(source.listener.records_backward):
-            return super().__torch_function__(func, types, args, kwargs)  # which saves the handle
-        if call_uncompiled(source.listener.touched):
+        if name not in _MEMORY and call_uncompiled(source.listeners.border.records_backward):
+            return super().__torch_function__(func, types, args, kwargs)  # this saves the handle
+        if call_uncompiled(source.listeners.border.touched, source.facts):
             return func(*args, **(kwargs or {}))
         if name in _SAME and len(args) == 2 and args[0] is args[1] and source.facts.is_alone:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)  # of which callers want the place in the graph
+                return func(*args)  # callers need its place in the graph
         way = _way_out()
         if not way and _reads(name, accessor, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
@@ -300,8 +261,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-        """A parameter that was frozen when the model was wrapped has no place for gradients and
-        states, and cannot get one."""
+        """Raise `ConfigError` if the parameter was frozen when the model was wrapped: it has no
+        place for gradients and states, and cannot get one."""
         if not isinstance(parameter, ShardedParameter):
             return
         source = type(parameter).source
@@ -315,8 +276,8 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
 
 
 class HiddenLeaf(nn.Parameter):
-    """The object that holds the dense tensor of a parameter while that is a handle, as the node
-    that accumulates its gradient gives it (`node.variable`). It answers as the parameter."""
+    """The object that holds the dense tensor of a parameter while the parameter is a handle. The
+    node that accumulates its gradient returns it (`node.variable`). It answers as the parameter."""
 
     source: ClassVar[ParameterSource]
 
@@ -330,8 +291,7 @@ class HiddenLeaf(nn.Parameter):
 
 
 def parameter_of(value: Any) -> Any:
-    """The object that users have, where `value` is the engine's for the same parameter; else
-    `value` itself."""
+    """The parameter that users have, if `value` is the engine's object for it; else `value`."""
     if not isinstance(value, (HiddenLeaf, ShardedParameter)):
         return value
     return type(value).source.parameter_of(value)
@@ -358,8 +318,8 @@ def _hook(func: Any, name: str, parameter: torch.Tensor, *args: Any, **kwargs: A
 
 
 def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the method `name` is a conversion that gives the parameter itself, as in torch: it
-    has the dtype and the device that are asked for."""
+    """Whether the method `name` is a conversion that returns the parameter itself, as in torch,
+    because it has the given dtype and device."""
     device: torch.device | None = None
     dtype = _DTYPES.get(name)
     others, named = args[1:], kwargs or {}
@@ -389,7 +349,7 @@ def _without_data(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _is_readable(value: Any) -> bool:
-    """Whether `value` is no parameter, or one that may be read outside of a forward."""
+    """Whether `value` is no parameter, or may be read outside of a forward."""
     if not isinstance(value, ShardedParameter):
         return True
     source = type(value).source
@@ -397,19 +357,18 @@ def _is_readable(value: Any) -> bool:
 
 
 def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function takes nothing but the values of parameters that this rank may read."""
-    changed = [*_flatten(args[:1] if writes(name) else ()), *_flatten((kwargs or {}).get("out"))]
+    """Whether a function only reads values, of parameters that this rank may read."""
+    changed = [*flattened(args[:1] if writes(name) else ()), *flattened((kwargs or {}).get("out"))]
     return (
         accessor != "__set__"
         and name not in _MEMORY
         and not any(isinstance(value, ShardedParameter) for value in changed)
-        and all(map(_is_readable, _flatten((args, kwargs))))
+        and all(map(_is_readable, flattened((args, kwargs))))
     )
 
 
 def _way_out() -> str:
-    """What people should do instead of what the functions do that touch a parameter; "" where it
-    is the touch alone."""
+    """The way out for the function that touches a parameter, if it is known; else ""."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         way = _WAYS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
@@ -420,8 +379,8 @@ def _way_out() -> str:
 
 
 def guard_for(source: ParameterSource, kind: type[torch.Tensor]) -> type[ShardedParameter]:
-    """The class of those parameters of `source`, or their local tensors, that are of class `kind`
-    while they are gathered."""
+    """The class of handles for parameters of `source`, or their local tensors, that are of class
+    `kind` while they are gathered."""
     if not is_dtensor_class(kind):
         return type("ShardedParameter", (ShardedParameter,), {"source": source})
     parts = {name: vars(kind)[name] for name in ("__tensor_flatten__", "__tensor_unflatten__")}
@@ -429,14 +388,6 @@ def guard_for(source: ParameterSource, kind: type[torch.Tensor]) -> type[Sharded
 
 
 def hidden_leaf_for(source: ParameterSource) -> type[HiddenLeaf]:
-    """The class of the objects that hold the dense tensors of the parameters of `source` while
-    these are handles."""
+    """The class of objects that hold the dense tensors of parameters of `source` while these are
+    handles."""
     return type("HiddenLeaf", (HiddenLeaf,), {"source": source})
-
-
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    return [value]

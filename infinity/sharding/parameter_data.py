@@ -1,5 +1,5 @@
-"""What the parameters of a unit are: dense tensors of the unit's bytes while that is shown, else
-handles without memory."""
+"""The tensors of the parameters of a unit: views of its bytes while it is shown, else handles
+without memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from infinity.sharding.memory_requests import refuse_memory_requests
 from infinity.sharding.on_device import OnDevice
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.services import UnitServices
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
-from infinity.sharding.value import ParameterListener, closed
+from infinity.sharding.value import closed
 from infinity.sharding.views import GatheredParameter, Views, Window
-from infinity.tiers.addresses import Addresses
 from infinity.tiers.block import Block
 
 
 class UnitState(enum.Enum):
-    """What the parameters of a unit are.
+    """The kind of tensors that the parameters of a unit are.
 
     SHARDED: handles without memory, whose operators arrive at the engine. UNSHARDED: views of the
-    unit's run of the compute arena. See [Note: one parameter, two tensors] in `sharding/twins`. Of
-    a DTensor that is its local tensor, always the same object.
+    run of the unit in the compute arena. See [Note: one parameter, two tensors] in
+    `sharding/twins`. For a DTensor this is its local tensor, always the same object.
     """
 
     SHARDED = enum.auto()
@@ -41,28 +41,29 @@ class UnitState(enum.Enum):
 class ParameterData:
     """Shows and hides the parameters of one unit. For the thread that runs the model.
 
-    They hold what they held before until the first `hide`.
+    Until the first `hide` they keep their data. One class, because a handle asks one source, and
+    each answer depends on whether the parameters are shown.
     """
 
     def __init__(
         self,
+        owner: object,
         facts: UnitFacts,
         block: Block,
-        addresses: Addresses,
+        services: UnitServices,
         states: States,
         on_device: OnDevice,
-        listener: ParameterListener,
     ) -> None:
-        """`block` has the parameters, and `addresses` finds its bytes. They are read from `states`,
-        or `on_device` where ranks have shards."""
+        """`block` has the parameters. They are read from `states`, or from `on_device` if ranks
+        have shards. `owner` is the unit, for `unit_of`."""
         refuse_memory_requests()
-        self.facts, self.listener = facts, listener
+        self.facts, self.listeners, self.owner = facts, services.listeners, owner
         self._block, self._states, self._on_device = block, states, on_device
         self.tier: str = block.tier.name
         """Where the parameters are at home; "" once the engine is closed."""
         self.state = UnitState.UNSHARDED
         self.shown = 0
-        """How many uses show the parameters."""
+        """The number of uses that show the parameters."""
         dtype, places, parameters = facts.dtype, facts.layout.places, facts.parameters
         nothing = torch.nan if dtype.is_floating_point else 0
         one = torch.full((), nothing, dtype=dtype, device=facts.device)
@@ -84,16 +85,17 @@ class ParameterData:
         self._positions = {
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
-        self._doubles: dict[int, torch.Tensor] = {}  # by the ids of the hidden ones
+        self._doubles: dict[
+            int, torch.Tensor
+        ] = {}  # by the id of the object that holds the other tensor
         self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._updates = 0  # of the unit, when graphs were last told
-        self.views = Views(self, self._tensors, block, addresses)
-        """The parameters, as they point at the bytes of the unit while that is shown."""
+        self._updates = 0  # of the unit, when graphs were last outdated
+        self.views = Views(self, self._tensors, block, services.store.addresses)
+        """The parameters as views of the bytes of the unit, while it is shown."""
         self._windows: dict[int, Window] = {}
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """The index of the parameter that `tensor` is, or is the local tensor of; None for any
-        other."""
+        """The index of `tensor`, a parameter or the local tensor of one; None for other tensors."""
         return self._positions.get(id(tensor))
 
     def index_of(self, parameter: torch.Tensor) -> int:
@@ -108,13 +110,12 @@ class ParameterData:
         return self.facts.names[self.index_of(parameter)]
 
     def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The object that users have, where `tensor` is the other one of its twins; else `tensor`
-        itself."""
+        """The parameter that users have, if `tensor` is its other object; else `tensor` itself."""
         return self._doubles.get(id(tensor), tensor)
 
     def show(self, flat: torch.Tensor, writable: bool = False) -> None:
-        """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired
-        with `hide`. See `Showing`."""
+        """SHARDED -> UNSHARDED: let the parameters point at their places in `flat` (numel,). Each
+        `show` needs one `hide`. See `Showing`."""
         if self.shown == 0:
             self.make_dense(GatheredParameter)
             self.views.attach(flat)
@@ -123,7 +124,8 @@ class ParameterData:
         self.views.grants += writable
 
     def hide(self, writable: bool = False) -> None:
-        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters are handles."""
+        """End one `show`. After the last one, UNSHARDED -> SHARDED: make handles of the
+        parameters."""
         self.shown -= 1
         self.views.writers -= writable
         if self.shown == 0:
@@ -131,8 +133,8 @@ class ParameterData:
             self.views.detach()
 
     def window(self, flat: torch.Tensor, index: int) -> Window:
-        """The bytes of parameter `index` in `flat` (numel,), the bytes of the unit, as a storage of
-        their own, one for as long as they lie there."""
+        """A storage of its own over parameter `index` in `flat` (numel,), the bytes of the unit. It
+        is the same one while they lie there."""
         place = self.facts.layout.places[index]
         window = self._windows.get(index)
         address = flat.data_ptr() + place.offset * flat.itemsize
@@ -141,16 +143,16 @@ class ParameterData:
         return window
 
     def forget_window(self, index: int) -> None:
-        """Who refers to the storage of parameter `index` is asked no more: those who come next get
-        another one."""
+        """Forget the storage of parameter `index`, and with it the references. The next call of
+        `window` gives another one."""
         self._windows.pop(index, None)
 
     def changed(self) -> list[int]:
-        """The parameters that were written to without a right to, each told once."""
+        """The parameters with a forbidden write, each reported once."""
         return self.views.changed() if self.shown else []
 
     def guard(self) -> None:
-        """Make handles of the parameters; the data that they held is freed with its last view."""
+        """Make handles of the parameters. The last view of their data frees it."""
         with torch._C.DisableTorchFunctionSubclass():
             for twins, placeholder in zip(self._twins, self._placeholders, strict=True):
                 if not twins.is_handle:
@@ -166,8 +168,8 @@ class ParameterData:
         self.shown, self.state = 0, UnitState.SHARDED
 
     def close(self) -> None:
-        """The parameters are handles without values for good: they keep shape and dtype, and have
-        no data on any tier."""
+        """Make permanent handles of the parameters: they keep shape and dtype, and have no data on
+        any tier."""
         self.tier = ""
         self.guard()
         for twins in self._twins:
@@ -176,14 +178,14 @@ class ParameterData:
         self._windows.clear()
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
-        """After `close`: the parameters are plain ones again, with these `values`."""
+        """After `close`: make plain parameters again, with these `values`."""
         self.make_dense()
         for parameter, value in zip(self.facts.parameters, values, strict=True):
             parameter.data = value
 
     def make_dense(self, kind: type[torch.Tensor] | None = None) -> None:
-        """The parameters are dense tensors, whose data the caller sets: plain ones are of class
-        `kind` then, where it is given."""
+        """Make dense tensors of the parameters, whose data the caller sets. Plain parameters get
+        the class `kind`, if it is given."""
         with torch._C.DisableTorchFunctionSubclass():
             for twins in self._twins:
                 if twins.is_handle:
@@ -194,22 +196,22 @@ class ParameterData:
 
     @contextmanager
     def leaf(self, index: int) -> Iterator[None]:
-        """Inside, parameter `index` is the tensor that autograd accumulates the gradient of, which
-        hooks belong to."""
+        """Inside the context, parameter `index` is its dense tensor. Autograd accumulates the
+        gradient of this one, so hooks belong to it."""
         with torch._C.DisableTorchFunctionSubclass(), self._twins[index].dense():
             yield
 
     def agree(self, index: int) -> None:
-        """`requires_grad` of parameter `index` was set."""
+        """`requires_grad` of parameter `index` was set: set it on its other tensor, too."""
         with torch._C.DisableTorchFunctionSubclass():
             self._twins[index].agree()
 
     def note(self, tensor: torch.Tensor) -> None:
-        """`tensor` is a handle that has the values of some of these parameters."""
+        """`tensor` is a handle with values of some of these parameters."""
         self._joined[id(tensor)] = tensor
 
     def outdate(self) -> None:
-        """The content changes: graphs that have saved handles must not go backward, as in
+        """The content changes: a backward through graphs that have saved handles raises, as in
         torch."""
         updates = self._block.home.updates
         if updates != self._updates:
@@ -219,12 +221,12 @@ class ParameterData:
 
     def grad(self, index: int) -> torch.Tensor | None:
         """`.grad` of parameter `index`; None once the engine is closed."""
-        return self.listener.get_grad(index) if self.tier else None
+        return self.listeners.grads.get(self.facts, index) if self.tier else None
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`."""
         if self.tier:
-            self.listener.set_grad(index, value)
+            self.listeners.grads.set(self.facts, index, value)
 
     def readable(self, index: int) -> bool:
         """Whether parameter `index` may be read outside of a forward."""
@@ -242,7 +244,7 @@ class ParameterData:
         if self.shown:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 return facts.parameters[index].detach().clone()
-        copy = self.listener.copied(index)
+        copy = self.listeners.border.copied(facts, index)
         if copy is not None:
             return copy
         if not self.readable(index):
@@ -250,8 +252,8 @@ class ParameterData:
                 f"{name} of a wrapped model was read outside of its module's forward, where this "
                 "rank has a part of it; read it inside of `with infinity.gathered(model):`"
             )
-        self.listener.check_thread(f"{name} was read")
-        self.listener.look()
+        self.listeners.border.check_thread(f"{name} was read")
+        self.listeners.updates.look()
         if not facts.shared:
             return self._states.parameter(Kind.PARAM, index).to(facts.parameters[index].device)
         place = facts.layout.places[index]
@@ -264,5 +266,5 @@ class ParameterData:
 
     def part(self, index: int) -> torch.Tensor:
         """A copy of the elements that this rank keeps of parameter `index`, (n,)."""
-        self.listener.look()
+        self.listeners.updates.look()
         return self._states.part(Kind.PARAM, index)

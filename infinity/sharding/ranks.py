@@ -1,8 +1,8 @@
-"""The ranks that train one model together: among whom it is sharded, and who else holds the same
-shards."""
+"""The ranks that train one model together: they hold shards of it, or copies of shards."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 from contextlib import suppress
@@ -20,19 +20,33 @@ from infinity_command import launched
 log = logging.getLogger("infinity")
 
 GivenGroup = Group | DeviceMesh | Literal["auto"]
-"""What `infinity.wrap` takes as `group`."""
+"""The types of `group` in `infinity.wrap`."""
 
 
 def join(backend: str, **options: Any) -> None:
     """`torch.distributed.init_process_group`, for a group that `destroy_process_group` ends.
 
     Functions of `torch.distributed.nn` have the default group of their import as default arguments.
-    Dynamo and transformers import it. Imported after the group was made, it keeps that group until
-    the interpreter ends, where the threads of a gloo group may abort the process.
+    Dynamo and transformers import it. If it is imported after the group was made, it keeps that
+    group until the interpreter ends. Then the threads of a gloo group may abort the process. So it
+    is imported first.
     """
     import torch.distributed.nn.functional  # noqa: F401
 
     dist.init_process_group(backend, **options)
+
+
+class Among(enum.Enum):
+    """The ranks that join a collective: whether these are the shards, the replicas, and the tensor
+    parallel ranks of `Ranks`."""
+
+    ALL = True, True, True
+    DATA = True, True, False
+    SHARDS = True, False, False
+    COPY = True, False, True
+    """The ranks that hold one copy of the model."""
+    PARTS = False, False, True
+    ALONE = False, False, False
 
 
 class Ranks(NamedTuple):
@@ -41,8 +55,8 @@ class Ranks(NamedTuple):
     (`infinity.sharding.tensor_parallel`).
 
     Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards,
-    each on two replicas (hybrid sharding: gathers stay inside a node, and gradients are averaged
-    between nodes after they were inside).
+    each on two replicas. This is hybrid sharding: gathers stay inside a node, and gradients are
+    averaged inside nodes, then between them.
     """
 
     shards: Group = None
@@ -56,44 +70,46 @@ class Ranks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many data parallel ranks there are, each with a batch of its own."""
+        """The number of data parallel ranks. Each has a batch of its own."""
         return size(self.shards) * size(self.replicas)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first one of all of them."""
+        """Whether this rank is the first of all ranks."""
         return all(rank(group) == 0 for group in self)
 
     @property
     def own(self) -> str:
-        """The name of what several ranks of a node must not share: `rank<N>`, N among all
+        """The suffix of names that ranks of a node must not share: `rank<N>`, N among all
         processes; "" for one rank."""
         return f"rank{dist.get_rank()}" if self.groups() else ""
 
     @property
     def member(self) -> Member:
-        """Who of all ranks this one is: its number among all processes, and its place."""
+        """This rank's number among all processes, and its place."""
         if not self.groups():
             return ONE_RANK
         names = zip(("part", "replica", "tensor parallel part"), self, strict=True)
         places = [f"{name} {rank(g) + 1} of {size(g)}" for name, g in names if g is not None]
         return Member(dist.get_rank(), self.number * size(self.tensor), ", ".join(places))
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """A sum over each of these in turn is one over all ranks."""
-        return [group for group in self if group is not None]
+    def groups(self, among: Among = Among.ALL) -> list[dist.ProcessGroup]:
+        """The groups of the ranks `among`. A sum over each of them in turn is a sum over all of
+        these."""
+        chosen = zip(self, among.value, strict=True)
+        return [group for group, joins in chosen if joins and group is not None]
 
     def copy(self, timeout: float, backend: str | None = None) -> Ranks:
-        """The same ranks in process groups of their own, in which a collective fails after
-        `timeout` seconds, with the same backends or with `backend`; all of them must call it. `end`
-        ends the copies."""
+        """The same ranks in new process groups, in which a collective fails after `timeout`
+        seconds. The groups have the same backends, or `backend`. All ranks must call it. `end` ends
+        the copies."""
         limit = timedelta(seconds=timeout)
         return Ranks(*(None if group is None else _copy(group, limit, backend) for group in self))
 
     def end(self) -> None:
-        """Give up groups that `copy` made. Those of a part of all processes stay until
-        torch.distributed ends: torch names them after their members, and the next one of the same
-        name would meet the addresses of the last."""
+        """End groups that `copy` made. A group of some of all processes stays until
+        torch.distributed ends: torch names it after its members, and the next group of the same
+        name would find the addresses of this one."""
         for group in self.groups():
             # The user may have ended all of torch.distributed before.
             with suppress(ValueError, RuntimeError, AssertionError):
@@ -110,7 +126,7 @@ def _copy(group: dist.ProcessGroup, timeout: timedelta, backend: str | None) -> 
         ranks,
         timeout=timeout,
         backend=backend or dist.get_backend(group),
-        use_local_synchronization=len(ranks) < dist.get_world_size(),  # only those that are in it
+        use_local_synchronization=len(ranks) < dist.get_world_size(),  # then only its members call
     )
     return copy
 
@@ -119,10 +135,9 @@ def find_ranks(given: GivenGroup, stage: int) -> Ranks:
     """The ranks of a process group, or of a mesh of one dimension (shard) or two (replicate,
     shard); all replicas with stage 0.
 
-    "auto" is the default group of torch.distributed where that is initialized, as for DDP and
-    FSDP2, and one rank elsewhere. Raises `ConfigError` for a mesh that has more dimensions, or that
-    says what the stage denies, for "auto" in one of several processes that have no group, and for
-    anything else.
+    "auto" is the default group of torch.distributed if it is initialized, as for DDP and FSDP2,
+    else one rank. Raises `ConfigError` for a mesh with more dimensions, for a mesh that contradicts
+    the stage, for "auto" in one of several processes without a group, and for other objects.
     """
     group = _default_group() if given == "auto" else given
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
@@ -148,7 +163,7 @@ def find_ranks(given: GivenGroup, stage: int) -> Ranks:
 
 
 def _default_group() -> Group:
-    """All ranks where torch.distributed is initialized, else None; says in the log which it is."""
+    """The group of all ranks if torch.distributed is initialized, else None. Logs the choice."""
     if not (dist.is_available() and dist.is_initialized()):
         _refuse_several()
         log.info("the model is trained by one rank: torch.distributed is not initialized")
@@ -165,7 +180,7 @@ def _default_group() -> Group:
 
 
 def _refuse_several() -> None:
-    """Raise `ConfigError` where a launcher started several processes."""
+    """Raise `ConfigError` if a launcher started several processes."""
     try:
         place = launched.place(os.environ)
     except ValueError as error:
@@ -180,7 +195,7 @@ def _refuse_several() -> None:
 
 
 def check_reach(ranks: Ranks, device: str) -> None:
-    """Raise `ConfigError` where the collectives of a group take no tensors of the compute device,
+    """Raise `ConfigError` if the collectives of a group take no tensors of the compute `device`,
     "cpu" or "cuda"."""
     for group in ranks.groups():
         if not reaches(group, device):
@@ -194,10 +209,10 @@ def check_reach(ranks: Ranks, device: str) -> None:
 
 
 def whole_group(ranks: Ranks) -> Group:
-    """Those who hold one whole of the model: all `shards` of all `tensor` parallel ranks, who must
-    all call it.
+    """The group of ranks that hold one copy of the model: all `shards` of all `tensor` parallel
+    ranks. All of them must call it.
 
-    A group that has to be made for that, because there are replicas or other ranks, stays until
+    If there are replicas or other ranks, this makes a new group, which stays until
     torch.distributed ends.
     """
     if ranks.shards is None or ranks.tensor is None:

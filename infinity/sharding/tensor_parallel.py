@@ -1,23 +1,23 @@
-"""Parameters that are DTensors: tensor parallelism of `torch.distributed.tensor`, beside which
-units are sharded once more.
+"""Parameters that are DTensors: tensor parallelism of `torch.distributed.tensor`. Units shard their
+local tensors once more.
 
 [Note: twice sharded]
-`parallelize_module` makes of a parameter a DTensor, of which each rank of a tensor parallel mesh
-has a part or a copy: its local tensor. That is what a unit lays out, gathers over the data parallel
-ranks and updates. The parameter stays the DTensor that it was; what its local tensor is changes no
-more, but has its data in the unit or nowhere, as a plain parameter has (`ParameterData.guard`).
+`parallelize_module` turns a parameter into a DTensor. Each rank of a tensor parallel mesh has a
+part or a copy of it, its local tensor. A unit lays out the local tensor, gathers it over the data
+parallel ranks and updates it. The parameter stays the same DTensor, with the same local tensor. The
+local tensor has its data in the unit or nowhere, as a plain parameter (`ParameterData.guard`).
 
 [Note: the same on all tensor parallel ranks]
-Shards of a dimension that does not divide evenly differ in size. Each has the room of the largest,
-so that units, offsets and placements are the same on all of them: what all hold is then rounded
-with the same noise, and they post the same collectives.
+Shards of a dimension that does not divide evenly differ in size. Each shard has room for the
+largest, so units, offsets and placements are the same on all ranks. So parameters that all ranks
+hold are rounded with the same noise, and the ranks post the same collectives.
 
 [Note: two threads]
-Collectives of DTensors are torch's, on the thread that runs the model, which waits for them; ours
-are joined by the exchange, in groups of its own. All ranks go through both in the order of one
-program, and the exchange never waits for the model's thread. So of the ranks whose model waits the
-one that is least far can go on: what it waits for was posted, or reached, by all. On GPUs the
-kernels of both must find room at once, as those of any groups that are used beside each other.
+Torch runs collectives of DTensors on the thread of the model, which waits for them. The exchange
+joins the collectives of the engine, in groups of its own. All ranks go through both in the order of
+one program, and the exchange never waits for the thread of the model. So among waiting ranks, the
+rank that is least far can always continue: all other ranks have posted or reached its collective.
+On GPUs the kernels of both must fit at once, as with any groups that are used side by side.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What, beside a local tensor, makes a DTensor; `stride` in elements."""
+    """The parts of a DTensor besides its local tensor. `stride` is in elements."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -72,12 +72,13 @@ def form_of(tensor: torch.Tensor) -> Form | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; any other tensor itself."""
+    """The local tensor of a DTensor; any other tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def cut_along(tensor: torch.Tensor) -> int | None:
-    """The dimension that tensor parallel ranks divide among them; None where each has all of it."""
+    """The dimension along which tensor parallel ranks divide `tensor`; None if each rank has all of
+    it."""
     if not is_dtensor(tensor):
         return None
     from torch.distributed.tensor import Shard  # see `recognize`
@@ -97,7 +98,7 @@ def bounds_of(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def part_of(tensor: torch.Tensor) -> LocalPart:
-    """Where this rank's part lies in `tensor`."""
+    """The place of this rank's part in `tensor`."""
     shape, dimension, form = tuple(tensor.shape), cut_along(tensor), form_of(tensor)
     if dimension is None or form is None:
         numel = math.prod(shape)
@@ -107,9 +108,9 @@ def part_of(tensor: torch.Tensor) -> LocalPart:
 
 
 def whole(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`values`, this rank's part of something of the form of `like`, with the parts of the other
-    tensor parallel ranks, on the host. All of them must call it, on the thread that runs the model;
-    on a GPU it passes the device."""
+    """The whole tensor of which `values` is this rank's part, on the host; its form is that of
+    `like`. All tensor parallel ranks must call it, on the thread that runs the model. On a GPU it
+    passes the device."""
     form = form_of(like)
     if form is None:
         return values
@@ -123,8 +124,8 @@ def part_in(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of `gradient`; a DTensor is first divided, or summed up, as its
-    parameter is."""
+    """This rank's part of `gradient`. A DTensor is first divided, or summed up, as its parameter
+    is."""
     if not is_dtensor(gradient):
         return gradient
     from torch.distributed.tensor import Replicate  # see `recognize`
@@ -140,7 +141,7 @@ def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Ten
 
 
 def attach(dtensor: DTensor, tensor: torch.Tensor) -> None:
-    """Make `tensor` what this rank has of `dtensor`, and its dtype the dtype of both."""
+    """Make `tensor` the local tensor of `dtensor`. Both get its dtype."""
     form = form_of(dtensor)
     if form is not None and dtensor.dtype != tensor.dtype:
         with torch.no_grad():
@@ -151,7 +152,7 @@ def attach(dtensor: DTensor, tensor: torch.Tensor) -> None:
 
 
 def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -> Ranks:
-    """`ranks`, with those among whom the parameters of `model` are divided that are DTensors.
+    """`ranks`, with the group of tensor parallel ranks that divide DTensors of `model`.
 
     Raises `ConfigError` for DTensors that cannot be sharded further over `ranks`, on every rank,
     before anything is changed.

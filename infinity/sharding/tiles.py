@@ -1,19 +1,19 @@
-"""Weights in tiles: one tensor for people, some parameters for the engine.
+"""Weights in tiles: one tensor for users, several parameters for the engine.
 
-[Note: the weight that people see]
-A `TiledWeight` is a handle without memory (`LazyTensor`). What reads it gets its tiles joined; what
-writes it in place writes them. Where the tiles lie side by side in one memory, as before `wrap`,
-they are joined without a copy.
+[Note: the weight that users see]
+A `TiledWeight` is a handle without memory (`LazyTensor`). A read joins its tiles. A write in place
+writes the tiles. If the tiles lie side by side in one memory, as before `wrap`, a read makes no
+copy.
 
 [Note: a weight in tiles and autograd]
 Autograd sees the handle as the output of a node, `_Join`, that leads to the tiles. So a custom
-function or a checkpoint that is handed the weight brings gradients of the tiles. The node is made
-anew whenever a module gives its weight away (`TiledWeight.relink`): it leads to the accumulators
-that the tiles have now, and comes late enough in the order of the graph.
+function or a checkpoint that gets the weight brings gradients of the tiles. Each time a module
+returns its weight, a new node is made (`TiledWeight.relink`). It leads to the current accumulators
+of the tiles, and is late enough in the order of the graph.
 
 `torch.autograd.grad(loss, [weight])` and `loss.backward(inputs=[weight])` get the tiles in its
-place. A torch that does not ask the weight in `backward` has it retain its gradient. That shows
-(`TiledWeight.retains`), and the backward raises at its end.
+place. Some versions of torch do not ask the weight in `backward`, and have it retain its gradient.
+`TiledWeight.retains` detects that, and the backward raises at its end.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _WAY = (
 
 
 IN_TILES = "_in_tiles"
-"""The attribute of a module that has its weights in tiles, by their names."""
+"""The attribute of a module with its weights in tiles, by name."""
 
 
 class Tile(nn.Module):
-    """Some rows, or columns, of a weight. It computes with them what it is given."""
+    """Some rows or columns of a weight. Its forward computes a given function with them."""
 
     weight: nn.Parameter
 
@@ -63,15 +63,15 @@ class Tile(nn.Module):
         return run(self.weight, *given)
 
     def _save_to_state_dict(self, *_: Any) -> None:
-        """Nothing: the module that has the weight saves it whole."""
+        """Saves nothing: the module of the weight saves it whole."""
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """Nothing: the module that has the weight loads it whole."""
+        """Loads nothing: the module of the weight loads it whole."""
 
 
 class TiledWeight(LazyTensor):
     """A parameter that lies in the `weight` of some `tiles`, one after the other along `dimension`.
-    See [Note: the weight that people see]."""
+    See [Note: the weight that users see]."""
 
     _is_param = True  # for `isinstance(weight, nn.Parameter)`
     way = _WAY
@@ -92,7 +92,7 @@ class TiledWeight(LazyTensor):
         pass
 
     def kept_gradient(self) -> torch.Tensor | None:
-        """Those of its tiles; None where one has none."""
+        """The gradients of its tiles, joined; None if a tile has none."""
         return _grad(self)
 
     def fetch(self) -> torch.Tensor:
@@ -109,13 +109,13 @@ class TiledWeight(LazyTensor):
         return made
 
     def note(self, handle: torch.Tensor) -> None:
-        """`handle` has the values of the tiles: a step outdates what a graph has saved of it."""
+        """`handle` has the values of the tiles. A step outdates graphs that have saved it."""
         for piece in self.pieces:
             if isinstance(piece, ShardedParameter):
                 type(piece).source.note(handle)
 
     def check_replace(self) -> None:
-        """Raise `ShardedParameterError` while the tiles are not there."""
+        """Raise `ShardedParameterError` while the tiles have no data."""
         for piece in self.pieces:
             if isinstance(piece, LazyTensor):
                 piece.check_replace()
@@ -159,7 +159,7 @@ class TiledWeight(LazyTensor):
         return self
 
     def relink_if_stale(self) -> None:
-        """`relink` where the tiles were frozen, or trained again, since the last node was made."""
+        """`relink` if the tiles were frozen, or unfrozen, since the last node was made."""
         if self._is_linked() != any(piece.requires_grad for piece in self.pieces):
             self.relink()
 
@@ -169,8 +169,8 @@ class TiledWeight(LazyTensor):
         return [tile.weight for tile in self.tiles]
 
     def divided(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """`value`, a tensor of the whole shape, as views for each tile. Raises `RuntimeError` for
-        another shape."""
+        """Views of `value`, a tensor of the whole shape, one for each tile. Raises `RuntimeError`
+        for another shape."""
         if tuple(value.shape) != tuple(self.shape):
             raise RuntimeError(
                 f"a weight in tiles has shape {tuple(self.shape)}, and was given "
@@ -182,14 +182,14 @@ class TiledWeight(LazyTensor):
     def cat(
         self, values: Sequence[torch.Tensor | None], dimension: int | None = None
     ) -> torch.Tensor | None:
-        """What there is of each tile as one tensor, along `dimension` where that is another one;
-        None where there is not all of it."""
+        """The `values` of all tiles as one tensor, joined along `dimension` (default: that of the
+        weight); None if a value is missing."""
         there = [value for value in values if value is not None]
         along = self.dimension if dimension is None else dimension
         return torch.cat(there, along) if len(there) == len(self.tiles) else None
 
     def joined(self) -> torch.Tensor:
-        """Its values; without a copy if the tiles lie side by side and autograd does not watch."""
+        """Its values. Makes no copy if the tiles lie side by side and autograd does not record."""
         shared = self._shared()
         return torch.cat(self.pieces, self.dimension) if shared is None else shared
 
@@ -198,13 +198,13 @@ class TiledWeight(LazyTensor):
         return _side_by_side(self.pieces, self.dimension) is not None
 
     def _shared(self) -> torch.Tensor | None:
-        """Its values in the memory of the tiles; None where that is impossible."""
+        """Its values in the memory of the tiles; None if that is impossible."""
         pieces = self.pieces
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in pieces)
         return None if tracked else _side_by_side(pieces, self.dimension)
 
     def described(self) -> str:
-        """As a parameter."""
+        """Its text, as of a parameter."""
         return f"Parameter containing:\nTiledWeight({tuple(self.shape)}, {len(self.tiles)} tiles)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
@@ -237,7 +237,7 @@ class TiledWeight(LazyTensor):
         if func in _BACKWARDS:
             return _BACKWARDS[func](*args, **kwargs)
         in_place = writes(name)
-        # Functions of torch.nn.init give it by name.
+        # Functions of torch.nn.init pass the tensor by name.
         first = next(iter((*args, *kwargs.values())), None) if in_place else None
         if any(isinstance(value, TiledWeight) for value in tree_iter(kwargs.get("out"))):
             raise ConfigError("a weight in tiles cannot be out=; give weight.copy_(...) the result")
@@ -249,7 +249,7 @@ class TiledWeight(LazyTensor):
 
 
 class _Join(torch.autograd.Function):
-    """A weight in tiles, whose gradient is that of its tiles."""
+    """The node behind a weight in tiles. It divides the gradient among the tiles."""
 
     @staticmethod
     def forward(ctx: Any, weight: TiledWeight, *pieces: torch.Tensor) -> TiledWeight:
@@ -262,19 +262,19 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:  # as for a whole weight: tiles without a gradient are not updated
+        if gradient is None:  # tiles without a gradient are not updated, as a whole weight
             return None, *(None for _ in ctx.sizes)
         return None, *gradient.split(ctx.sizes, ctx.dimension)
 
 
 class JoinedTiles:
-    """Puts tiles together, which come in any order."""
+    """Joins tiles that come in any order."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, tuple[torch.Tensor, int]] = {}
 
     def add(self, tile: TilePlace, value: torch.Tensor) -> torch.Tensor | None:
-        """The whole that `tile` is of, once its last tile has come."""
+        """Add the `value` of a tile. Returns the whole weight after its last tile, else None."""
         whole, left = self._under_way.pop(tile.name, (None, tile.shape[tile.dimension]))
         if whole is None:
             whole = torch.empty(tile.shape, dtype=value.dtype)
@@ -287,7 +287,7 @@ class JoinedTiles:
 
 
 def pieces_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`parameters`, with the tiles of each that is in tiles."""
+    """`parameters`, with the tiles in place of weights in tiles."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         found += parameter.pieces if isinstance(parameter, TiledWeight) else [parameter]
@@ -301,7 +301,7 @@ def _shape(tiles: Sequence[Any], dimension: int) -> tuple[int, ...]:
 
 
 def _side_by_side(pieces: Sequence[torch.Tensor], dimension: int) -> torch.Tensor | None:
-    """All `pieces` as one detached tensor without a copy; None where that is impossible."""
+    """All `pieces` as one detached tensor without a copy; None if that is impossible."""
     if not all(type(piece) in (torch.Tensor, nn.Parameter) for piece in pieces):
         return None
     first = pieces[0]
@@ -327,8 +327,8 @@ def _makes_a_parameter() -> bool:
 
 
 def _side_by_side_in(args: Any, kwargs: Any) -> Any:
-    """The arguments, where each weight whose tiles lie side by side is the memory of these, unless
-    autograd watches."""
+    """The arguments, with weights whose tiles lie side by side replaced by tensors in the memory of
+    the tiles, unless autograd records."""
 
     def value_of(given: Any) -> Any:
         shared = given._shared() if isinstance(given, TiledWeight) else None
@@ -338,7 +338,7 @@ def _side_by_side_in(args: Any, kwargs: Any) -> Any:
 
 
 def _grad_of_tiles(outputs: Any, inputs: Any, **named: Any) -> tuple[Any, ...]:
-    """`torch.autograd.grad`, with the gradients of their tiles for weights in tiles."""
+    """`torch.autograd.grad`. For a weight in tiles it gives the joined gradients of the tiles."""
     found = iter(backwards.grad(outputs, pieces_of(inputs), **named))
     return tuple(
         each.cat([next(found) for _ in each.tiles])
@@ -349,7 +349,7 @@ def _grad_of_tiles(outputs: Any, inputs: Any, **named: Any) -> tuple[Any, ...]:
 
 
 def _backward_of_tiles(tensors: Any, inputs: Any = None, **named: Any) -> None:
-    """`torch.autograd.backward`, to their tiles for weights in tiles."""
+    """`torch.autograd.backward`, with the tiles in place of weights in tiles."""
     among = None if inputs is None else pieces_of(inputs)
     backwards.backward(tensors, inputs=among, **named)
 
@@ -361,7 +361,7 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What a weight in tiles answers itself
+# Answers of a weight in tiles
 
 
 def _requires_grad(weight: TiledWeight, *value: bool) -> bool | None:
@@ -416,7 +416,7 @@ def _data(weight: TiledWeight, *value: torch.Tensor) -> torch.Tensor | None:
 
 
 class DetachedTiles(LazyTensor):
-    """The values of a weight in tiles, detached. It sees what is written to the weight."""
+    """The values of a weight in tiles, detached. It is an alias of the weight."""
 
     way = _WAY
 
@@ -432,7 +432,7 @@ class DetachedTiles(LazyTensor):
         return self._weight.fetch()
 
     def check_replace(self) -> None:
-        """As of the weight."""
+        """Raise the error of the weight."""
         self._weight.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
@@ -440,7 +440,7 @@ class DetachedTiles(LazyTensor):
         self._weight.replace(values)
 
     def detached(self) -> DetachedTiles:
-        """The same again."""
+        """Another alias."""
         return self._weight.detached()
 
 
@@ -466,8 +466,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of `model` under every name, as `named_parameters(remove_duplicate=False)`; a
-    weight in tiles under its own, instead of the tiles."""
+    """Every parameter of `model` under every name, as `named_parameters(remove_duplicate=False)`.
+    Weights in tiles replace their tiles."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Tile):
             continue
@@ -476,14 +476,14 @@ def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_wholes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of `module` itself, each weight in tiles as one."""
+    """The parameters of `module` itself. A weight in tiles is one parameter."""
     yield from vars(module).get(IN_TILES, {}).items()
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
 
 
 def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:
-    """Where each tile of `model` lies, by the id of its parameter: in its weight under each name of
-    that."""
+    """The places of each tile of `model`, by the id of its parameter: one for each name of its
+    weight."""
     found: dict[int, list[TilePlace]] = {}
     for name, weight in named_wholes(model):
         if not isinstance(weight, TiledWeight):

@@ -1,21 +1,20 @@
-"""The two tensors that a parameter of a wrapped model is in turn.
+"""The two tensors between which a parameter of a wrapped model alternates.
 
 [Note: one parameter, two tensors]
-A parameter is one Python object for as long as its model lives: modules, optimizers and users hold
-it. While its unit is shown the object is a dense leaf, whose data points at the unit's bytes. At
-all other times it is a handle: a leaf without memory (`LazyTensor`). Every operator on a handle,
-from Python, from functorch, from a script or from C++, arrives in its `__torch_dispatch__`, below
-autograd. So nothing can read memory that is not there.
+A parameter is one Python object while its model lives: modules, optimizers and users hold it. While
+its unit is shown the object is a dense leaf, whose data points at the unit's bytes. At all other
+times it is a handle: a leaf without memory (`LazyTensor`). Every operator on a handle, from Python,
+from functorch, from a script or from C++, arrives in its `__torch_dispatch__`, below autograd. So
+no code can read memory that is not there.
 
 `Twins` exchanges the two tensors below the object, with `torch._C._swap_tensor_impl`, which
-`torch.utils.swap_tensors` uses, too. The object that holds the other tensor meanwhile belongs to
-the engine.
+`torch.utils.swap_tensors` uses, too. Meanwhile an object of the engine holds the other tensor.
 
-Both leaves lead to one node of autograd, which accumulates the gradient of the dense one. Graphs of
-forwards, and graphs that user code builds of handles, so bring one gradient, in the order of plain
-PyTorch. `torch.autograd.grad(loss, [parameter])` and `backward(inputs=[parameter])` find the same
-node. To make the handle, the dense leaf is saved for a backward under a hook that gives a blank
-handle back. Autograd makes of it a leaf with the accumulator of the leaf that was saved.
+Both leaves lead to one node of autograd, which accumulates the gradient of the dense leaf. So
+graphs of forwards, and graphs that user code builds of handles, bring one gradient, in the order of
+plain PyTorch. `torch.autograd.grad(loss, [parameter])` and `backward(inputs=[parameter])` find the
+same node. To make the handle, the dense leaf is saved for a backward, under a hook that returns a
+blank handle. Autograd turns this into a leaf with the accumulator of the saved leaf.
 
 Hooks on gradients lie with the dense tensor, because its node runs them.
 """
@@ -39,8 +38,8 @@ from infinity.sharding.lazy_tensor import LazyTensor
 
 
 class Twins:
-    """The tensors of one parameter `tensor`, or of the local tensor of one. A handle is of class
-    `handle`. What holds the dense tensor beside a handle is of class `hidden`.
+    """The tensors of one parameter `tensor`, or of the local tensor of a DTensor. The handle is of
+    class `handle`. The object that holds the dense tensor beside a handle is of class `hidden`.
 
     For the thread that runs the model, inside of `DisableTorchFunctionSubclass`.
     """
@@ -72,15 +71,15 @@ class Twins:
         self._exchange()
 
     def show(self, kind: type[torch.Tensor] | None = None) -> None:
-        """The parameter becomes the dense tensor again: of class `kind`, if that is given and it is
-        a plain `nn.Parameter`."""
+        """The parameter becomes the dense tensor again. A plain `nn.Parameter` gets the class
+        `kind`, if that is given."""
         self._exchange()
         if kind is not None and self.plain is nn.Parameter:
             self.tensor.__class__ = kind
 
     def agree(self) -> None:
-        """Both tensors require a gradient where the parameter does: the node of both accumulates
-        none for a dense tensor that does not."""
+        """Give both tensors the `requires_grad` of the parameter. Their node accumulates no
+        gradient for a dense tensor without it."""
         mine, other = self.tensor, self.other
         if other is not None and mine.requires_grad != other.requires_grad:
             other.requires_grad_(mine.requires_grad)
@@ -118,13 +117,14 @@ class Twins:
         return handle
 
     def close(self) -> None:
-        """No gradient comes any more. The node refers to the dense tensor, so this ends a cycle
-        that Python's collector does not see."""
+        """No further gradient comes. The node refers to the dense tensor, so this ends a cycle that
+        Python's collector does not see."""
         self._accumulator = None
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """Inside, the parameter is the dense tensor, of its plain class; its data is not there."""
+        """Inside the context the parameter is the dense tensor, of its plain class, without
+        data."""
         if not self.is_handle:
             yield
             return
@@ -140,12 +140,12 @@ class Blank(LazyTensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> torch.Tensor:
-        """One of the shape, dtype and device of `tensor`."""
+        """A blank handle of the shape, dtype and device of `tensor`."""
         made: torch.Tensor = cls.without_data(tensor.shape, tensor.dtype, tensor.device)
         return made
 
     def detached(self) -> torch.Tensor:
-        """Another one."""
+        """Another blank handle."""
         return Blank.of(self)
 
 
@@ -163,7 +163,7 @@ class _Save(torch.autograd.Function):
 
 
 def _swap_at_last(mine: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange the tensors of two objects to which something refers weakly, maybe garbage."""
+    """Exchange the tensors of two objects that have weak references, maybe from garbage."""
     for collect in (None, gc.collect):
         if collect is not None:
             collect()
@@ -178,8 +178,7 @@ def _swap_at_last(mine: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def passing(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`hook`, called with `parameter` where autograd calls it with the object that holds the dense
-    tensor."""
+    """`hook`, called with `parameter`. Autograd passes the object that holds the dense tensor."""
     return functools.partial(_pass, weakref.ref(parameter), hook)
 
 
@@ -188,8 +187,7 @@ def _pass(parameter: weakref.ref[torch.Tensor], hook: Callable[[Any], None], _: 
 
 
 def _pass_parameter(parameter: torch.Tensor) -> None:
-    """Have the hooks that are on `parameter` now, and run after its gradient is accumulated, called
-    with it."""
+    """Have the present post-accumulate hooks of `parameter` called with it."""
     hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     for number, hook in (hooks or {}).items():
         hooks[number] = passing(parameter, hook)  # type: ignore[index]

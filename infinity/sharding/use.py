@@ -1,5 +1,5 @@
-"""Uses of a unit's bytes on the compute device. Each begins once and ends once. See [Note: what a
-use may leave behind] in `sharding/views`."""
+"""Uses of a unit's bytes on the compute device. Each begins once and ends once. See [Note: views
+that outlive a use] in `sharding/views`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Use:
         """Release the bytes. Raises `RuntimeError` if the use has already ended."""
         leave, self._leave = self._leave, None
         if leave is None:
-            raise RuntimeError(f"a use of {self.unit.name} was ended twice")
+            raise RuntimeError(f"a use of {self.unit.facts.name} was ended twice")
         self._hide()
         leave(self.unit)
 
@@ -77,7 +77,7 @@ class Unpacking(Use):
 
     def referenced(self) -> list[str]:
         """The name of the parameter while a view of it exists."""
-        return [self.unit.names[self._index]] if self.window.references() else []
+        return [self.unit.facts.names[self._index]] if self.window.references() else []
 
     def _hide(self) -> None:
         if self.window.references():  # after an error: references are reported at most once
@@ -105,7 +105,7 @@ class Showing(Use):
         if data.shown != 1:
             return []
         views = data.views
-        return [self.unit.names[i] for i in views.referenced() if views.own(i) is None]
+        return [self.unit.facts.names[i] for i in views.referenced() if views.own(i) is None]
 
     def _hide(self) -> None:
         self.unit.data.hide(self._writable)

@@ -12,6 +12,7 @@ import torch
 from infinity.errors import EngineClosedError, ShardedParameterError
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.listeners import UnitListeners
 
 WRITE = (
     "a copy of a parameter was changed in place, which would be lost; change the parameter inside "
@@ -20,47 +21,22 @@ WRITE = (
 
 
 def closed(name: str) -> EngineClosedError:
-    """What is wrong with parameter `name` once its engine is closed."""
+    """The error for parameter `name` after its engine was closed."""
     return EngineClosedError(
         f"{name} has no data any more, because its engine was closed; save the data first, then "
         "close"
     )
 
 
-class ParameterListener(Protocol):
-    """The object that parameters tell of touches, and ask for what lies above the unit."""
-
-    def touched(self) -> bool:
-        """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
-
-    def records_backward(self) -> bool:
-        """Whether code of a backward runs now whose graph may outlive the backward."""
-
-    def copied(self, index: int) -> torch.Tensor | None:
-        """A copy of parameter `index` inside of a forward or a backward of this thread; None
-        outside of both."""
-
-    def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
-        caller wants to do."""
-
-    def look(self) -> None:
-        """Return when parameters may be read."""
-
-    def get_grad(self, index: int) -> torch.Tensor | None:
-        """`.grad` of parameter `index`."""
-
-    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
-        """Set `.grad` of parameter `index`; None forgets it."""
-
-
 class ParameterSource(Protocol):
-    """What a handle asks of the data of its unit, which is `ParameterData`: see there."""
+    """The methods of `ParameterData` that a handle calls. `owner` is the unit, for `unit_of`."""
 
     @property
     def facts(self) -> UnitFacts: ...
     @property
-    def listener(self) -> ParameterListener: ...
+    def listeners(self) -> UnitListeners: ...
+    @property
+    def owner(self) -> object: ...
     @property
     def tier(self) -> str: ...
     def position(self, tensor: torch.Tensor) -> int | None: ...
@@ -94,7 +70,7 @@ class LazyValue(LazyTensor):
 
     @property
     def memory(self) -> Hashable:
-        """That of the parameter."""
+        """The memory of the parameter."""
         return id(self.source), self.place
 
     def fetch(self) -> torch.Tensor:
@@ -102,9 +78,9 @@ class LazyValue(LazyTensor):
         return self.source.read(self.place)
 
     def check_replace(self) -> None:
-        """Refused."""
+        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({self.source.facts.names[self.place]})")
 
     def detached(self) -> LazyValue:
-        """The same again."""
+        """Another handle of the value."""
         return LazyValue(self.source, self.place)

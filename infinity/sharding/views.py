@@ -1,22 +1,22 @@
 """Parameters as views of their unit's bytes on the compute device.
 
-[Note: what a use may leave behind]
+[Note: views that outlive a use]
 The bytes of a unit belong to a run of the compute arena that another unit may get next. So a use
-must not end while anybody can still reach these bytes through it, and nobody may have written to
-them: the copy is clean (invariant I1). Both are checked, not assumed. Each parameter points at a
-storage of its own: a slice of the arena's storage, an object with a count of references. More
-references than the parameter's are views that somebody keeps: an output, an attribute of a module,
-a tensor saved by hooks of the model's own. A write shows in the parameter's version counter, or in
-its data pointer when `.data` was assigned. The alias that `.data` returns shares memory without the
-counter. So a read of `.data` makes the unit note a digest of the content, which is compared at the
-end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
+must not end while code can still reach these bytes through it. No code may have written to them:
+the copy is clean (invariant I1). Both are checked. Each parameter points at a storage of its own: a
+slice of the arena's storage, an object with a count of references. Further references are views
+that outlive the use: an output, an attribute of a module, a tensor saved by hooks of the model. A
+write shows in the version counter of the parameter, or in its data pointer if `.data` was assigned.
+The alias that `.data` returns shares memory without the counter. So a read of `.data` makes the
+unit note a digest of the content, and the end compares it (`GatheredParameter`). With
+`Tuning.poison` all content has a digest.
 
-[Note: what may be kept]
-Scripts of DeepSpeed keep `.data` and `.detach()` of gathered parameters. Inside of
-`gathered_to_keep` the first of these on a parameter moves that parameter, and with it the alias, to
-memory of its own, which lives as long as its last view. It is no part of any budget. The unit's
-bytes have the old content until the end of a block that may write (`Views.settle`). Autograd finds
-the unit by the address of both (`Addresses.block_at`).
+[Note: aliases that scripts keep]
+Scripts of DeepSpeed keep `.data` and `.detach()` of gathered parameters. Inside `gathered_to_keep`
+the first of these calls on a parameter moves the parameter to memory of its own. The alias gets the
+same memory, which lives as long as its last view. No budget counts it. The bytes of the unit have
+the old content until the end of a block that may write (`Views.settle`). Autograd finds the unit by
+the address of both (`Addresses.block_at`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from infinity.tiers.block import Block
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
-_OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
+_OURS = 2  # references to the bytes of a parameter: the parameter, and the view behind it
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _DIGESTED = 1 << 17  # int64 numbers at a time: 1 MiB, and as much again for their products
-_FACTOR = 0x9E3779B97F4A7C1  # of a digest so far, when that of the next part is added
+_FACTOR = 0x9E3779B97F4A7C1  # multiplies the digest before the digest of the next part is added
 
 
 class Window:
@@ -71,12 +71,12 @@ class Window:
         return empty.set_(self.storage, offset, tuple(size), tuple(stride))
 
     def references(self) -> int:
-        """How many tensors refer to this memory through this storage."""
+        """The number of tensors that refer to this memory through this storage."""
         return _use_count(self.storage._cdata) - 1
 
     def digest(self) -> int:
-        """A number that changes with the content: the 64-bit sum of every 8 bytes times their
-        odd-numbered place."""
+        """A number that changes with the content: the 64-bit sum of each 8 bytes times an odd
+        number for their place."""
         places = _odd_numbers(self.storage.device)
         numbers, rest = divmod(self.storage.nbytes(), 8)
         sums = []
@@ -96,18 +96,19 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 
 class GatheredParameter(nn.Parameter, ZeroNames):
-    """What a plain parameter is while it points at its unit's bytes. One class for all units:
-    compiled code is guarded by it."""
+    """The class of a plain parameter while it points at bytes of its unit. It is the same for all
+    units, because guards of compiled code check it."""
 
     ds_status = ZeroStatus.AVAILABLE
 
     views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
-    """Those of units that are shown; nothing of ours may be attached to the parameter itself."""
+    """The views of all shown units. They are found here, because no attribute may be set on a
+    parameter."""
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; the unit notes what it holds now, since nothing tells when this alias
-        is written to."""
+        """As of any tensor. The unit notes a digest, because no counter shows writes to this
+        alias."""
         if torch.compiler.is_compiling():
             return self.detach()  # which shares the version counter
         for views in list(GatheredParameter.views):
@@ -121,7 +122,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         _DATA.__set__(self, brought(value))
 
     def detach(self) -> torch.Tensor:
-        """As of any tensor; see [Note: what may be kept]."""
+        """As of any tensor; see [Note: aliases that scripts keep]."""
         if not torch.compiler.is_compiling():
             for views in list(GatheredParameter.views):
                 views.alias(self)
@@ -129,14 +130,14 @@ class GatheredParameter(nn.Parameter, ZeroNames):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What the engine has of the gradient, as of a parameter that is not gathered."""
+        """The gradient that the engine has, as of a parameter that is not gathered."""
         for views in list(GatheredParameter.views):
             index = views.index(self)
             if index is not None:
                 kept = views.source.grad(index)
                 if kept is not None and makes_graph():
-                    # torch takes the gradient of what is no lazy tensor for none, too. It asks
-                    # what it is like; what runs asks again.
+                    # Here torch needs a plain tensor, and only its metadata. The graph reads
+                    # the gradient again when it runs.
                     return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
                 return kept
         found: torch.Tensor | None = _GRAD.__get__(self)
@@ -156,19 +157,19 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         self.grad = None
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """As of any tensor: `hook` is called with the parameter, also when that is a handle
-        again."""
+        """As of any tensor. `hook` is called with the parameter, also if that is a handle by
+        then."""
         return super().register_post_accumulate_grad_hook(passing(self, hook))  # type: ignore[no-untyped-call]
 
     def set_(self, *source: Any) -> torch.Tensor:
-        """As of any tensor. Where `source` is what it has, nothing changes, and no version counts
-        up: `torch.nn.utils.parametrize` registers an original so."""
+        """As of any tensor. If `source` is the same view of its memory, nothing changes, and no
+        version counter: `torch.nn.utils.parametrize` registers an original in this way."""
         if len(source) == 1 and isinstance(source[0], torch.Tensor) and _is_same(self, source[0]):
             return self
         return super().set_(*source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is nobody's view, so it is a plain parameter."""
+        """A copy is no view of a unit, so it is a plain parameter."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
@@ -186,12 +187,12 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Views:
-    """The parameters of a unit as views of its bytes; `attach` makes the parameters point there,
-    until `detach`.
+    """The parameters of a unit as views of its bytes, the copy of `block`. From `attach` until
+    `detach` the parameters point there.
 
-    `tensors` hold the data, and the parameters have the version counters: of a DTensor the former
-    is its local tensor. Where that is asked for, each stay is checked by a digest of the whole
-    content (`UnitFacts.checked`). The bytes are the copy of `block`.
+    `tensors` hold the data; the tensor of a DTensor is its local tensor. The parameters have the
+    version counters. If `UnitFacts.checked`, a digest of the whole content checks each stay. One
+    class, because storages, versions and digests together say whether a stay has ended cleanly.
     """
 
     def __init__(
@@ -202,27 +203,27 @@ class Views:
         addresses: Addresses,
     ) -> None:
         self.source = source
-        """The data of the unit, which is asked for gradients."""
+        """The data of the unit. It has the gradients."""
         self._facts, self._block, self._addresses = source.facts, block, addresses
         self._parameters, self._places = source.facts.parameters, source.facts.layout.places
         self._tensors = tensors
         self._address = -1
-        self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
-        self._storages: list[int] = []  # theirs, of C++
+        self._windows: list[Window] = []  # of the run at this address, for the next stay
+        self._storages: list[int] = []  # the C++ storages of the windows
         self._made: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._digests: dict[int, int] = {}
         self.writers = 0
-        """How many uses allow writing; while there is one, nothing is noted of what changes."""
+        """The number of uses that allow writing. While there is one, changes are not noted."""
         self.grants = 0
-        """How many uses have allowed writing so far."""
+        """The number of uses that have allowed writing so far."""
         self.keepers = 0
-        """How many uses let aliases outlive them."""
+        """The number of uses that let aliases outlive them."""
+        # For each parameter with memory of its own, its bytes in the unit.
         self._left: dict[int, torch.Tensor] = {}
-        # The bytes of the unit that each parameter has left for memory of its own.
 
     def attach(self, flat: torch.Tensor) -> None:
-        """The unit lies in `flat` (numel,) now, and its parameters point there."""
+        """The unit is in `flat` (numel,) now: let its parameters point there."""
         address = flat.data_ptr()
         if address != self._address:
             self._windows = [Window(flat, place.offset, place.end) for place in self._places]
@@ -244,8 +245,8 @@ class Views:
         )
 
     def take_assigned(self) -> list[str]:
-        """Where `.data` of a parameter was assigned, take the content over. Returns the names of
-        those that were given another shape or dtype, which is left out."""
+        """Copy content that was assigned to `.data` of parameters. Returns the names of parameters
+        that got another shape or dtype, whose content is dropped."""
         wrong = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for index, (tensor, view) in enumerate(zip(self._tensors, self._made, strict=True)):
@@ -260,12 +261,12 @@ class Views:
         return wrong
 
     def alias(self, parameter: torch.Tensor) -> None:
-        """An alias of `parameter`, if that is one of these, is about to be made: where it may be
+        """An alias of `parameter`, if it is of this unit, is about to be made. If aliases may be
         kept, the parameter moves to memory of its own first."""
         if not self.keepers:
             return
         index = next((i for i, tensor in enumerate(self._tensors) if tensor is parameter), None)
-        # Another view would stay behind, and not see what is written.
+        # Another view would stay behind, and not see writes.
         if index is None or index in self._left or self._windows[index].references() != _OURS:
             return
         place, view = self._places[index], self._made[index]
@@ -286,29 +287,29 @@ class Views:
         _DATA.__set__(self._tensors[index], own)
 
     def own(self, index: int) -> Window | None:
-        """The memory of its own of parameter `index`, if it is shown there."""
+        """The own memory of parameter `index`; None if it is shown in the bytes of the unit."""
         return self._windows[index] if index in self._left else None
 
     def settle(self) -> None:
-        """The bytes of the unit get what parameters have in memory of their own."""
+        """Copy the content of own memory of parameters into the bytes of the unit."""
         for index, view in self._left.items():
             view.copy_(self._made[index])
 
     def follow(self) -> None:
-        """Memory of their own gets what the bytes of the unit have."""
+        """Copy the bytes of the unit into own memory of parameters."""
         for index, view in self._left.items():
             self._made[index].copy_(view)
 
     def detach(self) -> None:
-        """The parameters point elsewhere again."""
+        """The parameters no longer point at the bytes."""
         self._versions, self._digests = [], {}
         GatheredParameter.views.discard(self)
-        # Somebody keeps a view: that is told once.
+        # A view outlives the use. It is reported once.
         if self._left or max(self._references(), default=0) > 1:
             self.close()
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self._address, self._windows, self._storages, self._made = -1, [], [], []
         if self._left:
             self._left = {}
@@ -317,7 +318,7 @@ class Views:
         GatheredParameter.views.discard(self)
 
     def _references(self) -> list[int]:
-        """How many tensors refer to the bytes of each parameter."""
+        """The number of tensors that refer to the bytes of each parameter."""
         return [_use_count(storage) - 1 for storage in self._storages]
 
     def _versions_now(self) -> list[int]:
@@ -325,7 +326,7 @@ class Views:
             return [parameter._version for parameter in self._parameters]
 
     def watch(self, parameter: torch.Tensor) -> None:
-        """Somebody gets an alias of `parameter`, if that is one of these, without its version
+        """An alias of `parameter`, if it is of this unit, is about to be made without its version
         counter."""
         if self.writers or not self._versions:
             return
@@ -334,16 +335,15 @@ class Views:
                 self._digests[index] = self._windows[index].digest()
 
     def index(self, parameter: torch.Tensor) -> int | None:
-        """The index of `parameter`, if that is one of these and shown."""
+        """The index of `parameter`; None if it is not of this unit, or not shown."""
         return self.source.position(parameter) if self._versions else None
 
     def referenced(self) -> list[int]:
-        """The parameters whose bytes somebody else refers to."""
+        """The parameters with further references to their bytes."""
         return [index for index, count in enumerate(self._references()) if count > _OURS]
 
     def changed(self) -> list[int]:
-        """The parameters that were written to, or given other memory, since the last time that this
-        was asked."""
+        """The parameters that were written to, or got other memory, since the last call."""
         if self.writers:
             return []
         before = self._versions

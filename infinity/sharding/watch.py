@@ -1,8 +1,8 @@
-"""What the ranks of an engine are at, for the error of one that waits too long: notes in
-torch.distributed's store.
+"""Notes of the ranks of an engine in torch.distributed's store. They explain the error of a rank
+that waits too long.
 
-A rank writes a note only when it has waited for a while or has failed. So nothing is written while
-all goes well. A rank without a note computes, or has ended.
+A rank writes a note only after it has waited for a while, or has failed. A rank without a note
+computes, or has ended.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from infinity.sharding.ranks import Ranks
 T = TypeVar("T")
 
 RECENT = 64
-"""How many collectives a note lists."""
+"""The number of collectives that a note lists."""
 _SHOWN = 4
 _PAUSE = 2.0
 _GLANCE = 0.02
 
 
 class Note(NamedTuple):
-    """A rank waits in collective `number`, counted from 0, or has `failed` in it; `recent` ends
-    with the last one it posted. A `reason` is one of its own: it will join nothing any more."""
+    """A rank waits in collective `number`, counted from 0, or has `failed` in it. `recent` ends
+    with the last collective that it posted. A rank with a `reason` failed by itself and joins no
+    further collective."""
 
     number: int
     name: str
@@ -45,12 +46,12 @@ class Note(NamedTuple):
     reason: str = ""
 
     def at(self, number: int) -> str | None:
-        """The name of collective `number`, where this note knows it."""
+        """The name of collective `number`; None if this note does not have it."""
         back = self.posted - number
         return self.recent[-back] if 0 < back <= len(self.recent) else None
 
     def until(self, number: int) -> str:
-        """What led to collective `number`, for people."""
+        """The last collectives up to `number`, as text."""
         first = max(number - _SHOWN, self.posted - len(self.recent), 0)
         return ", ".join(
             name for each in range(first, number + 1) if (name := self.at(each)) is not None
@@ -70,20 +71,20 @@ class Note(NamedTuple):
 
 
 class Watch:
-    """Notes of this process and of the others in `ranks`, whose groups no other engine has. Any
-    thread may call it."""
+    """Writes the note of this process, and reads the notes of the other `ranks`. No other engine
+    uses their groups. Any thread may call it."""
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self.timeout = timeout
         self.pause = min(timeout / 8, _PAUSE)
-        """Seconds to wait before the first note, and between looks at others."""
+        """Seconds before the first note, and between reads of the other notes."""
         groups = ranks.groups()
         self.rank = dist.get_rank() if groups else 0
         self.noted = False
         self._is_final = False
         self._is_deaf = False
-        """Whether the store is gone with the process that held it: torch would log each further try
-        with its C++ frames."""
+        """Whether the store ended with its process. Torch would log each further try with its C++
+        frames."""
         self._lock = threading.Lock()
         self._groups = [
             (
@@ -96,8 +97,8 @@ class Watch:
         ]
 
     def write(self, note: Note | None) -> None:
-        """Let the others know; None: this rank waits no more. What it says of a failure is the last
-        that it says."""
+        """Write the note of this rank; None says that it does not wait. A note of a failure is its
+        last note."""
         with self._lock:
             if self._is_final:
                 return
@@ -106,8 +107,7 @@ class Watch:
                 self._ask(lambda store=store: store.set(str(self.rank), json.dumps(note)))  # type: ignore[misc]
 
     def others(self, patience: float = 0.0) -> dict[int, Note | None]:
-        """The last note of every other rank; waits for those that there are not for `patience`
-        seconds."""
+        """The last note of every other rank. Waits `patience` seconds for missing notes."""
         found: dict[int, Note | None] = {}
         until = time.monotonic() + patience
         for store, ranks in self._groups:
@@ -120,29 +120,29 @@ class Watch:
         return found
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer to `question` of a store; None where there is none, and from then on when the
-        store is gone."""
+        """The result of `question`, a call of a store. None after an error; when the store is gone,
+        all later results are None."""
         if not self._is_deaf:
             try:
                 return question()
             except dist.DistNetworkError:
                 self._is_deaf = True
-            except Exception:  # a note is an aid: what it would explain is the error to raise
+            except Exception:  # a note only explains an error, and that error is the one to raise
                 return None
         return None
 
 
 def announce(ranks: Ranks) -> None:
-    """Let the other `ranks` know which machine this process runs on."""
+    """Tell the other `ranks` the machine of this process."""
     if ranks.groups():
         _machines().set(str(dist.get_rank()), _this_machine())
 
 
 def ranks_of_this_node(ranks: Ranks) -> int:
-    """How many ranks share the host memory of this node: what torchrun says in LOCAL_WORLD_SIZE,
-    else those that have announced this machine; one where `ranks` are none.
+    """The number of ranks that share the host memory of this node: LOCAL_WORLD_SIZE of torchrun,
+    else the number of ranks that have announced this machine; 1 without groups.
 
-    Each rank announces before it asks. So the last one to ask on a node counts all.
+    Each rank announces before it asks. So the last rank of a node that asks counts all.
     """
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     if given.isdecimal() and int(given) > 0:
@@ -160,7 +160,7 @@ def _machines() -> distributed_c10d.Store:
 
 
 def _this_machine() -> str:
-    """What all processes on one kernel have in common, in whatever container."""
+    """A name that all processes on one kernel share, in any container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -169,13 +169,13 @@ def _this_machine() -> str:
 
 @contextmanager
 def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
-    """What is inside ends well on all `ranks`, or on none: where it fails on one, the others raise
-    `InfinityError` at its end.
+    """The block inside ends well on all `ranks`, or on none: if it fails on one rank, the other
+    ranks raise `InfinityError` at its end.
 
-    It gives a list for numbers to agree on: at the end each is the least that any rank has put at
-    its place; none where a rank has put none. All ranks enter it equally often. An error is raised
-    at once, and told; without one a rank waits for the others for `timeout` seconds. Joins no
-    collective, so that a rank that never comes is named.
+    It gives a list for numbers to agree on. At the end each number is the least that any rank has
+    put at its place. The list is as short as the shortest one. All ranks enter the context equally
+    often. An error is told to the other ranks and raised at once. Without an error a rank waits
+    `timeout` seconds for the other ranks. It joins no collective, so an absent rank is named.
     """
     rank, meetings = str(dist.get_rank()) if ranks.groups() else "", _meetings(ranks, "together")
     numbers: list[float] = []
@@ -195,10 +195,10 @@ def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
 
 
 def told(ranks: Ranks, timeout: float, says: Any) -> dict[int, Any]:
-    """What every one of `ranks` says, by its number, as JSON gives it; this one `says` that. All of
-    them call it equally often.
+    """The values that all `ranks` give, by number of the rank, as JSON returns them. This rank
+    gives `says`. All ranks call it equally often.
 
-    Raises `InfinityError` where one does not come in `timeout` seconds. Joins no collective.
+    Raises `InfinityError` if a rank does not come in `timeout` seconds. Joins no collective.
     """
     found = {ranks.member.rank: says}
     for notes, members in _meetings(ranks, "told"):
@@ -211,7 +211,7 @@ def told(ranks: Ranks, timeout: float, says: Any) -> dict[int, Any]:
 
 
 def _meetings(ranks: Ranks, what: str) -> list[tuple[distributed_c10d.Store, list[int]]]:
-    """Where the ranks of each group tell each other something, this time: along one dimension of a
+    """A store for this meeting of the ranks of each group, and the ranks: along one dimension of a
     mesh, then along the other."""
     found: list[tuple[distributed_c10d.Store, list[int]]] = []
     for group in ranks.groups():
@@ -227,8 +227,8 @@ def _meetings(ranks: Ranks, what: str) -> list[tuple[distributed_c10d.Store, lis
 def _hear(
     notes: distributed_c10d.Store, members: Sequence[int], timeout: float, numbers: list[float]
 ) -> str:
-    """What the first that failed of `members` says, or ""; lowers `numbers` to the least of
-    theirs."""
+    """The text of the first of `members` that failed, or "". Lowers `numbers` to the least of all
+    members."""
     until = time.monotonic() + timeout
     for rank in members:
         if absence := _await_note(notes, rank, until, timeout):
@@ -241,7 +241,7 @@ def _hear(
 
 
 def _await_note(notes: distributed_c10d.Store, rank: int, until: float, timeout: float) -> str:
-    """Return when there is a note of `rank`, or what to say `until` when there is none."""
+    """Wait `until` that time for a note of `rank`. Returns "", or a text if it did not come."""
     while not notes.check([str(rank)]):
         if time.monotonic() > until:
             return (
@@ -260,7 +260,7 @@ def _read(store: distributed_c10d.Store, rank: int) -> Note | None:
 
 
 OF_A_STEP = "of gradients that there are"
-"""What the first collective of an optimizer step sums."""
+"""The name of the first sum of an optimizer step."""
 _WITHOUT_BACKWARD = (
     "all ranks must go backward through the model before a step; let the loss of each use an "
     "output of the model, times 0 where it is to add nothing"
@@ -272,7 +272,7 @@ _OTHER_MODULES = (
 
 
 def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
-    """Where the ranks' orders part, for people; "" as far as is known that they do not."""
+    """The first known difference between the orders of the ranks, as text; "" if there is none."""
     for other, note in sorted(others.items()):
         for number in range(mine.posted - len(mine.recent), mine.posted if note is not None else 0):
             theirs = None if note is None else note.at(number)
@@ -289,6 +289,6 @@ def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
 
 
 def state_of(others: Mapping[int, Note | None]) -> str:
-    """What the other ranks are at, for people."""
+    """The states of the other ranks, as text."""
     silent = "waits for no collective: it computes, is blocked in other code, or has ended"
     return "; ".join(f"rank {rank} {note or silent}" for rank, note in sorted(others.items()))

@@ -267,13 +267,13 @@ def fill_units(
                 continue
             found = [
                 next((each for each in sources[id(p)] if weights and each.name in weights), None)
-                for p in unit.parameters
+                for p in unit.facts.parameters
             ]
             names = ["" if each is None else each.name for each in found]
             kind, dtype = _kept_of(unit, names, empty, weights)
-            flat = torch.zeros(unit.layout.numel, dtype=dtype)
+            flat = torch.zeros(unit.facts.layout.numel, dtype=dtype)
             for parameter, source, view in zip(
-                unit.parameters, found, _places_in(flat, unit), strict=True
+                unit.facts.parameters, found, _places_in(flat, unit), strict=True
             ):
                 if weights is not None and source is not None:
                     weights.read_into(source.name, view, source.bounds)
@@ -301,7 +301,7 @@ def fill_units(
 
 def _places_in(flat: torch.Tensor, unit: Unit) -> Iterator[torch.Tensor]:
     """The place of each parameter of `unit` in `flat`."""
-    for place in unit.layout.places:
+    for place in unit.facts.layout.places:
         yield flat[place.offset : place.end].view(place.shape)
 
 
@@ -319,18 +319,18 @@ def _kept_of(
     """
     sources = [
         p.dtype if weights is None or not name else weights.dtype(name)
-        for p, name in zip(unit.parameters, names, strict=True)
+        for p, name in zip(unit.facts.parameters, names, strict=True)
     ]
-    if unit.dtype not in (torch.bfloat16, torch.float16) or not any(
-        _has_more_bits(s, unit.dtype) for s in sources
+    if unit.facts.dtype not in (torch.bfloat16, torch.float16) or not any(
+        _has_more_bits(s, unit.facts.dtype) for s in sources
     ):
-        return Kind.PARAM, unit.dtype
+        return Kind.PARAM, unit.facts.dtype
     if Kind.MASTER in unit.blocks:
         return Kind.MASTER, torch.float32
     is_drawn = any(
-        not name and id(p) in empty for p, name in zip(unit.parameters, names, strict=True)
+        not name and id(p) in empty for p, name in zip(unit.facts.parameters, names, strict=True)
     )
-    return Kind.PARAM, torch.float32 if is_drawn else unit.dtype
+    return Kind.PARAM, torch.float32 if is_drawn else unit.facts.dtype
 
 
 def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:

@@ -610,7 +610,7 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
         training.model(torch.randn(2, width, dtype=torch.bfloat16)).sum().backward()
         training.optimizer.step()
         parts = range(0, 8 * width**2, piece)
-        assert max(unit.layout.numel for unit in training.engine.units) >= parts.stop
+        assert max(unit.facts.layout.numel for unit in training.engine.units) >= parts.stop
         for act in (training.save, training.load):
             gc.collect()
             mapped.clear()

@@ -356,7 +356,7 @@ def test_moments_that_are_zeros_are_said_to_be(saved: Saved, tmp_path: Path) -> 
     training = Training(tmp_path / "nvme")
     with training.engine:
         training.save(tmp_path / "checkpoint")
-        names = [name for unit in training.engine.units for name in unit.names]
+        names = [name for unit in training.engine.units for name in unit.facts.names]
         absent = manifest.decode((tmp_path / "checkpoint" / MANIFEST).read_bytes()).absent
         assert absent == {
             f"optimizer.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names

@@ -111,9 +111,9 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
         except infinity.CheckpointError as failed:
             error = str(failed)
         share = sum(
-            unit.layout.overlap(n, rank).length
+            unit.facts.layout.overlap(n, rank).length
             for unit in engine.units
-            for n in range(len(unit.names))
+            for n in range(len(unit.facts.names))
         )
         return {
             "losses": losses,

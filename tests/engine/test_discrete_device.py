@@ -74,7 +74,7 @@ def test_without_kernels_for_the_device_states_are_updated_on_the_host(
     Probe(engine).device.has_kernels = False
     assert_equal(train(engine), expected)
     assert Probe(engine).device.copied.read > STEPS * 10 * sum(
-        unit.layout.numel for unit in engine.units
+        unit.facts.layout.numel for unit in engine.units
     )
 
 
@@ -88,7 +88,7 @@ def test_no_copy_overtakes_the_model(
     if placement == "all on the device":
         assert places.uploads == 0
         assert Probe(engine).device.copied.read <= 14 * sum(
-            unit.layout.numel for unit in engine.units
+            unit.facts.layout.numel for unit in engine.units
         ), "what train reads last"
         assert places.updates == STEPS * len(engine.units)
     else:
@@ -139,7 +139,7 @@ def test_gradients_are_added_by_the_kernels_on_the_thread_that_brings_them(
         patch.setattr(kernels, "add", spy)
         engine = wrap(**config)
         found = train(engine, accumulation)
-    numel = sum(unit.layout.numel for unit in engine.units)
+    numel = sum(unit.facts.layout.numel for unit in engine.units)
     assert sum(added) == STEPS * (accumulation - 1) * numel
     assert threads == {"infinity-exchange"}
     monkeypatch.setattr(Kernels, "add", lambda _, target, source: target.add_(source))

@@ -236,11 +236,15 @@ def test_an_update_that_fails(
     assert Probe(run.engine).staging_left() == 0  # every slot of the broken pipeline came back (I3)
     now, updated = run.states(), []
     for unit in run.engine.units:
-        kinds = [kind for name, kind in now if name == unit.name]
-        old = all(torch.equal(now[unit.name, kind], before[unit.name, kind]) for kind in kinds)
-        new = all(torch.equal(now[unit.name, kind], after[unit.name, kind]) for kind in kinds)
-        assert old != new, unit.name
-        updated += [unit.name] if new else []
+        kinds = [kind for name, kind in now if name == unit.facts.name]
+        old = all(
+            torch.equal(now[unit.facts.name, kind], before[unit.facts.name, kind]) for kind in kinds
+        )
+        new = all(
+            torch.equal(now[unit.facts.name, kind], after[unit.facts.name, kind]) for kind in kinds
+        )
+        assert old != new, unit.facts.name
+        updated += [unit.facts.name] if new else []
     assert len(updated) == finished
 
     run.engine.close()

@@ -386,9 +386,9 @@ def test_a_leaf_module_is_one_unit(start: Start, marked: bool) -> None:
         config["zero_optimization"]["leaf_module"] = {"classes": [], "names": "0"}
     engine, *_ = start(model=model, config=config)
     assert infinity.zero.get_z3_leaf_modules(model) == [model[0]]
-    (unit,) = [unit for unit in engine.engine.units if "0.0.weight" in unit.names]
-    assert {"0.0.weight", "0.2.weight"} <= set(unit.names)
-    assert "1.weight" not in unit.names
+    (unit,) = [unit for unit in engine.engine.units if "0.0.weight" in unit.facts.names]
+    assert {"0.0.weight", "0.2.weight"} <= set(unit.facts.names)
+    assert "1.weight" not in unit.facts.names
 
 
 # What cannot be
@@ -536,7 +536,7 @@ def test_without_an_optimizer_it_evaluates(start: Start) -> None:
     assert optimizer is None
     loss = engine(*batch(0))
     assert loss.item() == net()(*batch(0)).item()
-    assert not any(unit.trainable for unit in engine.engine.units)
+    assert not any(unit.facts.trainable for unit in engine.engine.units)
     for call in (lambda: engine.backward(loss), engine.step):
         with pytest.raises(infinity.ConfigError, match="needs an optimizer"):
             call()

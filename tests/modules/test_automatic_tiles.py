@@ -94,7 +94,7 @@ def test_the_report_names_each_weight_that_was_cut_without_being_asked(config: A
 def test_blocks_that_fit_stay_whole(config: Any) -> None:
     model = infinity.wrap(built(), config(1 << 22))
     with infinity.engine(model) as engine:
-        assert [unit.name for unit in engine.units] == ["0", "1", "2"]
+        assert [unit.facts.name for unit in engine.units] == ["0", "1", "2"]
 
 
 def test_smaller_units_change_no_bits(config: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +169,7 @@ def test_frozen_tiles_stay_in_files(config: Any, tmp_path: Path) -> None:
     options = config(LARGEST + LARGEST // 2, parameters="nvme")
     infinity.wrap(model, options, weights=tmp_path / "model.safetensors")
     with infinity.engine(model) as engine:
-        tiles = [unit for unit in engine.units if "up.weight_tiles" in unit.name]
+        tiles = [unit for unit in engine.units if "up.weight_tiles" in unit.facts.name]
         assert tiles
         assert all(unit.facts.stored for unit in tiles)
         for name, value in built().state_dict().items():
@@ -189,7 +189,7 @@ def test_inference_in_tiles_trains_nothing(meta: bool, config: Any, tmp_path: Pa
     infinity.wrap(model, config(LARGEST + LARGEST // 2, inference=True), weights=where)
     with infinity.engine(model) as engine, torch.no_grad():
         assert any(isinstance(module, Tile) for module in model.modules())
-        assert not any(unit.trainable for unit in engine.units)
+        assert not any(unit.facts.trainable for unit in engine.units)
         assert all(set(unit.blocks) == {Kind.PARAM} for unit in engine.units)
         assert all(parameter.requires_grad for parameter in model.parameters())
         torch.testing.assert_close(model(x), expected)

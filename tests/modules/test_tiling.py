@@ -401,9 +401,9 @@ def test_each_tile_is_a_unit_that_comes_and_goes_alone(wrap: Wrap) -> None:
     order of their rows forward, and the other way in backward."""
     model = wrap(tiled(tied=False), {})
     engine = infinity.engine(model)
-    tiles = [unit for unit in engine.units if "tiles" in unit.name]
+    tiles = [unit for unit in engine.units if "tiles" in unit.facts.name]
     assert len(tiles) == sum(isinstance(module, Tile) for module in model.modules())
-    assert all(len(unit.parameters) == 1 for unit in tiles)
+    assert all(len(unit.facts.parameters) == 1 for unit in tiles)
     order: list[str] = []
     paths = {module: path for path, module in model.named_modules()}
 
@@ -415,7 +415,7 @@ def test_each_tile_is_a_unit_that_comes_and_goes_alone(wrap: Wrap) -> None:
             module.register_forward_hook(note(paths[module]))
             module.weight.register_post_accumulate_grad_hook(note(paths[module]))
     loss = loss_of(model, 0)
-    forward = [unit.name for unit in tiles]
+    forward = [unit.facts.name for unit in tiles]
     assert order == forward
     loss.backward()
     assert order == forward + forward[::-1]
@@ -603,7 +603,9 @@ def test_a_tile_reads_its_rows_alone(
     infinity.wrap(model, config, weights=tmp_path / "model.safetensors")
     with infinity.engine(model) as engine:
         assert max(map(math.prod, shapes)) <= BYTES // 4
-        assert all(bool(u.facts.stored) == frozen for u in engine.units if "norm" not in u.name)
+        assert all(
+            bool(u.facts.stored) == frozen for u in engine.units if "norm" not in u.facts.name
+        )
         assert_same(model.state_dict(), plain.state_dict())
         assert_same(engine.state_dict(), plain.state_dict())
         assert torch.equal(model(ids_of(0)), tiled(tied=False)(ids_of(0)))

@@ -343,7 +343,7 @@ def test_a_write_inside_of_a_forward_is_undone_while_an_update_is_being_written(
         engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters())
         unit = engine.units[0]
         weight = unit.blocks[Kind.PARAM]
-        assert weight.moved_bytes == weight.nbytes and unit.names == ("special.weight",)
+        assert weight.moved_bytes == weight.nbytes and unit.facts.names == ("special.weight",)
         model(batch()).square().mean().backward()
         engine.drain()
         if acts:

@@ -83,7 +83,7 @@ def plain(
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
         for unit, optimizer in itertools.product(units, owners):
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            mine = [parameters[name] for name in unit.names if id(parameters[name]) in owned]
+            mine = [parameters[name] for name in unit.facts.names if id(parameters[name]) in owned]
             if mine:
                 assert nn.utils.clip_grad_norm_(mine, LIMIT) > LIMIT
         for optimizer in owners:
@@ -163,7 +163,7 @@ def test_the_norms_that_are_reported_are_those_of_all_gradients(start: Start) ->
     engine, clipped = infinity.engine(model), 0.0
     gradients = {name: engine.gradient(p) for name, p in model.named_parameters()}
     for unit in engine.units:
-        norm = nn.utils.get_total_norm([gradients[name] for name in unit.names]).item()
+        norm = nn.utils.get_total_norm([gradients[name] for name in unit.facts.names]).item()
         clipped += min(norm, LIMIT) ** 2
     optimizer.step()
     total = nn.utils.get_total_norm(list(gradients.values())).item()

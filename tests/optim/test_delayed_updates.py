@@ -316,7 +316,7 @@ def test_updates_come_in_the_order_of_the_backward(
     update = Pipeline._update
 
     def noted(pipeline: Pipeline, chunk: Any, phase: Any) -> None:
-        order.append(chunk.job.unit.index)
+        order.append(chunk.job.unit.facts.index)
         update(pipeline, chunk, phase)
 
     monkeypatch.setattr(Pipeline, "_update", noted)
@@ -337,7 +337,7 @@ def test_bytes_that_move(wrap: Wrap) -> None:
             take_step(engine, optimizer, number)
         report = engine.report()
         assert report.written_per_parameter == report.planned_written_per_parameter
-        padded = sum(unit.layout.numel for unit in engine.units) / report.parameters
+        padded = sum(unit.facts.layout.numel for unit in engine.units) / report.parameters
         parameter = 2 * padded * ("parameters" not in placement)
         states = 10 * padded * ("optimizer" not in placement)
         # Read for forward, for backward, and by the update where no copy is left.

@@ -146,7 +146,7 @@ def test_norms_that_are_not_kept_cost_nothing(pair: Pair) -> None:
     before = sum(io.counters()["bytes_read"] for io in pair.engine.ios)
     nn.utils.clip_grad_norm_(pair.model.parameters(), 1e-3)
     read = sum(io.counters()["bytes_read"] for io in pair.engine.ios) - before
-    units = [unit for unit in pair.engine.units if unit.trainable]
+    units = [unit for unit in pair.engine.units if unit.facts.trainable]
     assert read <= sum(unit.facts.gradient_nbytes + 4096 for unit in units)
 
 

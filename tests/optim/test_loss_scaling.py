@@ -45,7 +45,7 @@ def contents(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     engine.drain()
     kinds = (kind for kind in Kind if kind is not Kind.GRAD)
     return {
-        f"{u.name} {kind.value}": u.states.read(kind).view(torch.uint8)
+        f"{u.facts.name} {kind.value}": u.states.read(kind).view(torch.uint8)
         for kind in kinds
         for u in engine.units
         if kind in u.blocks
@@ -494,7 +494,7 @@ def test_a_scale_reaches_through_recomputation(
         for number in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).requires_grad_()
             optimizer.scale(engine.model(x).pow(2).mean()).backward()
-            assert {unit.gradients.loss_scale for unit in engine.units} == {
+            assert {unit.gradients.ledger.loss_scale for unit in engine.units} == {
                 1.0 if scaler is None else scaler.scale
             }
             optimizer.step()
@@ -524,7 +524,7 @@ def test_a_scaled_backward_that_was_cut_off(wrap: Callable[..., infinity.Engine]
     handle.remove()
     plain.zero_grad()
     model(**text_batch(0)).loss.backward()
-    assert {unit.gradients.loss_scale for unit in engine.units} == {1.0}
+    assert {unit.gradients.ledger.loss_scale for unit in engine.units} == {1.0}
 
 
 def test_what_is_read_of_scaled_gradients_is_not_scaled(
@@ -692,9 +692,9 @@ def test_a_backward_inside_of_a_scaled_one_inherits_its_scale(
             engine.model.parameters(), loss_scaler=infinity.LossScaler(2.0**16)
         )
         optimizer.scale(engine.model(torch.ones(2, 16)).square().mean()).backward()
-        assert {unit.gradients.loss_scale for unit in engine.units} == {2.0**16}
+        assert {unit.gradients.ledger.loss_scale for unit in engine.units} == {2.0**16}
         gradients.append([engine.gradient(parameter) for parameter in engine.model.parameters()])
         engine.model.zero_grad()
         engine.model(torch.ones(2, 16)).square().mean().backward()
-        assert {unit.gradients.loss_scale for unit in engine.units} == {1.0}
+        assert {unit.gradients.ledger.loss_scale for unit in engine.units} == {1.0}
     assert all(map(torch.equal, *gradients))

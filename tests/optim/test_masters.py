@@ -148,7 +148,7 @@ def test_any_type_that_the_stored_one_cannot_hold(
     ) as engine:
         for unit in engine.units:
             flat = unit.states.gather(Kind.MASTER)
-            for name, place in zip(unit.names, unit.layout.places, strict=True):
+            for name, place in zip(unit.facts.names, unit.facts.layout.places, strict=True):
                 assert torch.equal(
                     flat[place.offset : place.end].view(place.shape), expected[name]
                 ), name
@@ -207,8 +207,8 @@ def test_wrap_writes_the_parameters_and_the_low_bits_and_nothing_else(
     with infinity.engine(
         infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, **HOMES["nvme"], **config))
     ) as engine:
-        elements = sum(unit.layout.numel for unit in engine.units)
-        itemsize = engine.units[0].dtype.itemsize
+        elements = sum(unit.facts.layout.numel for unit in engine.units)
+        itemsize = engine.units[0].facts.dtype.itemsize
         assert engine.io.counters()["bytes_written"] == (itemsize + extra) * elements
 
 

@@ -300,7 +300,7 @@ def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     assert states[0].keys() == states[1].keys()
     optimizers[0].load_state_dict(optimizers[1].state_dict())
-    frozen = [unit for unit in engine.units if not unit.trainable]
+    frozen = [unit for unit in engine.units if not unit.facts.trainable]
     assert frozen
     assert all(len(unit.blocks) == 1 for unit in frozen)
 

@@ -133,8 +133,8 @@ def test_only_what_is_not_updated_is_copied_to_the_second_home(
     for mode in ("exact", "speculative"):
         engine = wrap(mode, precision=precision, split_master=split, **WHERE["host"])
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3)
-        unit = max(engine.units, key=lambda unit: len(unit.parameters))
-        frozen = unit.parameters[1]
+        unit = max(engine.units, key=lambda unit: len(unit.facts.parameters))
+        frozen = unit.facts.parameters[1]
         for number in range(6):
             frozen.requires_grad_(number < 3)
             backward(engine.model, number)
@@ -349,7 +349,7 @@ def test_what_the_next_forward_needs_first_is_updated_first(
     until(engine, lambda: all(job.written for job in begun.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     assert len(updated) > len(engine.units)  # several chunks each
-    first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
+    first_uses = [engine.units[index].facts.name for index in Probe(engine).trace.first_uses()]
     places = [first_uses.index(name) for name in updated]
     # The pipeline was waiting with one chunk, which it chose before all were there.
     others = (places[:one] + places[one + 1 :] for one in range(len(places)))
@@ -373,7 +373,7 @@ def test_second_homes_take_what_host_memory_is_left_for_the_last_units(
     wrap: Callable[..., infinity.Engine],
 ) -> None:
     def shadowed(engine: infinity.Engine) -> list[int]:
-        found = [unit.index for unit in engine.units if unit.states.has_shadow]
+        found = [unit.facts.index for unit in engine.units if unit.update_blocks.has_shadow]
         assert engine.memory()["cpu"] <= engine.config.cpu_memory
         optimizer = infinity.AdamW(engine.model.parameters())
         for number in range(3):
@@ -415,7 +415,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole(
     engine.io.set_faults()
     for unit in engine.units:
         values = unit.states.read(Kind.PARAM)
-        for name, place in zip(unit.names, unit.layout.places, strict=True):
+        for name, place in zip(unit.facts.names, unit.facts.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
     assert Probe(engine).staging_left() == 0
 

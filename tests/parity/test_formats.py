@@ -114,7 +114,7 @@ class Training:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
         return {
-            (unit.name, kind.value): unit.states.read(kind)
+            (unit.facts.name, kind.value): unit.states.read(kind)
             for unit in units
             for kind in unit.blocks
             if kind is not Kind.GRAD
@@ -494,7 +494,7 @@ def wide() -> Transformer:
 
 def padded_states(engine: infinity.Engine, name: str) -> tuple[int, int]:
     """Elements of all units, and bytes of their masters and moments."""
-    sizes = [unit.layout.numel for unit in engine.units]
+    sizes = [unit.facts.layout.numel for unit in engine.units]
     form = {"split": FP32, "bf16": BF16, "int8": INT8}[name]
     if name == "int8":
         assert form.bytes_of(1) == 36864 == form.bytes_of(32768)
@@ -607,13 +607,13 @@ def test_a_failed_update_leaves_the_last_values(
         training.steps(range(2, 3)).engine.drain()
     now, old, new = training.blocks(), 0, 0
     for unit in training.engine.units:
-        kinds = [kind for unit_name, kind in now if unit_name == unit.name]
+        kinds = [kind for unit_name, kind in now if unit_name == unit.facts.name]
         assert set(kinds) == {"param", "master", *MOMENTS}
         is_old, is_new = (
-            all(torch.equal(now[unit.name, k], then[unit.name, k]) for k in kinds)
+            all(torch.equal(now[unit.facts.name, k], then[unit.facts.name, k]) for k in kinds)
             for then in (before, after)
         )
-        assert is_old != is_new, unit.name
+        assert is_old != is_new, unit.facts.name
         old, new = old + is_old, new + is_new
     assert old > 0
     assert math.isfinite(sum(float(value.float().sum()) for value in now.values()))

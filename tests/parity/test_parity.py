@@ -79,9 +79,9 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         engine = infinity.engine(model)
         engine.drain()
         for unit in engine.units:
-            assert unit.data.state.name == "SHARDED", unit.name
+            assert unit.data.state.name == "SHARDED", unit.facts.name
             assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
-                unit.name
+                unit.facts.name
             )
         engine.close()
 
@@ -938,7 +938,7 @@ class Mixed(Transformer):
 def test_mixed_dtypes(wrap: Wrap) -> None:
     plain = seeded(Mixed)
     pair = Pair(wrap, plain, "auto", max_grad_norm=1.0)
-    assert {unit.dtype for unit in pair.engine.units} == {torch.float32, torch.bfloat16}
+    assert {unit.facts.dtype for unit in pair.engine.units} == {torch.float32, torch.bfloat16}
     assert [p.dtype for p in pair.model.parameters()] == [p.dtype for p in plain.parameters()]
     pair.train(8, parts=2)
     pair.check()

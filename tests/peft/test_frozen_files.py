@@ -83,7 +83,7 @@ def test_nothing_but_adapters_is_written(tmp_path: Path) -> None:
     before = written_by_the_kernel()
     infinity.wrap(model, config(tmp_path), weights=path)
     with infinity.engine(model) as engine:
-        trainable = [u for u in engine.units if u.trainable]
+        trainable = [u for u in engine.units if u.facts.trainable]
         rewritten = sum(b.nbytes for u in trainable for b in u.blocks.values())
         optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         train(model, optimizer)
@@ -93,7 +93,7 @@ def test_nothing_but_adapters_is_written(tmp_path: Path) -> None:
         assert written_by_the_kernel() - before <= rewritten * (STEPS + 1)
         assert report.in_files > BASE
         assert report.peaks["nvme"] < BASE
-        frozen = [u for u in engine.units if not u.trainable]
+        frozen = [u for u in engine.units if not u.facts.trainable]
         assert {kind for u in frozen for kind in u.blocks} == {Kind.PARAM}
 
 

@@ -276,7 +276,9 @@ def test_merging_gives_the_bits_of_plain_peft(
         torch.manual_seed(2)
         train(each, optimizer)
     engine = infinity.engine(model)
-    blocks = [u for u in engine.units if u.name.endswith("its files)") and "layers" in u.name]
+    blocks = [
+        u for u in engine.units if u.facts.name.endswith("its files)") and "layers" in u.facts.name
+    ]
     assert len(blocks) == 3
     engine.drain()
     before = engine.io.counters()["bytes_written"]

@@ -296,7 +296,9 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
         step(engine, optimizer, number)
     engine.drain()
     unit = next(
-        u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.layout.shard_numel
+        u
+        for u in engine.units
+        if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.facts.layout.shard_numel
     )
     block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].cached_elements
     values = unit.states.read(Kind.EXP_AVG)
@@ -326,8 +328,8 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
         """Whether all that may be written ahead is written."""
         return all(not job.chunks and job.in_flight == 0 for job in started.values())
 
-    begun = {unit.name for unit in engine.units if unit.states.has_shadow}
-    assert {job.unit.name for job in started.values() if job.update is not None} == begun
+    begun = {unit.facts.name for unit in engine.units if unit.update_blocks.has_shadow}
+    assert {job.unit.facts.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     Probe(engine).await_jobs(waiting)
     assert any(job.in_memory for job in started.values()) and any(
@@ -350,7 +352,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     Probe(engine).await_jobs(
         lambda: all(not job.chunks and job.in_flight == 0 for job in started.values())
     )
-    kept_whole = [u for u in engine.units if not u.states.has_shadow]
+    kept_whole = [u for u in engine.units if not u.update_blocks.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
     optimizer.step()
@@ -390,7 +392,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
     engine.io.set_faults()
     for unit in engine.units:
         values = unit.states.read(Kind.PARAM)
-        for name, place in zip(unit.names, unit.layout.places, strict=True):
+        for name, place in zip(unit.facts.names, unit.facts.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
     assert Probe(engine).staging_left() == 0
 
@@ -422,9 +424,11 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
 ) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
     unit = next(
-        u for u in engine.units if 0 < u.blocks[Kind.PARAM].cached_elements < u.layout.shard_numel
+        u
+        for u in engine.units
+        if 0 < u.blocks[Kind.PARAM].cached_elements < u.facts.layout.shard_numel
     )
-    with infinity.gathered(unit.parameters):
+    with infinity.gathered(unit.facts.parameters):
         expected = unit.on_device.wait().clone()
     unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
     unit.store.resident.end_update([])
@@ -437,7 +441,7 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
         pytest.skip("the mover met the only error")
     unit.on_device.release()
     engine.io.set_faults()
-    with infinity.gathered(unit.parameters):
+    with infinity.gathered(unit.facts.parameters):
         assert torch.equal(unit.on_device.wait(), expected)
 
 

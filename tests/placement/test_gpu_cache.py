@@ -99,7 +99,7 @@ def kept(engine: infinity.Engine) -> list[int]:
     found = []
     for unit in engine.units:
         if all(block.tier.is_device for block in unit.blocks.values()):
-            found.append(unit.index)
+            found.append(unit.facts.index)
         else:
             assert all(
                 block.tier.name == tiers.get(kind, config.optimizer)
@@ -122,7 +122,7 @@ def test_no_number_changes_and_what_stays_does_not_move(
     tiers: str, device: str, tmp_path: Path
 ) -> None:
     engine = wrap(tmp_path, **TIERS[tiers])
-    sizes = [nbytes(engine, [unit.index]) for unit in engine.units]
+    sizes = [nbytes(engine, [unit.facts.index]) for unit in engine.units]
     without = train(engine)
     before = without["report"]
     for count in (1, len(sizes) - 1, len(sizes)):
@@ -199,7 +199,7 @@ def test_cpu_and_device_update_different_units_at_once(
         optimizer.step()
         engine.drain()
         assert len(ended) == len(gpu_resident)
-        assert waited[0] == {unit.name for unit in engine.units}
+        assert waited[0] == {unit.facts.name for unit in engine.units}
 
 
 @each_device
@@ -208,7 +208,7 @@ def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(
 ) -> None:
     with wrap(tmp_path, gpu_cache="auto") as engine:
         assert kept(engine) == ([] if device == "unified" else list(range(len(engine.units))))
-        everything = nbytes(engine, [unit.index for unit in engine.units])
+        everything = nbytes(engine, [unit.facts.index for unit in engine.units])
         largest = max(unit.facts.nbytes for unit in engine.units)
     for memory in (6 * largest, 9 * largest, everything):
         with wrap(tmp_path, gpu_cache="auto", gpu_memory=memory) as engine:

@@ -250,7 +250,7 @@ def test_what_is_stated_is_what_moves(
         assert down == pytest.approx(stated.download, abs=slack)
         assert on_drives == pytest.approx(stated.nvme, abs=slack, rel=1e-9)
         assert stated.updates == sum(
-            u.layout.shard_numel for u in engine.units if not u.states.gpu_resident
+            u.facts.layout.shard_numel for u in engine.units if not u.update_blocks.gpu_resident
         )
 
 
@@ -385,7 +385,7 @@ def test_auto_works_where_nothing_stays(
             with infinity.engine(model) as found:
                 assert Probe(found).gradient_buffer is not None
                 buffers.append(len(Probe(found).gradient_buffer_free))
-                most = max(most, sum(unit.states.gpu_resident for unit in found.units))
+                most = max(most, sum(unit.update_blocks.gpu_resident for unit in found.units))
         assert len(set(buffers)) <= 1
     assert most > 0
 

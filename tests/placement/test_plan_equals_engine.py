@@ -215,7 +215,9 @@ def test_units_that_wrap_makes_smaller(
     family = FAMILIES["llama"]
     with infinity.engine(infinity.wrap(model, config)) as engine:
         assert any(isinstance(module, Tile) for module in model.modules()) == in_tiles
-        assert [unit.name for unit in forecast.model.units] == [unit.name for unit in engine.units]
+        assert [unit.name for unit in forecast.model.units] == [
+            unit.facts.name for unit in engine.units
+        ]
         assert forecast.memory.layout.rooms == Probe(engine).store.layout.rooms
         assert forecast.memory.allocated["gpu"] == Probe(engine).memory("gpu").numel()
         optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)

@@ -20,6 +20,7 @@ from infinity.optim.speculation import Speculation
 from infinity.optim.updater import Updater
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_block import GradientBlock
+from infinity.sharding.gradient_ledger import GradientLedger
 from infinity.sharding.gradient_reduction import GradientReduction
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.states import States
@@ -30,7 +31,7 @@ from infinity.tiers.staging import Staging
 
 CLASSES = (
     *(JobQueue, Pipeline, Speculation, Updater),
-    *(Exchange, GradientBlock, GradientReduction, Gradients, States),
+    *(Exchange, GradientBlock, GradientLedger, GradientReduction, Gradients, States),
     *(Chunks, Fetch, Loader, Mover, Residency, Staging, Ticket),
 )
 OFTEN = 0.02  # of the calls

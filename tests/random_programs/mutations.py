@@ -11,7 +11,7 @@ import torch
 
 from infinity.activations.saved_tensors import OffloadedTensor
 from infinity.modules import execution, gathered, packing
-from infinity.optim import job, kernels, norm, optimizer
+from infinity.optim import job, kernels, norm, optimizer, updater
 from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
 from infinity.sharding.unit import Unit
@@ -51,7 +51,7 @@ def _unclipped(real: Any) -> Any:
 
 
 def _norm_without_the_first_unit(real: Any) -> Any:
-    return lambda unit, *others: 0.0 if unit.index == 0 else real(unit, *others)
+    return lambda unit, *others: 0.0 if unit.facts.index == 0 else real(unit, *others)
 
 
 def _one_moment_does_not_flip(real: Any) -> Any:
@@ -70,7 +70,7 @@ def _always(real: Any) -> Any:
 
 def _gradient_replaces(real: Any) -> Any:
     def add(self: Any, index: int, *arguments: Any) -> None:
-        if self.has(index):
+        if self.ledger.has(index):
             self.forget([index])
         real(self, index, *arguments)
 
@@ -173,7 +173,11 @@ MUTATIONS = (
         19,
     ),
     Mutation(
-        "another gradient does not roll a speculative update back", Unit, "rollback", nothing, 2
+        "another gradient does not roll a speculative update back",
+        updater.Updater,
+        "rollback",
+        nothing,
+        2,
     ),
     Mutation(
         "what a speculative update put in place is not rolled back",

@@ -158,7 +158,7 @@ def agree(directory: Path, rank: int) -> bool:
                 group=dist.group.WORLD,
             )
             with infinity.engine(model) as wrapped:
-                mine = [unit.states.gpu_resident for unit in wrapped.units]
+                mine = [unit.update_blocks.gpu_resident for unit in wrapped.units]
             everywhere: list[Any] = [None] * RANKS
             dist.all_gather_object(everywhere, mine)
             assert all(each == mine for each in everywhere), everywhere

@@ -207,8 +207,8 @@ def each_pass_has_one_gather_and_one_reduction(directory: Path, rank: int) -> No
             least, most = (2 * DEPTH, 2 * DEPTH) if gathers == 1 else (2 * DEPTH + 1, 4 * DEPTH)
             assert least <= found["all_gather"] <= most, (stage, memory, found)
             spans = [span.name for span in engine.recorder.spans() if span.lane == "collective"]
-            assert {f"gather {unit.name}" for unit in engine.units} <= set(spans)
-            assert {f"reduce {unit.name}" for unit in engine.units} <= set(spans)
+            assert {f"gather {unit.facts.name}" for unit in engine.units} <= set(spans)
+            assert {f"reduce {unit.facts.name}" for unit in engine.units} <= set(spans)
             assert engine.report().seconds["collective"] > 0
             order += spans
     (directory / f"order{rank}.json").write_text(json.dumps(order))
@@ -225,7 +225,7 @@ def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> Non
 
         def entered(unit: Any) -> torch.Tensor:
             if in_backward():
-                events.append(f"use {unit.name}")
+                events.append(f"use {unit.facts.name}")
             return enter(unit)
 
         def posted(operation: str, unit: str, *values: Any, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def work(task: Any, where: Path, rank: int) -> None:
         for unit in engine.units:
             unit.on_device.start()
             flat = unit.on_device.wait()
-            for name, place in zip(unit.names, unit.layout.places, strict=True):
+            for name, place in zip(unit.facts.names, unit.facts.layout.places, strict=True):
                 seen = flat[place.offset : place.end].view(place.shape)
                 assert torch.equal(seen, before[name]), name
             del flat

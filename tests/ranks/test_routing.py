@@ -80,7 +80,12 @@ def train(
     model = infinity.wrap(Model(), config_of(**values), group=group, units=[Experts])
     losses, used = [], []
     with infinity.engine(model) as engine:
-        assert [unit.name for unit in engine.units] == ["blocks.0", "blocks.1", "blocks.2", "out"]
+        assert [unit.facts.name for unit in engine.units] == [
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+            "out",
+        ]
         optimizer = infinity.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0)
         for step in range(STEPS):
             for x in parts(step) if rank is None else [parts(step)[rank]]:

@@ -333,7 +333,7 @@ class Rank:
                     optimizer.zero_grad()
                     found["norms"].append(optimizer.grad_norm)
                 report, units = engine.report(), engine.units
-                found["units"] = [unit.names for unit in units]
+                found["units"] = [unit.facts.names for unit in units]
                 found["not kept"] = (SHORT - 1) * len(units) - report.updates_kept
                 found["rolled back"] = report.updates_rolled_back
                 found[update] = engine.state_dict()
@@ -387,8 +387,8 @@ class Rank:
             assert all(
                 torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values()
             )
-            return [(place.offset, place.numel) for place in unit.layout.places] + [
-                (unit.layout.numel,)
+            return [(place.offset, place.numel) for place in unit.facts.layout.places] + [
+                (unit.facts.layout.numel,)
             ]
 
     def solid(self) -> dict[str, str]:

@@ -241,7 +241,9 @@ def count(directory: Path, rank: int, ranks: int) -> dict[str, Any]:
                 length = half // ranks // 64 * 64
                 found[name] = {
                     "numbers": numbers,
-                    "pieces": sum(-(-unit.layout.shard_numel // length) for unit in engine.units),
+                    "pieces": sum(
+                        -(-unit.facts.layout.shard_numel // length) for unit in engine.units
+                    ),
                     "units": len(engine.units),
                 }
     return found
@@ -254,7 +256,7 @@ def memory(directory: Path, rank: int, ranks: int) -> list[str]:
     options = AT_HOME | PRECISIONS["bf16"] | {"gpu_memory": 1, "cpu_memory": 1}
     with wrapped(directory / f"memory {rank}", dist.group.WORLD, **options) as engine:
         Program(engine, rank, ranks).run()
-        config, numel = engine.config, sum(unit.layout.numel for unit in engine.units)
+        config, numel = engine.config, sum(unit.facts.layout.numel for unit in engine.units)
         homes = [
             unit.blocks[kind].spec.home_bytes for unit in engine.units for kind in unit.blocks
             if kind is not Kind.PARAM

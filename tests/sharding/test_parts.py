@@ -1,9 +1,9 @@
-"""A part of a unit works without a unit and an engine: it takes facts, and tells a listener."""
+"""A part of a unit works without a unit and an engine: it takes facts and listeners."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +14,9 @@ from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
-from infinity.sharding.gradients import Gradients, GradientState
+from infinity.sharding.gradient_ledger import GradientState
+from infinity.sharding.gradients import Gradients
+from infinity.sharding.listeners import Border, Grads, UnitListeners, Updates
 from infinity.sharding.unit import declare
 from infinity.tiers.store import Store
 from support.configs import config_of
@@ -33,12 +35,12 @@ def block_of(tier: str) -> Iterator[tuple[UnitFacts, GradientBlock]]:
     try:
         blocks = declare(facts, store, config)
         store.open(store.placement.layout(facts.nbytes, 0))
-        yield facts, GradientBlock(facts, blocks, store)
+        yield facts, GradientBlock(facts, blocks, store, UnitListeners())
     finally:
         store.close()
 
 
-class Listening:
+class Listening(Updates):
     """Keeps the content of the block as it was when its readers were last waited for."""
 
     def __init__(self, block: GradientBlock) -> None:
@@ -46,28 +48,20 @@ class Listening:
         self.unread = block.flat().clone()
         self.rollbacks = self.outdated = 0
 
-    def await_readers(self) -> None:
+    def await_readers(self, facts: UnitFacts) -> None:
         self.unread = self._block.flat().clone()
 
-    def rollback(self) -> None:
+    def rollback(self, facts: UnitFacts) -> None:
         self.rollbacks += 1
 
     def outdate(self) -> None:
         self.outdated += 1
 
-    def changing(
-        self, indices: Iterable[int], change: Callable[[torch.Tensor], object] | None = None
-    ) -> None:
-        pass
-
-    def forgetting(self, indices: Iterable[int]) -> None:
-        pass
-
-    def square_ahead(self, all_came: bool) -> float | None:
-        return None
-
-    def gradients_came(self) -> None:
-        pass
+    def gradients(self, facts: UnitFacts) -> Gradients:
+        """Gradients that tell this."""
+        listeners = UnitListeners()
+        listeners.connect(self, Border(), Grads())
+        return Gradients(facts, self._block, None, None, listeners, self.outdate)
 
 
 class Step:
@@ -75,7 +69,7 @@ class Step:
 
     def __init__(self, facts: UnitFacts, block: GradientBlock, seed: int) -> None:
         self.block, self.listener = block, Listening(block)
-        self.gradients = Gradients(facts, block, None, None, self.listener)
+        self.gradients = self.listener.gradients(facts)
         self.of_torch: dict[int, torch.Tensor] = {}
         self._random = random.Random(seed)
         self._values = torch.Generator().manual_seed(seed)
@@ -116,7 +110,7 @@ class Step:
     def between(self) -> None:
         for _ in range(self._random.randint(0, 4)):
             changes = [self.zero, self.assign, self.forget, self.clip, self.spend]
-            if self.gradients.state is GradientState.EMPTY:
+            if self.gradients.ledger.state is GradientState.EMPTY:
                 changes = [self.assign, self.forget]
             self._checked(self._random.choice(changes), self._random.randrange(len(SHAPES)))
 
@@ -125,9 +119,11 @@ class Step:
         change(index)
         if not torch.equal(self.block.flat(), before):
             assert torch.equal(self.listener.unread, before), "readers of the old bytes were lost"
-        assert self.gradients.present() == sorted(self.of_torch)
+        assert self.gradients.ledger.present() == sorted(self.of_torch)
         for each, expected in self.of_torch.items():
-            assert torch.equal(self.block.part(each) * self.gradients.clip_of(each), expected)
+            assert torch.equal(
+                self.block.part(each) * self.gradients.ledger.clip_of(each), expected
+            )
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -149,7 +145,7 @@ def test_gradients_alone_tell_before_an_update_is_outdated() -> None:
     does not."""
     with block_of("cpu") as (facts, block):
         listener = Listening(block)
-        gradients = Gradients(facts, block, None, None, listener)
+        gradients = listener.gradients(facts)
         gradients.add(0, torch.ones(SHAPES[0]))
         gradients.settle()
         gradients.spend([0])

@@ -408,7 +408,7 @@ class Run:
         if probe.used("staging"):
             found.append(f"I3: {probe.used('staging')} bytes of staging are in use")
         found += [
-            f"I3: {unit.name} is pinned"
+            f"I3: {unit.facts.name} is pinned"
             for unit in self.engine.units
             if any(block.copy.pins and not block.permanent for block in unit.blocks.values())
         ]

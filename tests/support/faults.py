@@ -41,7 +41,7 @@ class Run:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
         return {
-            (unit.name, kind.value): unit.states.read(kind)
+            (unit.facts.name, kind.value): unit.states.read(kind)
             for unit in units
             for kind in unit.blocks
             if kind is not Kind.GRAD

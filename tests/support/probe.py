@@ -221,7 +221,7 @@ class Probe:
 def assert_unused(model: nn.Module) -> None:
     """No unit of `model` is in use: the model holds none of its data."""
     for unit in infinity.engine(model).units:
-        assert unit.data.state.name == "SHARDED", unit.name
+        assert unit.data.state.name == "SHARDED", unit.facts.name
         assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
-            unit.name
+            unit.facts.name
         )

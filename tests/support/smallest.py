@@ -67,6 +67,6 @@ def wrapping(where: Path) -> Iterator[Wrap]:
         engine = infinity.engine(model)
         engine.drain()
         for unit in engine.units:
-            assert unit.data.shown == 0, unit.name
-            assert all(block.copy.pins == 0 for block in unit.blocks.values()), unit.name
+            assert unit.data.shown == 0, unit.facts.name
+            assert all(block.copy.pins == 0 for block in unit.blocks.values()), unit.facts.name
         engine.close()

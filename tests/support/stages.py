@@ -129,7 +129,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
     calls: Counter[str] = Counter()
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
         count_collectives(monkeypatch, calls)
-        used, shards = engine.memory(), engine.units[0].layout.ranks
+        used, shards = engine.memory(), engine.units[0].facts.layout.ranks
         used["gpu"] -= (
             0 if Probe(engine).gradient_buffer is None else Probe(engine).gradient_buffer_bytes
         )
@@ -156,7 +156,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
         saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"
         engine.save_checkpoint(saved, optimizer)
         trainable, frozen = (
-            sum(u.layout.numel for u in engine.units if u.trainable is trains)
+            sum(u.facts.layout.numel for u in engine.units if u.facts.trainable is trains)
             for trains in (True, False)
         )
         return {
@@ -166,7 +166,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             "states": flat(optimizer),
             "saved": str(saved),
             "calls": in_last_step,
-            "units": (len(engine.units), sum(unit.trainable for unit in engine.units)),
+            "units": (len(engine.units), sum(unit.facts.trainable for unit in engine.units)),
             "used": used,
             "formula": bytes_on_tiers(trainable, config, shards, frozen),
         }

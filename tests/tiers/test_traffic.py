@@ -166,7 +166,7 @@ def test_what_commits_need_is_written_wherever_it_is_cached(
         for number in range(STEADY + 2):
             step(model, optimizer, number)
         check_traffic(model)
-        numel = sum(unit.layout.numel for unit in engine.units)
+        numel = sum(unit.facts.layout.numel for unit in engine.units)
         assert engine.plan().update_written == (2 + 2 + 4 + 4) * numel
         report = engine.report()
         assert report.written_through == report.cached
@@ -188,7 +188,7 @@ def test_what_is_cached_is_written_by_steps_that_are_committed_alone(
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
-        numel = sum(unit.layout.numel for unit in engine.units)
+        numel = sum(unit.facts.layout.numel for unit in engine.units)
         written = {}
         for number in range(3 * every):
             step(model, optimizer, number)
@@ -273,7 +273,7 @@ def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
         check_traffic(model)
         parameters = engine.report().parameters
         assert parameters > 3_000_000
-        padded = sum(unit.layout.numel for unit in engine.units)
+        padded = sum(unit.facts.layout.numel for unit in engine.units)
         assert padded < 1.01 * parameters
         assert plan.update_written == (states + 2) * padded
         assert plan.fetched <= 2 * padded
@@ -446,7 +446,7 @@ def test_states_on_nvme_take_what_the_ledger_says(
     config = config_of(nvme=[tmp_path], precision="bf16", copy_on_write=False, **formats, **ROOMY)
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
-        padded = sum(unit.layout.numel for unit in engine.units)
+        padded = sum(unit.facts.layout.numel for unit in engine.units)
         assert engine.memory()["nvme"] == (2 + states) * padded
         assert {kind.value: block.tier.name for kind, block in engine.units[0].blocks.items()} == {
             kind.value: "cpu" if kind is Kind.GRAD else "nvme"

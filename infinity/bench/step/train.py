@@ -194,7 +194,7 @@ def train(
             half = work.steps // 2
             parts = [(work.discard, work.steps - half), (1, half)]
         total = sum(itertools.chain.from_iterable(parts))
-        dtype, losses, spent = engine.units[0].dtype, [], 0.0
+        dtype, losses, spent = engine.units[0].facts.dtype, [], 0.0
         timed: list[dict[str, float]] = []
         for untimed, count in parts:
             if timed and spent > work.most_seconds:
