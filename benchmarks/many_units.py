@@ -42,7 +42,7 @@ import infinity
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.modules.hooks import Hooks
 from infinity.modules.packing import Packer
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.quantities import round_up

@@ -49,7 +49,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.family import typical_update
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy

@@ -1,7 +1,7 @@
 """The update pipeline: one thread that takes chunk after chunk of units through read i+1 | update i
 | write i-1.
 
-Which chunk is next is said in `infinity.optim.job`; what an update does to one, in
+Which chunk is next is said in `infinity.optim.job_queue`; what an update does to one, in
 `infinity.optim.chunk`.
 
 [Note: nobody waits for writes]
@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 from infinity.observe import Recorder, Stopwatch
 from infinity.optim.chunk import UPDATED, Chunk, ChunksByPhase, Phase
-from infinity.optim.job import Job, JobQueue, JobState, reads
+from infinity.optim.job import Job, JobState, reads
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.placement.budget import STAGED_SETS
 from infinity.placement.spec import Kind

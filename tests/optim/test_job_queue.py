@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from infinity.optim.job import Job, JobQueue, UnitUpdate
+from infinity.optim.job import Job, UnitUpdate
+from infinity.optim.job_queue import JobQueue
 from infinity.placement.spec import Kind
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infinity.nvme.ticket import Ticket
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.pipeline import Pipeline
 from infinity.optim.speculation import Speculation
 from infinity.optim.updater import Updater

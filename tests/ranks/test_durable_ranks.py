@@ -35,7 +35,7 @@ from infinity.durable import committer
 from infinity.durable.committer import Committer
 from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.updater import Updater
 from infinity.tiers.manifest import MANIFEST_NAME
 from support.configs import config_of

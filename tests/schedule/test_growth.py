@@ -22,7 +22,7 @@ FEW, MANY = 24, 96
 MOST_GROWTH = 1.25
 """A loop over all units at each use of one would grow four times."""
 COUNTED = ("schedule/", "modules/", "sharding/", "optim/", "tiers/slots.py", "tiers/arena.py")
-WAITING = "optim/job.py"
+WAITING = "optim/job_queue.py"
 """Its lines run again whenever a wait looks whether it is over."""
 
 
