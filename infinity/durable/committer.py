@@ -34,7 +34,8 @@ from infinity.durable.states import RecordKey
 from infinity.durable.store import DurableStore
 from infinity.errors import EngineClosedError, InfinityError, sentence
 from infinity.observe import Recorder
-from infinity.optim.job import Job, JobQueue
+from infinity.optim.job import Job
+from infinity.optim.job_queue import JobQueue
 
 log = logging.getLogger("infinity")
 

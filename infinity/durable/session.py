@@ -59,7 +59,7 @@ from infinity.durable.step_notes import NotedStep, StepNotes
 from infinity.durable.store import DurableStore
 from infinity.errors import CheckpointError, ConfigError, EngineClosedError, InfinityError
 from infinity.observe import Recorder
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import StepListeners, Updater
 from infinity.sharding.tensor_parallel import local

@@ -12,7 +12,7 @@ from infinity.durable.committed_objects import CommittedObjects
 from infinity.durable.committed_states import CommittedStates
 from infinity.durable.store import DurableStore
 from infinity.errors import ConfigError
-from infinity.optim.job import JobQueue
+from infinity.optim.job_queue import JobQueue
 
 log = logging.getLogger("infinity")
 

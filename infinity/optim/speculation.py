@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from infinity.optim.job import Job, JobQueue, UnitUpdate
+from infinity.optim.job import Job, UnitUpdate
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.owners import Owner
 from infinity.placement.spec import Kind
 from infinity.sharding.gradient_ledger import GradientState

@@ -26,7 +26,8 @@ import torch
 from infinity.errors import ConfigError
 from infinity.observe import Recorder
 from infinity.optim.compared import ComparedStep
-from infinity.optim.job import Job, JobQueue
+from infinity.optim.job import Job
+from infinity.optim.job_queue import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.norm import GradientNorm
 from infinity.optim.owners import Owner, Owners

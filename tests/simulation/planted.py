@@ -25,7 +25,8 @@ from infinity.durable.record import RandomStates
 from infinity.durable.states import DurableStates, KeptRecord, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.nvme.ticket import Ticket
-from infinity.optim.job import Job, JobQueue
+from infinity.optim.job import Job
+from infinity.optim.job_queue import JobQueue
 from infinity.tiers.block import Block
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
