@@ -15,6 +15,7 @@ replaced later does not lead us elsewhere.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -44,6 +45,20 @@ _KINDS = (
 
 # Of linux/fs.h; the flags are an int, whatever size the numbers of the calls name.
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
+
+
+_RENAME_EXCHANGE = 2  # of linux/fs.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _exchange(directory: int, name: str, other: str) -> int:
+    """Exchange two names in one step. Returns 0, or the errno."""
+    call = getattr(_LIBC, "renameat2", None)
+    if call is None:
+        return errno.ENOSYS
+    names = os.fsencode(name), os.fsencode(other)
+    failed = call(directory, names[0], directory, names[1], _RENAME_EXCHANGE)
+    return ctypes.get_errno() if failed else 0
 
 
 def overwrite_in_place(descriptor: int) -> bool:
@@ -311,6 +326,28 @@ class Directory:
         target = directory or self
         with target._naming(to):
             os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
+
+    def exchange(self, name: str, other: str) -> None:
+        """Exchange two names. One step, so a kill leaves either the old names or the new ones.
+
+        A file system that cannot do it in one step takes three. A kill may then leave `other`
+        missing. Its file or directory has a name that `infinity gc` does not remove.
+        """
+        code = _exchange(self.descriptor, name, other)
+        if code not in (0, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            with self._naming(other):
+                raise OSError(code, os.strerror(code))
+        if code == 0:
+            return
+        kept = f"infinity-{secrets.token_hex(8)}.old"
+        try:
+            self.rename(other, kept)
+            self.rename(name, other)
+        except BaseException:
+            if self.status(other) is None:
+                self.rename(kept, other)
+            raise
+        self.rename(kept, name)
 
     def sync(self) -> None:
         """Return when the names in it would survive a power cut."""

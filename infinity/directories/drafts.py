@@ -5,8 +5,9 @@ A new file is written in a folder beside its place, `.infinity-*.tmp`, which is 
 renamed when it is whole and on the drive, so a kill leaves what was there before, and the folder.
 `infinity gc` removes folders that nobody holds any more.
 
-A new directory is such a folder, which gets its name when all of its files are on the drive. What
-had the name before gets a name that `infinity gc` removes, until it is gone.
+A new directory is such a folder, which gets its name when all of its files are on the drive. A
+directory that had this name before exchanges its name with the folder, and is then removed. A kill
+in between leaves it as a folder that `infinity gc` removes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def replacing(path: Path, what: str) -> Iterator[Path]:
 @contextmanager
 def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
     """A place for the files of the directory `path`, which is there, with all of them, after the
-    block. After an exception it is as it was.
+    block. After an exception it is as it was, or already replaced whole.
 
     A directory of plain files that is there already is replaced. Raises `ConfigError` for anything
     else of that name; `what` is how messages call it.
@@ -77,29 +78,28 @@ def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
                     folder.sync()
                     _replace(directory, name, path.name)
                 except BaseException:
-                    for draft in drafts.names():
-                        folder.remove(draft)
+                    if not directory.is_same(path.name, folder.descriptor):
+                        for draft in drafts.names():
+                            folder.remove(draft)
                     raise
         finally:
             directory.remove_directory(name)
 
 
 def _replace(directory: Directory, name: str, to: str) -> None:
-    """Give the folder `name` the name `to`, in place of a directory of plain files."""
+    """Give the folder `name` the name `to`. A directory of plain files that has this name gets the
+    name `name`, and is emptied."""
     if directory.status(to) is None:
         directory.rename(name, to)
         directory.sync()
         return
-    old = temporary_name()
     with directory.below(to) as replaced:
         for inner in replaced.names():
             replaced.check(inner)
-        directory.rename(to, old)
-        directory.rename(name, to)
+        directory.exchange(name, to)
         directory.sync()
         for inner in replaced.names():
             replaced.remove(inner)
-    directory.remove_directory(old)
 
 
 def _umask() -> int:

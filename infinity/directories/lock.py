@@ -193,14 +193,19 @@ class _LockFile(NamedTuple):
             finally:
                 os.close(descriptor)
             if not same:
-                with suppress(OSError):
-                    os.link(
-                        temporary,
-                        name,
-                        src_dir_fd=directory.descriptor,
-                        dst_dir_fd=directory.descriptor,
-                    )
+                self._put_back(temporary)
             directory.remove(temporary)
+
+    def _put_back(self, temporary: str) -> None:
+        """Give the file `temporary` the name of the lock, unless another file has it."""
+        at = self.directory.descriptor
+        with suppress(FileExistsError):
+            try:
+                os.link(temporary, self.name, src_dir_fd=at, dst_dir_fd=at)
+            except OSError as error:
+                if isinstance(error, FileExistsError) or self.directory.status(self.name):
+                    raise FileExistsError from error
+                self.directory.rename(temporary, self.name)  # a file system without hard links
 
     def _in_use(self, holder: Holder | None, flock: bool) -> PathInUseError:
         pid = holder.pid if holder is not None else "unknown"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from infinity.free_memory import Available, Memory
 from infinity.quantities import parse_bytes
 
 _MOST_BYTES = 1 << 20
+_MOST = 1e24
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def _fields(
         if name == "name" and not isinstance(value, str):
             raise ConfigError(f"name is {value!r}, not a text")
         whole = number and (name in sizes or name in ("nodes", "gpus"))
-        result[name] = int(value) if whole else value
+        result[name] = int(value) if whole and math.isfinite(value) else value
     return result
 
 
@@ -252,8 +254,14 @@ def checked(hardware: Hardware) -> Hardware:
     for where, part in parts:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            if isinstance(value, (int, float)) and not 0 < value < 1e24:
+            if not isinstance(value, (int, float)):
+                continue
+            if not value > 0:
                 raise ConfigError(f"{field.name}{where} is {value}, and has to be positive")
+            if value >= _MOST:
+                raise ConfigError(
+                    f"{field.name}{where} is {value}, and has to be less than {_MOST}"
+                )
     if hardware.together > 1:
         raise ConfigError(f"together is {hardware.together}, and cannot be more than 1")
     if hardware.unified and hardware.gpus > 1:
