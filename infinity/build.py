@@ -734,7 +734,7 @@ class Build:
             meter,
             self._recorder,
             recomputation,
-            self._tiled,
+            tuple(self._tiled),
         )
         parts = Parts(
             self._recorder,

@@ -246,70 +246,14 @@ def summary(
     on_cpu: bool,
 ) -> dict[str, Any]:
     """What follows from the measurements: `rates` by name, and compute `alone`."""
-    report, shape, seconds = trained.report, trained.shape, trained.seconds
-    operations = flops.count(shape, work.tokens, work.length, work.recomputes)
-    nbytes = {
-        "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
-        "nvme_write": round(report.written_per_parameter * report.parameters)
-        + report.activations_written,
-        "host_to_device": report.copied_to_device,
-        "device_to_host": report.copied_from_device,
-    }
+    report = trained.report
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    passes, (one, two) = alone.passes(shape.layers), alone.of_blocks()
-    compute = sum(passes) * work.accumulate
-    takes = bounds(compute, nbytes, parts_updated(report), middle)
-    if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
-        # In vertical order every unit is used by all micro-batches before the next one is.
-        hiding = passes.forward * (work.accumulate if work.vertical else 1)
-        takes["clipped"] = clipped(compute, hiding, report, takes, middle)
-    longest = max(takes, key=lambda name: takes[name])
-    per_step = [1 / each for each in seconds]
-    limited = report.limits
     return {
-        "model": work.source.name,
-        "parameters_count": report.parameters,
-        "layers_count": shape.layers,
-        "dtype": formats.param,
-        "placement": {
-            "parameters": work.config.parameters,
-            "gradients": work.config.gradients,
-            "optimizer": work.config.optimizer,
-            "moment_precision": work.config.moment_precision,
-            "copy_on_write": work.config.tuning.copy_on_write,
-            "update": work.config.tuning.update,
-        },
-        "gpu_direct": report.gpu_direct,
-        "sequence_length_tokens": work.length,
-        "batch_windows": work.batch_size,
-        "accumulate_count": work.accumulate,
-        "tokens_per_step_count": work.tokens,
-        "recomputes_activations": work.recomputes,
-        "steps_count": len(seconds),
-        "discarded_steps_count": len(trained.losses) - len(seconds),
-        "step_seconds": spread(seconds),
-        "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
-        "model_tflop_per_second": spread([operations.model * rate / 1e12 for rate in per_step]),
-        "hardware_tflop_per_second": spread(
-            [operations.hardware * rate / 1e12 for rate in per_step]
-        ),
-        "model_flop_utilisation_ratio": spread(
-            [operations.model * rate / middle["matmul"] for rate in per_step]
-        ),
-        "hardware_flop_utilisation_ratio": spread(
-            [operations.hardware * rate / middle["matmul"] for rate in per_step]
-        ),
-        "flops": {
-            "formula": FORMULA,
-            "model_per_step_count": operations.model,
-            "hardware_per_step_count": operations.hardware,
-            "parameters_that_multiply_count": shape.multiplied,
-            "parameters_in_blocks_count": shape.in_blocks,
-        },
-        "matmul_tflop_per_second": spread([rate / 1e12 for rate in rates["matmul"]]),
+        **_workload(work, trained, formats),
+        **_speeds(work, trained, rates["matmul"]),
         "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
         "adam_busy_seconds": spread(trained.adam_seconds),
-        "bytes_per_step": nbytes
+        "bytes_per_step": _moved(report)
         | {
             "optimizer_states_updated": report.updated,
             "optimizer_states_updated_on_gpu": report.updated_on_gpu,
@@ -326,32 +270,122 @@ def summary(
         **{
             where: _kernels(formats, rates[where]) if where in rates else None for where in _KERNELS
         },
-        "compute": {
-            "method": COMPUTE,
-            "seconds": compute,
-            "forward_seconds": passes.forward,
-            "backward_seconds": passes.backward,
-            "one_block_seconds": spread(one),
-            "two_blocks_seconds": spread(two),
-            "each_time_seconds": spread(
-                [each * work.accumulate for each in alone.times(shape.layers)]
-            ),
-        },
-        "roofline": {
-            "seconds": takes,
-            "bound": longest,
-            "bound_seconds": takes[longest],
-            "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
-            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"]
-            if on_cpu and "adam" in takes
-            else None,
-        },
+        "compute": _compute(work, trained, alone),
+        "roofline": _roofline(work, trained, middle, alone, on_cpu),
         "tiers": {
-            tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)}
+            tier: {"peak_bytes": peak, "budget_bytes": report.limits.get(tier)}
             for tier, peak in report.peaks.items()
         },
         "cached_bytes": report.cached,
         "gpu_resident_bytes": report.gpu_resident,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
+    }
+
+
+def _workload(work: Workload, trained: Trained, formats: Formats) -> dict[str, Any]:
+    """The model, its placement, and the steps."""
+    config = work.config
+    return {
+        "model": work.source.name,
+        "parameters_count": trained.report.parameters,
+        "layers_count": trained.shape.layers,
+        "dtype": formats.param,
+        "placement": {
+            "parameters": config.parameters,
+            "gradients": config.gradients,
+            "optimizer": config.optimizer,
+            "moment_precision": config.moment_precision,
+            "copy_on_write": config.tuning.copy_on_write,
+            "update": config.tuning.update,
+        },
+        "gpu_direct": trained.report.gpu_direct,
+        "sequence_length_tokens": work.length,
+        "batch_windows": work.batch_size,
+        "accumulate_count": work.accumulate,
+        "tokens_per_step_count": work.tokens,
+        "recomputes_activations": work.recomputes,
+        "steps_count": len(trained.seconds),
+        "discarded_steps_count": len(trained.losses) - len(trained.seconds),
+    }
+
+
+def _speeds(work: Workload, trained: Trained, matmul: Sequence[float]) -> dict[str, Any]:
+    """Seconds of a step, and its tokens and operations per second, beside those of `matmul`."""
+    shape = trained.shape
+    operations = flops.count(shape, work.tokens, work.length, work.recomputes)
+    counts = {"model": operations.model, "hardware": operations.hardware}
+    per_step = [1 / each for each in trained.seconds]
+    fastest = statistics.median(matmul)
+    return {
+        "step_seconds": spread(trained.seconds),
+        "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
+        **{
+            f"{name}_tflop_per_second": spread([count * rate / 1e12 for rate in per_step])
+            for name, count in counts.items()
+        },
+        **{
+            f"{name}_flop_utilisation_ratio": spread([count * rate / fastest for rate in per_step])
+            for name, count in counts.items()
+        },
+        "flops": {
+            "formula": FORMULA,
+            "model_per_step_count": operations.model,
+            "hardware_per_step_count": operations.hardware,
+            "parameters_that_multiply_count": shape.multiplied,
+            "parameters_in_blocks_count": shape.in_blocks,
+        },
+        "matmul_tflop_per_second": spread([rate / 1e12 for rate in matmul]),
+    }
+
+
+def _moved(report: Report) -> dict[str, int]:
+    """Bytes that a step moves over each link."""
+    return {
+        "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
+        "nvme_write": round(report.written_per_parameter * report.parameters)
+        + report.activations_written,
+        "host_to_device": report.copied_to_device,
+        "device_to_host": report.copied_from_device,
+    }
+
+
+def _compute(work: Workload, trained: Trained, alone: bare_compute.BareCompute) -> dict[str, Any]:
+    layers = trained.shape.layers
+    passes, (one, two) = alone.passes(layers), alone.of_blocks()
+    return {
+        "method": COMPUTE,
+        "seconds": sum(passes) * work.accumulate,
+        "forward_seconds": passes.forward,
+        "backward_seconds": passes.backward,
+        "one_block_seconds": spread(one),
+        "two_blocks_seconds": spread(two),
+        "each_time_seconds": spread([each * work.accumulate for each in alone.times(layers)]),
+    }
+
+
+def _roofline(
+    work: Workload,
+    trained: Trained,
+    rates: Mapping[str, float],
+    alone: bare_compute.BareCompute,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """See [Note: the roofline]."""
+    report, passes = trained.report, alone.passes(trained.shape.layers)
+    compute = sum(passes) * work.accumulate
+    takes = bounds(compute, _moved(report), parts_updated(report), rates)
+    if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
+        # In vertical order every unit is used by all micro-batches before the next one is.
+        hiding = passes.forward * (work.accumulate if work.vertical else 1)
+        takes["clipped"] = clipped(compute, hiding, report, takes, rates)
+    longest = max(takes, key=lambda name: takes[name])
+    return {
+        "seconds": takes,
+        "bound": longest,
+        "bound_seconds": takes[longest],
+        "step_over_bound_ratio": spread([each / takes[longest] for each in trained.seconds]),
+        "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"]
+        if on_cpu and "adam" in takes
+        else None,
     }

@@ -21,6 +21,7 @@ from torch import nn
 import infinity
 from infinity.bench.step.flops import Shape
 from infinity.config import Config
+from infinity.engine import Engine
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
 from infinity.observe import Span
@@ -163,15 +164,7 @@ def train(
     where there are four. The engine does nothing meanwhile. The step after it is not timed, because
     nothing runs beside that.
     """
-    torch.manual_seed(work.seed)
-    with infinity.init(exact=False):
-        model = work.source.build(work.recomputes)
-        if work.source.directory is None:
-            fill_randomly(
-                model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02))
-            )
-    shape = shape_of(model, work.source.config)
-    model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
+    model, shape = _wrapped(work)
     with infinity.engine(model) as engine:
         engine.discard_committed()  # nobody goes on from it
         optimizer = infinity.AdamW(
@@ -181,13 +174,6 @@ def train(
         order: Any = "vertical" if work.vertical else "horizontal"
         batches = [work.batch(number, engine.device) for number in range(work.accumulate)]
         model.train()
-
-        def counts() -> dict[str, float]:
-            lanes = {lane: engine.recorder.seconds(lane) for lane in (*WAITS, "adam")}
-            kept = engine.recorder.counters().get("updates kept", 0)
-            found = {lane: sum(seconds.values()) for lane, seconds in lanes.items()}
-            return found | {"seconds": time.perf_counter(), "updates kept": kept}
-
         # Timed steps, in parts, with others before each that are not.
         parts = [(work.discard, work.steps)]
         if work.steps >= _REST:
@@ -201,7 +187,7 @@ def train(
                 break
             engine.drain()
             rest(dtype)
-            before = counts()
+            before = _counts(engine)
             for number in range(untimed + count):
                 if timed and spent > work.most_seconds:
                     break
@@ -209,7 +195,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(sum(output.item() for output in outputs) / len(outputs))
-                now = counts()
+                now = _counts(engine)
                 step = {name: now[name] - before[name] for name in now}
                 before, spent = now, spent + step["seconds"]
                 if number >= untimed:
@@ -228,3 +214,24 @@ def train(
             shape=shape,
             dtype=dtype,
         )
+
+
+def _wrapped(work: Workload) -> tuple[nn.Module, Shape]:
+    """The model under the engine, and its shape before it was wrapped."""
+    torch.manual_seed(work.seed)
+    source = work.source
+    with infinity.init(exact=False):
+        model = source.build(work.recomputes)
+        if source.directory is None:
+            scale = float(getattr(source.config, "initializer_range", 0.02))
+            fill_randomly(model, work.seed, scale)
+    shape = shape_of(model, source.config)
+    return infinity.wrap(model, work.config, weights=source.directory, seed=work.seed), shape
+
+
+def _counts(engine: Engine) -> dict[str, float]:
+    """The time, and seconds and counts of the engine since its start."""
+    recorder = engine.recorder
+    lanes = {lane: sum(recorder.seconds(lane).values()) for lane in (*WAITS, "adam")}
+    kept = recorder.counters().get("updates kept", 0)
+    return lanes | {"seconds": time.perf_counter(), "updates kept": kept}
