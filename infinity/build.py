@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from infinity.activations.first_batch import FirstBatch
-from infinity.activations.gauge import Gauge
-from infinity.activations.partitions import Partitions, check_partitions
+from infinity.activations.gauge import Clock, Gauge
+from infinity.activations.partitions import Partitions, RankParts, check_partitions
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.activations.treatments import Treatments
@@ -682,8 +682,14 @@ class Build:
         if self.ranks.number > 1 and not config.inference:
             spans = Spans(self.users, runtime, self.buffer)
         executions = Executions(runtime, self._recorder, self.buffer, check, spans)
-        partitions = self._partitions(executions)
-        meter = StepMeter(store, self.device, partitions)
+        divided = self._divided_storages()
+        partitions = None
+        if divided is not None:
+            names = {module: name for name, module in self._model.named_modules()}
+            partitions = Partitions(
+                divided, names, executions.running, lambda: executions.backwards
+            )
+        meter = StepMeter(store, self.device, divided)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
         told = StepListeners(executions.end_interrupted, stepped)
         if durability is not None:
@@ -698,11 +704,10 @@ class Build:
             store.activations, self._model, self.device.torch, partitions
         )
         if config.recompute == "auto" and not config.inference:
-            gauge = Gauge(
-                self.device, offloader, lambda: executions.backwards, lambda: runtime.waited
-            )
-            names = [*self._blocks.values()]
-            treatments = Treatments(names, gauge, self._activation_room, self.exchange)
+            clock = Clock(self.device, lambda: runtime.waited)
+            gauge = Gauge(clock, offloader, lambda: executions.backwards)
+            blocks = [*self._blocks.values()]
+            treatments = Treatments(blocks, gauge, self._activation_room, self.exchange)
         recomputation = Recomputation(self._blocks, treatments)
         hooks = Hooks(
             self._model,
@@ -773,22 +778,13 @@ class Build:
         up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
         return ActivationRoom(device, self._away, down, up)
 
-    def _partitions(self, executions: Executions) -> Partitions | None:
-        """What divides saved tensors among tensor parallel ranks, where that is wanted."""
+    def _divided_storages(self) -> RankParts | None:
+        """This rank's parts of saved tensors that tensor parallel ranks divide, if they do."""
         if not self._config.tuning.partition_activations or self.ranks.tensor is None:
             return None
         if self.exchange is None:
             raise RuntimeError("there are tensor parallel ranks, and no exchange")
-        names = {module: name for name, module in self._model.named_modules()}
-        return Partitions(
-            self.exchange,
-            self.store.activations,
-            self.store.latch,
-            self._recorder,
-            names,
-            executions.running,
-            lambda: executions.backwards,
-        )
+        return RankParts(self.exchange, self.store.activations, self.store.latch, self._recorder)
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and

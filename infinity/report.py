@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from infinity.activations.partitions import Partitions, PartitionTraffic
+from infinity.activations.partitions import PartitionTraffic, RankParts
 from infinity.activations.recompute import Recomputation
 from infinity.activations.treatments import TreatedBlock
 from infinity.config import Config
@@ -131,10 +131,8 @@ class Report:
 class StepMeter:
     """What the last finished step moved, in bytes; begins when it is made."""
 
-    def __init__(
-        self, store: Store, device: ComputeDevice, partitions: Partitions | None = None
-    ) -> None:
-        self._store, self._partitions = store, partitions
+    def __init__(self, store: Store, device: ComputeDevice, parts: RankParts | None = None) -> None:
+        self._store, self._parts = store, parts
         self._device = device
         self._fetched_before = (0, 0)
         self._copied_before = self._copied()
@@ -163,13 +161,13 @@ class StepMeter:
         copied, earlier = self._copied(), self._copied_before
         self.copied = copied[0] - earlier[0], copied[1] - earlier[1]
         self._copied_before = copied
-        if self._partitions is not None:
-            self._partitions.stepped()
+        if self._parts is not None:
+            self._parts.stepped()
 
     @property
     def divided(self) -> PartitionTraffic:
         """What tensor parallel ranks divided among them."""
-        return PartitionTraffic() if self._partitions is None else self._partitions.last_step
+        return PartitionTraffic() if self._parts is None else self._parts.last_step
 
     def _copied(self) -> tuple[int, int]:
         """So far."""
