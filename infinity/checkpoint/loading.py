@@ -564,8 +564,7 @@ class _Filler:
 
 
 class Loading(LoadPlanner):
-    """Fills `state` from a checkpoint that fits. Lives for one load. One class, because DCP calls
-    these methods."""
+    """Fills `state` from a checkpoint that fits it. Lives for one load."""
 
     _fit: Fit
 
