@@ -49,7 +49,6 @@ UNREAD = {
     "",  # the files beside the rooms
     "bench",
     "deepspeed",
-    "directories",
     "durable",
     "measure",
     "optim",
