@@ -1,16 +1,16 @@
-"""Training steps as tasks: the events of the real scheduler's walk, with the time that each takes.
-Imports no torch.
+"""Training steps as tasks: the events of the real scheduler, with the time of each. Imports no
+torch.
 
-[Note: what a step is made of]
-    use       computes on the device, when the unit is there and the use before has ended
+[Note: the tasks of a step]
+    use       computes on the device after the use before it, when the unit is there
     fetch     reads the uncached part of a parameter, copies it over the link, gathers it
-    gradient  is reduced, leaves the device, and goes to the drives where its home is there; with
+    gradient  is reduced, leaves the device, and goes to the drives if its home is there; with
               stage 1 it leaves whole, and is reduced when all have come
     update    reads states, runs the kernels, writes states, one piece after the other
     norm      reads the gradients, and ends the step
 
 An update starts when its gradient is there (speculative), or when the norm is known (exact). With
-"plain" the next forward waits for all of them. A unit without a place is updated when it gets one.
+"plain" the next forward waits for all updates. A unit without a place is updated when it gets one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ COLLECTIVE = "collective"
 Mode = Literal["plain", "exact", "speculative", "delayed"]
 
 AHEAD = 3
-"""Uses of units by which states and activations are read ahead of their own."""
+"""States and activations are read this many uses of units ahead."""
 MOST_PIECES = 4
-"""In which the update of a unit is simulated, at most."""
+"""The most pieces of the update of a unit."""
 READING, WRITING = 2, 4
-"""Pieces of an update whose states are read ahead, and whose writes are under way."""
+"""The pieces of an update whose states are read ahead, and the pieces whose writes are in
+flight."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank has of the machine: bytes per second of the drives, the link, copies in host
-    memory, kernels over host and device memory, and the network; parameters per second that the
-    CPU updates. `handling` is seconds of Python for each parameter that is updated in chunks."""
+    """The speeds of one rank: bytes per second of the drives, the link, copies in host memory,
+    kernels over host and device memory, and the network; parameters per second that the CPU
+    updates. `handling` is seconds of Python for each parameter that is updated in chunks."""
 
     read: float
     write: float
@@ -60,20 +61,21 @@ class Speeds:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One unit of this rank: where its blocks are, what it costs, and how long it computes."""
+    """One unit of this rank: the places of its blocks, its costs, and the seconds of its
+    compute."""
 
     name: str
     blocks: Mapping[Kind, Placed]
     cost: UnitCost
     shards: int
-    """Among how many ranks it is shared."""
+    """The number of ranks that share it."""
     forward: float
     """Seconds of one use in a forward."""
     backward: float
     saved: float = 0.0
     """Bytes that a forward saves and that leave the compute device."""
     spilled: float = 0.0
-    """Those of them that go to the drives."""
+    """The part of the saved bytes that goes to the drives."""
 
     @property
     def param(self) -> Placed:
@@ -82,7 +84,7 @@ class UnitWork:
 
     @property
     def on_device(self) -> bool:
-        """Whether all of it lives on the compute device."""
+        """Whether the whole unit lives on the compute device."""
         return all(block.spec.tier == "gpu" for block in self.blocks.values())
 
     @property
@@ -106,7 +108,7 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Uses:
-    """One cycle: the unit of each use, those in use beside it, and how many uses are of the
+    """One cycle: the unit of each use, the units in use beside it, and the number of uses in the
     forward."""
 
     order: tuple[int, ...]
@@ -132,28 +134,28 @@ class _Timeline:
         needs: Sequence[Task],
         urgency: float = 0.0,
     ) -> Task:
-        """A task that begins when those that it `needs` have ended."""
+        """Add a task that begins when its `needs` have ended."""
         task = Task(lane, name, seconds, tuple(needs), urgency)
         self.tasks.append(task)
         return task
 
     def io(self, lane: str, name: str, nbytes: float, *needs: Task, urgency: float = 0.0) -> Task:
-        """Bytes that the drives read or write."""
+        """Add a read or a write of the drives."""
         self.moved[lane] += nbytes
         rate = self.speeds.read if lane == READ else self.speeds.write
         return self.add(lane, name, nbytes / rate, needs, urgency)
 
     def compute(self, name: str, seconds: float, needs: Sequence[Task]) -> Task:
-        """A task of the model."""
+        """Add a task of the model."""
         self._computed.append(self.add(COMPUTE, name, seconds, needs))
         return self._computed[-1]
 
     def end(self, task: Task) -> None:
-        """`task` ends a step: the model goes on after it."""
+        """`task` ends a step. The model continues after it."""
         self._computed = [*self._computed[-AHEAD:], task]
 
     def before(self, uses: int) -> list[Task]:
-        """The model's task so many tasks ago, if there was one."""
+        """The task of the model so many tasks ago, if there is one."""
         return self._computed[-uses:][:1]
 
 
@@ -168,7 +170,7 @@ class _Copies:
         """By unit: the last write of its update."""
 
     def fetch(self, number: int) -> Task:
-        """Bring the parameters of a unit to the compute device, from where they are at home."""
+        """Bring the parameters of a unit from their home to the compute device."""
         unit, timeline = self._units[number], self._timeline
         needs = timeline.before(1)
         if number in self.written:
@@ -181,7 +183,7 @@ class _Copies:
         return self.gather(number, last)
 
     def gather(self, number: int, last: Task) -> Task:
-        """Every rank gets the parts of the others."""
+        """Every rank gets the parts of the other ranks."""
         unit, timeline = self._units[number], self._timeline
         if unit.shards == 1:
             return last
@@ -197,19 +199,19 @@ class _Model:
     ) -> None:
         self._timeline, self._units = timeline, units
         self._uses, self._copies = uses, copies
-        self._position = 0  # in the uses of the step
+        self._position = 0  # number of uses in this step
         self._last = {unit: place for place, unit in enumerate(uses.order)}
         self._only_forward = [unit for unit, place in self._last.items() if place < uses.forward]
         self.gate: list[Task] = []
-        """What the next use waits for beside."""
+        """Tasks that the next use also waits for."""
 
     def begin_step(self) -> None:
         """The next use is the first one of a step."""
         self._position = 0
 
     def use(self, number: int) -> tuple[int, list[int]]:
-        """One use of a unit. Returns the number of the cycle, and the units whose gradients this
-        use has brought."""
+        """One use of a unit. Returns the number of the cycle, and the units whose gradients are
+        complete after this use."""
         order, forward = self._uses.order, self._uses.forward
         unit, place = self._units[number], self._position % len(order)
         cycle = self._position // len(order)
@@ -234,7 +236,7 @@ class _Model:
         return cycle, [each for each in done if self._units[each].cost.trainable]
 
     def _offload(self, unit: UnitWork) -> None:
-        """What a forward saves leaves the device."""
+        """The saved activations of a forward leave the device."""
         timeline, name = self._timeline, f"activations of {unit.name}"
         last = timeline.add(DOWN, name, unit.saved / timeline.speeds.down, timeline.before(1))
         if unit.spilled:
@@ -264,7 +266,7 @@ class _Gradients:
         (last,) = timeline.before(1)
         if not grad.whole:
             last = self._reduce(number, [last])
-        if speeds.unified:  # the model's thread adds it to what is there
+        if speeds.unified:  # the model's thread adds it up
             last = timeline.compute(name, grad.home_bytes / speeds.copy, [last])
         elif grad.tier != "gpu":
             last = timeline.add(DOWN, name, grad.home_bytes / speeds.down, [last])
@@ -285,8 +287,8 @@ class _Gradients:
         return timeline.add(COLLECTIVE, f"gradient of {unit.name}", sent, needs)
 
     def _settle(self, number: int, last: Task) -> Task:
-        """Reduce what was collected whole, after the backward. From host memory it passes the
-        device, and returns."""
+        """Reduce a gradient that was collected whole, after the backward. A gradient in host memory
+        passes the device, and returns."""
         timeline, grad = self._timeline, self._units[number].blocks[Kind.GRAD].spec
         speeds, name = timeline.speeds, f"gradient of {self._units[number].name}"
         if not grad.whole:
@@ -335,7 +337,7 @@ class _Updates:
         may_read: Sequence[Task],
         reads_old: bool = False,
     ) -> Task:
-        """Read, update and write a unit, whose gradient is `ready`; returns the last update."""
+        """Read, update and write a unit after `ready`, its gradient. Returns the last update."""
         timeline, name = self._timeline, f"update {unit.name}"
         speeds, copies = timeline.speeds, self._copies
         read = unit.moved(*STATES, Kind.GRAD) + unit.cost.old * reads_old
@@ -373,7 +375,7 @@ class _Updates:
 
 
 class Steps:
-    """The tasks of training steps of one rank. Call `step` for each; `tasks` and `ends` grow."""
+    """The tasks of training steps of one rank. Each call of `step` adds to `tasks` and `ends`."""
 
     def __init__(
         self,
@@ -396,9 +398,11 @@ class Steps:
         self._updates = _Updates(self._timeline, self._copies, first, places=not delayed)
         self.ends: list[Task] = []
         """The last task of each step: a step lasts from one to the next."""
-        self._pending: dict[int, Task] = {}  # to be updated when there is a place: after this task
-        self._begun: dict[int, Task] = {}  # updates that came before the end of their step
-        self._posted: list[Task] = []  # those of the step before
+        self._pending: dict[
+            int, Task
+        ] = {}  # units that wait for a place, and the task before their update
+        self._begun: dict[int, Task] = {}  # updates before the end of their step
+        self._posted: list[Task] = []  # updates of the step before
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -445,7 +449,7 @@ class Steps:
             self._begun[number] = self._updates.add(number, unit, ready, may_read)
 
     def _end_step(self) -> None:
-        """The norm, and the updates that waited for it, what the next forward needs first first."""
+        """The norm, and the updates that waited for it, in the order of the next forward."""
         timeline = self._timeline
         end = self._gradients.norm(self._posted)
         self.ends.append(end)
@@ -465,7 +469,7 @@ class Steps:
         self._gradients.ready, self._begun = {}, {}
 
     def _land(self, number: int) -> None:
-        """Update a unit that has no copy: its old parameter is read."""
+        """Update a unit without a copy: its old parameter is read."""
         end, unit = self._pending.pop(number), self._units[number]
         needs = [end] if self._mode == "delayed" else [end, *self._timeline.before(1)]
         self._posted.append(self._updates.add(number, unit, end, needs, reads_old=True))

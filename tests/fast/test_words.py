@@ -50,9 +50,7 @@ UNREAD = {
     "bench",
     "deepspeed",
     "durable",
-    "measure",
     "optim",
-    "plan",
     "sharding",
     "tiers",
 }
