@@ -1,5 +1,5 @@
-"""What training does beside the I/O: CPU Adam on every core, and with a GPU copies from host memory
-to it."""
+"""The work of training beside its I/O: CPU Adam on every core, and with a GPU copies from host
+memory to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.placement.budget import FULL_CHUNK_ELEMENTS
 from infinity.placement.spec import FP32, SPLIT, Kind
 
 _ELEMENTS = FULL_CHUNK_ELEMENTS
-_CHUNKS = 16  # in turns, so that they do not stay in the caches
+_CHUNKS = 16  # so many that they do not stay in the caches
 _COPY_BYTES = 64 << 20
 _DTYPES = dict.fromkeys((Kind.PARAM, Kind.GRAD), torch.bfloat16)
 _FORMATS = {Kind.MASTER: SPLIT, Kind.EXP_AVG: FP32, Kind.EXP_AVG_SQ: FP32}
@@ -41,7 +41,7 @@ class _Adam:
                 at += width * _ELEMENTS
             self._chunks.append(StateTensors(chunk, _FORMATS))
         self.updated = 0
-        """Parameters."""
+        """Updated parameters."""
 
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
@@ -63,7 +63,7 @@ class _Copies:
         self._source = device.host_memory(_COPY_BYTES)
         self._target = device.compute_memory(_COPY_BYTES)
         self.copied = 0
-        """Bytes."""
+        """Copied bytes."""
 
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
@@ -72,7 +72,7 @@ class _Copies:
 
 
 class Load:
-    """Runs inside a `with` block, on threads of its own; used any number of times, then closed."""
+    """Runs inside a `with` block, on threads of its own. Used any number of times, then closed."""
 
     def __init__(self) -> None:
         self._adam = _Adam()
@@ -82,11 +82,11 @@ class Load:
         self._stopping = threading.Event()
         self._start = 0.0
         self.seconds = 0.0
-        """How long the load has run, all blocks together."""
+        """Seconds of all blocks together."""
 
     @property
     def name(self) -> str:
-        """What runs, in words."""
+        """The work in words."""
         return "CPU Adam" if self._copies is None else "CPU Adam and host-to-device copies"
 
     @property
@@ -125,6 +125,6 @@ class Load:
         self.seconds += time.perf_counter() - self._start
 
     def close(self) -> None:
-        """Give back threads and memory."""
+        """Free threads and memory."""
         self._adam.close()
         self._device.close()

@@ -2,22 +2,21 @@
 before, amid and after that, measure the devices again, conclude.
 
 [Note: the roofline]
-A step cannot be faster than what has most to do: the device with its matrix multiplications, the
-drives, either direction of the link, or the kernels of the update. Each of these times is bytes (or
-operations) over a rate. The engine counted the bytes in this very step, and the rate is that of the
-device in this run, before and after the steps. The longest is the bound; step over bound says what
-is left to gain by more overlap. The drives have three bounds: what is read at the speed of reading,
-what is written at that of writing, and both together at that of both at once. So has the update
-where some units have all their states on a GPU, whose kernels renew them there while the CPU's
-renew the others': two times, side by side. Where the compute device is the CPU, compute and update
-want the same cores, and their sum is stated, too.
+A step cannot be faster than its busiest device: the compute device with its matrix multiplications,
+the drives, either direction of the link, or the kernels of the update. Each of these times is bytes
+(or operations) over a rate. The engine counted the bytes in this very step. The rate is that of the
+device in this run, before and after the steps. The longest time is the bound. Step over bound is
+the possible gain by more overlap. The drives have three bounds: reads at the speed of reading,
+writes at the speed of writing, and both together at the speed of both at once. The update has two
+times, side by side, if some units have all their states on a GPU. If the compute device is the CPU,
+compute and update share cores, and their sum is stated, too.
 
 [Note: the bound of a clipped step]
-Where every update has to wait for the norm of all gradients, no update runs beside the backward. It
-has the next forward to hide behind. So the step takes at least its backward, and then the longer of
-the forward and the update; that of the update is its NVMe traffic or its kernels. Example: a
-backward of 2.2 s, a forward of 1.1 s and an update of 3.7 s make 5.9 s. This is a bound of steps in
-which no update began in backward, by the engine's count.
+If every update must wait for the norm of all gradients, no update runs beside the backward. It can
+only hide behind the next forward. So the step takes at least its backward, and then the longer of
+the forward and the update. The update takes its NVMe traffic or its kernels. Example: a backward of
+2.2 s, a forward of 1.1 s and an update of 3.7 s make 5.9 s. This is a bound of steps in which no
+update began in backward, by the engine's count.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from infinity.report import Report
 from infinity.tiers.drives import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
-_DRIFT = 1.2  # of compute between the times that it was measured, from which on a warning says so
+_DRIFT = 1.2  # the ratio of compute times from which on there is a warning
 ROUNDS = 3
 FORMULA = (
     "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
@@ -69,9 +68,9 @@ def bounds(
     updated: Mapping[str, float],
     rates: Mapping[str, float],
 ) -> dict[str, float]:
-    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`,
-    rates in bytes per second; of the updates by those of `parts_updated`, in parameters. What has
-    no rate took no part."""
+    """Seconds that each device needs for a step. `nbytes` and `rates` have the names of links, with
+    rates in bytes per second. Updates have the names of `parts_updated`, in parameters. A device
+    without a rate took no part."""
     seconds = {"compute": compute}
     if "nvme_read" in rates:
         seconds["nvme"] = on_drives(nbytes["nvme_read"], nbytes["nvme_write"], rates)
@@ -96,8 +95,8 @@ def clipped(
     rates: Mapping[str, float],
 ) -> float:
     """Seconds of a step whose updates wait for all gradients; see [Note: the bound of a clipped
-    step]. Of the seconds of `compute`, the forwards behind which updates can hide are `hiding`;
-    `takes` is what `bounds` gives."""
+    step]. `hiding` are the seconds of `compute` in forwards that can hide updates. `takes` is the
+    result of `bounds`."""
     update = max(takes.get(kernels, 0.0) for kernels in _KERNELS)
     if "nvme_read" in rates:
         moved = on_drives(report.read_by_updates, report.written_by_updates, rates)
@@ -106,9 +105,8 @@ def clipped(
 
 
 def parts_updated(report: Report) -> dict[str, float]:
-    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the
-    compute device ("adam_on_gpu"); without those that update none. Counted by their states, which
-    have one format."""
+    """The numbers of parameters that the kernels of the CPU ("adam") and of the compute device
+    ("adam_on_gpu") update in a step, if any. Counted by their states, which have one format."""
     on_gpu = report.updated_on_gpu / max(report.updated, 1)
     parts = {"adam": report.parameters * (1 - on_gpu), "adam_on_gpu": report.parameters * on_gpu}
     return {where: parameters for where, parameters in parts.items() if parameters > 0}
@@ -120,12 +118,11 @@ def measure(
     say: Callable[[str], None],
     timeline: Callable[[Sequence[Span]], None] = lambda spans: None,
 ) -> dict[str, Any]:
-    """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and
-    the highest.
+    """The summary, ready for JSON. Every number has its unit in its key. Medians have the lowest
+    and the highest.
 
-    `probe_bytes` is the size of a copy that a link is measured with. `timeline` is called with what
-    the engine did, right after the steps. Raises what `infinity.wrap`
-    raises, before anything long.
+    `probe_bytes` is the size of a copy that measures a link. `timeline` gets the spans of the
+    engine, right after the steps. Raises like `infinity.wrap`, before anything long.
     """
     config = work.config
     check_directories(config.nvme)
@@ -185,8 +182,8 @@ def measure(
 
 
 class Peaks:
-    """The most bytes that this process and torch held since it was made, `process` in host memory
-    and `device` on a compute device with memory of its own, but for what is left out."""
+    """The most bytes that this process and torch have held: `process` in host memory, and `device`
+    on a compute device with memory of its own."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
@@ -196,7 +193,7 @@ class Peaks:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is inside does not count."""
+        """Bytes inside the context do not count."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.process = max(self.process, used.ru_maxrss * 1024)
         now = self._device.peak_bytes()
@@ -207,12 +204,12 @@ class Peaks:
 
     def _reset(self) -> None:
         self._device.peak_bytes(reset=True)
-        with suppress(OSError):  # then the process' own peak counts everything
+        with suppress(OSError):  # then the peak of the process counts everything
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def drift_problems(found: Mapping[str, Any]) -> list[str]:
-    """What in the summary says that the machine was not the same all the time, a sentence each."""
+    """Signs in the summary that the machine changed during the run, a sentence each."""
     problems = []
     low, high = (found["compute"]["each_time_seconds"][key] for key in ("lowest", "highest"))
     if high > _DRIFT * low:
@@ -245,7 +242,7 @@ def summary(
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """What follows from the measurements: `rates` by name, and compute `alone`."""
+    """The summary of the measurements: `rates` by name, and compute `alone`."""
     report = trained.report
     middle = {name: statistics.median(values) for name, values in rates.items()}
     return {
@@ -376,7 +373,7 @@ def _roofline(
     compute = sum(passes) * work.accumulate
     takes = bounds(compute, _moved(report), parts_updated(report), rates)
     if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
-        # In vertical order every unit is used by all micro-batches before the next one is.
+        # In vertical order all micro-batches use a unit before the next unit.
         hiding = passes.forward * (work.accumulate if work.vertical else 1)
         takes["clipped"] = clipped(compute, hiding, report, takes, rates)
     longest = max(takes, key=lambda name: takes[name])

@@ -1,8 +1,8 @@
-"""The steps themselves: a model under the engine, trained on synthetic tokens, and what each step
-took.
+"""The steps of a benchmark: a model under the engine, trained on synthetic tokens, and the times of
+each step.
 
 [Note: random weights]
-A model without weights gets a million normal numbers over and over: drawing each of billions would
+A model without weights gets a million normal numbers over and over. To draw each of billions would
 take minutes, and neither time nor traffic of a step depends on them. Norms get ones, biases zeros.
 """
 
@@ -30,13 +30,13 @@ from infinity.weights.tensors import INDEX, SINGLE
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
 _REST = 4
-"""Timed steps from which on the engine rests amid them."""
+"""From this many timed steps on, the engine rests amid them."""
 _PATTERN = 1_000_003  # a prime, so that rows of a matrix differ
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, and how; sizes in tokens and windows."""
+    """The training of a benchmark. Sizes are in tokens and windows."""
 
     source: ModelSource
     config: Config
@@ -48,7 +48,7 @@ class Workload:
     steps: int
     discard: int
     most_seconds: float
-    """No further step begins after so many seconds of them, when one was timed."""
+    """After so many seconds of steps, no further step begins, unless none was timed."""
     lr: float
     seed: int
     clip: str = "global"
@@ -60,8 +60,8 @@ class Workload:
         return self.length * self.batch_size * self.accumulate
 
     def batch(self, number: int, device: torch.device) -> dict[str, Any]:
-        """Micro-batch `number` of every step: the same tokens again and again, so that the loss has
-        to fall."""
+        """Micro-batch `number` of every step. It has the same tokens each time, so that the loss
+        must fall."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + number)
         ids = torch.randint(
             0, self.source.config.vocab_size, (self.batch_size, self.length), generator=generator
@@ -70,8 +70,8 @@ class Workload:
 
 
 def find_source(name: str, precision: str) -> ModelSource:
-    """As `find_model`; also a `config.json`, or a directory with nothing else, whose model gets
-    random weights."""
+    """Like `find_model`. Also finds a `config.json`, or a directory with nothing else, whose model
+    gets random weights."""
     path = Path(name)
     bare = path if path.is_file() else path / "config.json"
     if not bare.is_file() or (
@@ -93,7 +93,7 @@ def find_source(name: str, precision: str) -> ModelSource:
 
 
 def shape_of(model: nn.Module, config: Any) -> Shape:
-    """What the count of operations depends on."""
+    """The inputs of the count of operations."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tied = None if head is None else head.weight
     looked_up = {
@@ -119,7 +119,7 @@ def shape_of(model: nn.Module, config: Any) -> Shape:
 
 
 def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
-    """Give `model` values as the note above says; inside of `infinity.init()`."""
+    """Fill `model` as in [Note: random weights], inside of `infinity.init()`."""
     pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(seed)) * scale
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -132,11 +132,10 @@ def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's
-    report after the last one.
+    """The results: seconds, losses and waits (by cause) of each timed step, and the engine's report
+    after the last one.
 
-    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the
-    parameters.
+    `losses` are those of all steps, discarded ones included. `dtype` is that of the parameters.
     """
 
     seconds: list[float]
@@ -147,7 +146,7 @@ class Trained:
     """Unit updates of the timed steps that began in backward."""
     report: Report
     spans: list[Span]
-    """What the engine did, and when."""
+    """The spans of the engine."""
     shape: Shape
     dtype: torch.dtype
 
@@ -157,16 +156,16 @@ def train(
     say: Callable[[str], None],
     rest: Callable[[torch.dtype], None] = lambda dtype: None,
 ) -> Trained:
-    """Build the model without memory, wrap it and train; the engine is closed afterwards.
+    """Build the model without memory, wrap it, train, and close the engine.
 
-    A step lasts from its beginning to that of the next, so what runs beside the next one is paid
-    there. `rest`, given the dtype of the parameters, is called before the steps, and amid them
-    where there are four. The engine does nothing meanwhile. The step after it is not timed, because
-    nothing runs beside that.
+    A step lasts from its beginning to that of the next, so work beside the next step counts there.
+    `rest`, called with the dtype of the parameters, runs before the steps, and amid them if there
+    are four. The engine does nothing meanwhile. The step after it is not timed, because nothing
+    runs beside it.
     """
     model, shape = _wrapped(work)
     with infinity.engine(model) as engine:
-        engine.discard_committed()  # nobody goes on from it
+        engine.discard_committed()  # no run resumes from it
         optimizer = infinity.AdamW(
             model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm, clip=work.clip
         )
@@ -174,7 +173,7 @@ def train(
         order: Any = "vertical" if work.vertical else "horizontal"
         batches = [work.batch(number, engine.device) for number in range(work.accumulate)]
         model.train()
-        # Timed steps, in parts, with others before each that are not.
+        # Parts of timed steps. Untimed steps precede each part.
         parts = [(work.discard, work.steps)]
         if work.steps >= _REST:
             half = work.steps // 2
