@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from infinity.activations.first_batch import FirstBatch
-from infinity.activations.gauge import Gauge
-from infinity.activations.partitions import Partitions
+from infinity.activations.gauge import Clock, Gauge
+from infinity.activations.partitions import Partitions, RankParts
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.activations.treatments import Treatments
@@ -180,8 +180,13 @@ class Assembly:
         forwards, steps, given = Occasion(), Occasion(), GivenTensors()
         tiled = weakref.WeakSet(m for m in self.basis.model.modules() if isinstance(m, InTiles))
         executions, runtime = self._run(forwards, tiled, given)
-        partitions = self._partitions(executions)
-        meter = StepMeter(self.basis.store, self.basis.device, partitions)
+        divided, partitions = self._divided_storages(), None
+        if divided is not None:
+            names = {module: name for name, module in self.basis.model.named_modules()}
+            partitions = Partitions(
+                divided, names, executions.running, lambda: executions.backwards
+            )
+        meter = StepMeter(self.basis.store, self.basis.device, divided)
         steps.add(meter.stepped)
         updater = self._update(runtime, executions, steps)
         offloader = SavedTensorOffloader(
@@ -217,7 +222,7 @@ class Assembly:
             meter=meter,
             recorder=self.basis.recorder,
             recomputation=recomputation,
-            tiled=self.basis.found.tiled,
+            tiled=tuple(self.basis.found.tiled),
         )
         parts = Parts(
             recorder=self.basis.recorder,
@@ -274,21 +279,14 @@ class Assembly:
             spans = Spans(self._users, runtime, buffer)
         return Executions(runtime, basis.recorder, buffer, check, spans), runtime
 
-    def _partitions(self, executions: Executions) -> Partitions | None:
-        """Divides saved tensors among tensor parallel ranks, if the configuration asks for it."""
+    def _divided_storages(self) -> RankParts | None:
+        """This rank's parts of saved tensors that tensor parallel ranks divide, if they do."""
         basis, exchange = self.basis, self._exchange
         wanted = basis.config.tuning.partition_activations and basis.ranks.tensor is not None
         if not wanted or exchange is None:
             return None
-        return Partitions(
-            exchange,
-            basis.store.activations,
-            basis.store.latch,
-            basis.recorder,
-            {module: name for name, module in basis.model.named_modules()},
-            executions.running,
-            lambda: executions.backwards,
-        )
+        store = basis.store
+        return RankParts(exchange, store.activations, store.latch, basis.recorder)
 
     def _update(self, runtime: Runtime, executions: Executions, steps: Occasion) -> Updater:
         """The updater; `steps` is called when a step has been fixed."""
@@ -326,9 +324,8 @@ class Assembly:
         config = self.basis.config
         if config.recompute != "auto" or config.inference:
             return None
-        gauge = Gauge(
-            self.basis.device, offloader, lambda: executions.backwards, lambda: runtime.waited
-        )
+        clock = Clock(self.basis.device, lambda: runtime.waited)
+        gauge = Gauge(clock, offloader, lambda: executions.backwards)
         names = [*self._recomputed.values()]
         return Treatments(names, gauge, self._activation_room, self._exchange)
 

@@ -168,34 +168,35 @@ class _Kept(NamedTuple):
     content: Any
 
 
-class FoundState:
-    """The state of `module`, and of modules among its `inputs`, at the start of a forward. Used by
-    the thread that runs the model.
+class _Changing(NamedTuple):
+    """The large tensors that change. `known` has the places of tensors that forwards change in
+    place; None before the first forward. `late` has the names of tensors that changed after their
+    forward."""
 
-    `known` has the places of large tensors that forwards change in place; None before the first
-    forward. `late` has the names of large tensors that changed after their forward. `locate` finds
-    views of parameters.
-    """
+    known: set[Place] | None
+    late: set[str]
+
+    def has(self, place: Place, tensor: torch.Tensor, where: str) -> bool:
+        """Whether `tensor` may change, so that it needs a copy."""
+        if where in self.late:
+            return True
+        return type(tensor) is torch.Tensor if self.known is None else place in self.known
+
+
+class _Search:
+    """Finds the state of `module`, and of modules among its `inputs`, once. `locate` finds views of
+    parameters."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: Iterable[Any],
-        known: set[Place] | None,
-        late: set[str],
-        locate: Locate,
+        self, module: nn.Module, inputs: Iterable[Any], changing: _Changing, locate: Locate
     ) -> None:
-        self._known, self._late, self._locate = known, late, locate
-        self.mixed = False
-        """Whether other micro-batches ran during a forward that found this state."""
-        self._name, self._differs = "", False
-        self._kept: list[_Kept] = []
-        self._empty: list[Any] = []
+        self._changing, self._locate = changing, locate
+        self.kept: list[_Kept] = []
+        self.empty: list[Any] = []
+        self.places: dict[Place, _FoundTensor] = {}
+        self.generators = common_states()
+        self.variables: list[tuple[Variable, Any]] = []
         self._tensors: dict[int, _FoundTensor] = {}
-        self._places: dict[Place, _FoundTensor] = {}
-        self._generators = common_states()
-        self._switches = [read() for read, _ in _SWITCHES]
-        self._variables: list[tuple[Variable, Any]] = []
         own = list(module.modules())
         self._own, self._seen = set(map(id, own)), set[Any]()
         self._near: list[tuple[Any, str]] = [(part, "") for part in reversed(own)]
@@ -215,7 +216,6 @@ class FoundState:
             if not pending:
                 break
             self._visit(*pending.pop())
-        self._near, self._far = [], []
 
     def _visit(self, value: Any, where: str) -> None:
         if id(value) in self._seen:
@@ -223,10 +223,10 @@ class FoundState:
         self._seen.add(id(value))
         container = value if type(value) in CONTAINERS else vars(value)
         if not container:
-            self._empty.append(container)
+            self.empty.append(container)
             return
         if len(container) > _MOST_ITEMS:
-            self._kept.append(_Kept(container, where, len(container)))
+            self.kept.append(_Kept(container, where, len(container)))
             return
         content: Any
         if isinstance(container, set):
@@ -239,7 +239,7 @@ class FoundState:
                 else self._noted(item, (id(container), key), key if isinstance(key, str) else where)
                 for key, item in pairs
             }
-        self._kept.append(_Kept(container, where, content))
+        self.kept.append(_Kept(container, where, content))
         if isinstance(value, _NormBase) and value.training:
             self._copy_statistics(value)
 
@@ -249,7 +249,7 @@ class FoundState:
             if value:
                 self._near.append((value, where))
             else:
-                self._empty.append(value)
+                self.empty.append(value)
         elif isinstance(value, torch.Tensor):
             return self._tensor(value, place, where)
         elif id(value) in self._own:
@@ -269,7 +269,7 @@ class FoundState:
         elif isinstance(value, FunctionType):
             self._note(variables_of(value, NUMBERS))
         elif (generator := generator_state(value)) is not None:
-            self._generators.append(generator)
+            self.generators.append(generator)
         elif isinstance(value, nn.Module) or _is_plain(value):
             self._far.append((value, where))
         return value
@@ -279,7 +279,7 @@ class FoundState:
         for each in variables:
             if each.place not in self._seen:
                 self._seen.add(each.place)
-                self._variables.append((each, self._noted(each.read(), each.place, each.where)))
+                self.variables.append((each, self._noted(each.read(), each.place, each.where)))
 
     def _tensor(self, tensor: torch.Tensor, place: Place, where: str) -> Any:
         ours = place_of(tensor)
@@ -292,11 +292,9 @@ class FoundState:
             if self._locate(tensor) is not None:
                 return _View(weakref.ref(tensor))
             found = self._tensors[id(tensor)] = _FoundTensor(tensor, where)
-        known = self._known
-        changes = place in known if known is not None else type(tensor) is torch.Tensor
-        if found.small or changes or found.where in self._late:
+        if found.small or self._changing.has(place, tensor, found.where):
             found.copy()
-        self._places[place] = found
+        self.places[place] = found
         return found
 
     def _copy_statistics(self, norm: _NormBase) -> None:
@@ -308,13 +306,36 @@ class FoundState:
                     found.uncounted = True
                     found.copy()
 
+
+class FoundState:
+    """The state of `module`, and of modules among its `inputs`, at the start of a forward. Used by
+    the thread that runs the model. `known` and `late` are those of `_Changing`, `locate` finds
+    views of parameters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Iterable[Any],
+        known: set[Place] | None,
+        late: set[str],
+        locate: Locate,
+    ) -> None:
+        self._changing = _Changing(known, late)
+        self.mixed = False
+        """Whether other micro-batches ran during a forward that found this state."""
+        self._name, self._differs = "", False
+        self._switches = [read() for read, _ in _SWITCHES]
+        found = _Search(module, inputs, self._changing, locate)
+        self._kept, self._empty, self._places = found.kept, found.empty, found.places
+        self._generators, self._variables = found.generators, found.variables
+
     def ended(self) -> set[Place]:
         """The forward has ended. Returns the places of large tensors that forwards change."""
-        first, known = self._known is None, set(self._known or ())
+        known, late = self._changing
+        first, known = known is None, set(known or ())
         for place, held in self._places.items():
-            if held.ended(first, place in known or held.where in self._late):
+            if held.ended(first, place in known or held.where in late):
                 known.add(place)
-        self._tensors.clear()  # by ids, which other objects may get from now on
         self._generators = [each for each in self._generators if each.was_used()]
         return known
 

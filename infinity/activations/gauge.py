@@ -90,20 +90,44 @@ class _CountedForward:
         self.inside = 0
 
 
+class Clock:
+    """Times forwards on `device`. `waited` returns the seconds that the model has waited for
+    parameters, which do not count where the CPU computes."""
+
+    def __init__(self, device: ComputeDevice, waited: Callable[[], float]) -> None:
+        self._device, self._waited = device, waited
+        self.runs = True
+        """Whether forwards are timed."""
+
+    @contextmanager
+    def timing(self, block: BlockGauge) -> Iterator[None]:
+        """Inside the context, time a forward of `block`, unless it raises."""
+        if not self.runs:
+            yield
+            return
+        begin, waited = self._device.instant(), self._waited()
+        yield
+        waits = self._waited() - waited if self._device.torch.type == "cpu" else 0.0
+        block.timings.append((begin, self._device.instant(), waits))
+
+    def end_step(self, block: BlockGauge) -> None:
+        """Set the seconds of `block` from the forwards of the step."""
+        timings, block.timings = block.timings, []
+        if timings:
+            total = sum(self._device.between(b, e) - waits for b, e, waits in timings)
+            mean = max(total / len(timings), 1e-9)
+            block.seconds = min(block.seconds or mean, mean)
+
+
 class Gauge:
-    """Measures for one engine. `backwards` returns how many backwards have ended, `waited` the
-    seconds that the model has waited for parameters. Any thread that runs the model may call it."""
+    """Measures for one engine, with the seconds of `clock`. `backwards` returns how many backwards
+    have ended. Any thread that runs the model may call it."""
 
     def __init__(
-        self,
-        device: ComputeDevice,
-        offloader: SavedTensorOffloader,
-        backwards: Callable[[], int],
-        waited: Callable[[], float],
+        self, clock: Clock, offloader: SavedTensorOffloader, backwards: Callable[[], int]
     ) -> None:
-        self._device, self._offloader = device, offloader
-        self._backwards, self._waited = backwards, waited
-        self._ended = 0
+        self.clock, self._offloader = clock, offloader
+        self._backwards, self._ended = backwards, 0
         self._given = _Seen()
         self._outside = _Seen()
         self._calls: dict[int, _CountedForward] = {}  # by thread
@@ -112,8 +136,6 @@ class Gauge:
         """The figures of blocks by name, in the order of their first forwards."""
         self.others = 0
         """The most bytes that were saved outside of blocks."""
-        self.times = True
-        """Whether forwards are timed."""
         self._has_counted = False  # since the last step
 
     @property
@@ -141,12 +163,8 @@ class Gauge:
     def counting(self, block: BlockGauge) -> Iterator[None]:
         """Inside the context, count the forward of `block`, after `begin`."""
         call = _CountedForward(block)
-        begin, waited = (self._device.instant(), self._waited()) if self.times else (None, 0.0)
-        with self._within(call):
+        with self.clock.timing(block), self._within(call):
             yield
-        if self.times and begin is not None:
-            waits = self._waited() - waited if self._device.torch.type == "cpu" else 0.0
-            block.timings.append((begin, self._device.instant(), waits))
         block.count(call.inside)
 
     @contextmanager
@@ -209,9 +227,5 @@ class Gauge:
         self._close()
         found, self._has_counted = self._has_counted, False
         for block in self.blocks.values():
-            timings, block.timings = block.timings, []
-            if timings:
-                total = sum(self._device.between(b, e) - waits for b, e, waits in timings)
-                mean = max(total / len(timings), 1e-9)
-                block.seconds = min(block.seconds or mean, mean)
+            self.clock.end_step(block)
         return found

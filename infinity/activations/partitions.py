@@ -85,14 +85,14 @@ class Partition:
 
     __slots__ = (
         *("__weakref__", "asked", "checksums", "memory", "module", "nbytes", "part", "saved"),
-        *("origin", "partitions"),
+        *("origin", "parts"),
     )
 
     def __init__(
-        self, partitions: Partitions, module: str, storage: torch.UntypedStorage, part: torch.Tensor
+        self, parts: RankParts, module: str, storage: torch.UntypedStorage, part: torch.Tensor
     ) -> None:
         """`part` is this rank's part of `storage`, in memory of its own; `module` saved it."""
-        self.partitions, self.module, self.nbytes = partitions, module, storage.nbytes()
+        self.parts, self.module, self.nbytes = parts, module, storage.nbytes()
         self.origin = StorageWeakRef(storage)  # so that no other storage gets its number
         self.part: torch.Tensor | None = part  # None: it is offloaded
         self.saved: SavedStorage | None = None
@@ -102,9 +102,9 @@ class Partition:
 
     def fetch(self) -> torch.UntypedStorage:
         """The whole storage on the compute device. All tensor parallel ranks must call it. Raises
-        like `Partitions.gather`."""
+        like `RankParts.gather`."""
         if self.memory is None:
-            self.memory = self.partitions.gather(self)
+            self.memory = self.parts.gather(self)
         storage = self.memory.untyped_storage()
         self.asked += 1
         if self.asked >= len(self.checksums):  # with retain_graph all ranks may ask again
@@ -113,7 +113,7 @@ class Partition:
 
     def __del__(self) -> None:
         if self.saved is not None:
-            self.partitions.drop(self.saved)
+            self.parts.drop(self.saved)
 
 
 class PartitionedDTensor(NamedTuple):
@@ -127,101 +127,34 @@ class PartitionedDTensor(NamedTuple):
         return self.form.wrap(self.tensor.unpack())
 
 
-class Partitions:
-    """Divides saved tensors among the tensor parallel ranks of `exchange`. Each of these ranks
-    makes one.
+class RankParts:
+    """The parts of divided storages on this tensor parallel rank of `exchange`, and their gathers.
 
     A part goes to `tier`, or stays on the device if `tier` is None or has no room. If a part is
-    lost, `latch` fails, and with it all ranks. `names` has the names of the modules. `running`
-    returns the innermost module that is called, `backwards` the number of backwards that have
-    ended.
+    lost, `latch` fails, and with it all ranks.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        tier: Activations | None,
-        latch: Latch,
-        recorder: Recorder,
-        names: Mapping[nn.Module, str],
-        running: Callable[[], nn.Module | None],
-        backwards: Callable[[], int],
+        self, exchange: Exchange, tier: Activations | None, latch: Latch, recorder: Recorder
     ) -> None:
         self._exchange, self._tier = exchange, tier
         self._latch, self._recorder = latch, recorder
-        self._names, self._running = weakref.WeakKeyDictionary(names), running
-        self._entered: nn.Module | None = None
         group = exchange.ranks.tensor
         self._rank, self._number = collectives.rank(group), collectives.size(group)
-        self._members = None if group is None else dist.get_process_group_ranks(group)
-        # By the number and the version of a storage, and on the host by its checksum, too. Both
-        # hold the saves since the last end of a backward, which are the same on all ranks.
-        self._known = weakref.WeakValueDictionary[tuple[int, ...], Partition]()
-        self._places: dict[tuple[int, int], StorageWeakRef] = {}
-        self._backwards, self._ended = backwards, 0
         self._traffic = self._before = self.last_step = PartitionTraffic()
 
-    @contextmanager
-    def entering(self, module: nn.Module) -> Iterator[None]:
-        """Inside the context, saved tensors are the inputs of `module`."""
-        self._entered = module
-        try:
-            yield
-        finally:
-            self._entered = None
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The tensor parallel ranks."""
+        return self._exchange.ranks.tensor
 
-    def pack(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> OffloadedTensor | PartitionedDTensor | None:
-        """The object that autograd keeps of `tensor`, which has `storage`; None if it is not
-        divided."""
-        if self._backwards() != self._ended:
-            self._ended = self._backwards()
-            self._known.clear()
-            self._places.clear()
-        form, mine, nbytes = form_of(tensor), local(tensor), storage.nbytes()
-        if nbytes < LEAST_BYTES or not _covers(mine, nbytes):
-            return None
-        if form is None:
-            is_replica = self._entered is not None or _saves_for_checkpoint()
-        else:
-            is_replica = self._has_copies(form)
-        place = storage._cdata, mine._version
-        if not is_replica and not (form is None and place in self._places):
-            return None
-        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        checksum = _checksum(memory)
-        key = self._key(place, checksum)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._divided(memory)
-            self._places[place] = found.origin
-        found.checksums.append(checksum)
-        packed = OffloadedTensor(mine, found)
-        return packed if form is None else PartitionedDTensor(packed, form)
-
-    @staticmethod
-    def _key(place: tuple[int, int], checksum: torch.Tensor) -> tuple[int, ...]:
-        """The key of saves that share their bytes. The checksum is part of it on the host only."""
-        return (*place, int(checksum)) if checksum.device.type == "cpu" else place
-
-    def _has_copies(self, form: Form) -> bool:
-        """Whether each tensor parallel rank has the whole DTensor."""
-        mesh = form.mesh
-        return (
-            mesh.ndim == 1
-            and form.placements[0].is_replicate()
-            and dist.get_process_group_ranks(mesh.get_group()) == self._members
-        )
-
-    def _divided(self, memory: torch.Tensor) -> Partition:
+    def divide(self, memory: torch.Tensor, module: str) -> Partition:
+        """Copy this rank's part of `memory` (n,) uint8, which `module` saves."""
         length = round_up(-(-memory.numel() // self._number), GRANULE)
         own = memory[self._rank * length :][:length]
         part = torch.zeros(length, dtype=torch.uint8, device=memory.device)
         part[: own.numel()].copy_(own)
-        running = self._entered or self._running()
-        name = "" if running is None else self._names.get(running, "")
-        found = Partition(self, name or "the model", memory.untyped_storage(), part)
+        found = Partition(self, module, memory.untyped_storage(), part)
         whole, parts = self._traffic
         self._traffic = PartitionTraffic(whole + memory.numel(), parts + length)
         if (
@@ -241,7 +174,7 @@ class Partitions:
         full = torch.empty(self._number * ours.numel(), dtype=torch.uint8, device=ours.device)
 
         def join() -> bool:
-            group = self._exchange.ranks.tensor
+            group = self.group
             own, *others = read_values(torch.stack(partition.checksums))
             is_one = all(each == own for each in others)
             saved = own ^ partition.nbytes if is_one else -1
@@ -289,6 +222,91 @@ class Partitions:
         now, before = self._traffic, self._before
         self.last_step = PartitionTraffic(now.whole - before.whole, now.parts - before.parts)
         self._before = now
+
+
+class Partitions:
+    """Chooses the saved tensors that `parts` divides. Each tensor parallel rank makes one.
+
+    `names` has the names of the modules. `running` returns the innermost module that is called,
+    `backwards` the number of backwards that have ended.
+    """
+
+    def __init__(
+        self,
+        parts: RankParts,
+        names: Mapping[nn.Module, str],
+        running: Callable[[], nn.Module | None],
+        backwards: Callable[[], int],
+    ) -> None:
+        self._parts = parts
+        self._names, self._running = weakref.WeakKeyDictionary(names), running
+        self._entered: nn.Module | None = None
+        group = parts.group
+        self._members = None if group is None else dist.get_process_group_ranks(group)
+        # By the number and the version of a storage, and on the host by its checksum, too. Both
+        # hold the saves since the last end of a backward, which are the same on all ranks.
+        self._known = weakref.WeakValueDictionary[tuple[int, ...], Partition]()
+        self._places: dict[tuple[int, int], StorageWeakRef] = {}
+        self._backwards, self._ended = backwards, 0
+
+    @contextmanager
+    def entering(self, module: nn.Module) -> Iterator[None]:
+        """Inside the context, saved tensors are the inputs of `module`."""
+        self._entered = module
+        try:
+            yield
+        finally:
+            self._entered = None
+
+    def pack(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> OffloadedTensor | PartitionedDTensor | None:
+        """The object that autograd keeps of `tensor`, which has `storage`; None if it is not
+        divided."""
+        if self._backwards() != self._ended:
+            self._ended = self._backwards()
+            self._known.clear()
+            self._places.clear()
+        form, mine, nbytes = form_of(tensor), local(tensor), storage.nbytes()
+        if nbytes < LEAST_BYTES or not _covers(mine, nbytes):
+            return None
+        if form is None:
+            is_replica = self._entered is not None or _saves_for_checkpoint()
+        else:
+            is_replica = self._has_copies(form)
+        place = storage._cdata, mine._version
+        if not is_replica and not (form is None and place in self._places):
+            return None
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        checksum = _checksum(memory)
+        key = self._key(place, checksum)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._parts.divide(memory, self._module())
+            self._places[place] = found.origin
+        found.checksums.append(checksum)
+        packed = OffloadedTensor(mine, found)
+        return packed if form is None else PartitionedDTensor(packed, form)
+
+    @staticmethod
+    def _key(place: tuple[int, int], checksum: torch.Tensor) -> tuple[int, ...]:
+        """The key of saves that share their bytes. The checksum is part of it on the host only."""
+        return (*place, int(checksum)) if checksum.device.type == "cpu" else place
+
+    def _has_copies(self, form: Form) -> bool:
+        """Whether each tensor parallel rank has the whole DTensor."""
+        mesh = form.mesh
+        return (
+            mesh.ndim == 1
+            and form.placements[0].is_replicate()
+            and dist.get_process_group_ranks(mesh.get_group()) == self._members
+        )
+
+    def _module(self) -> str:
+        """The name of the module that saves tensors now."""
+        running = self._entered or self._running()
+        name = "" if running is None else self._names.get(running, "")
+        return name or "the model"
 
 
 def check_partitions(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ class Treatments:
         if not self.gauge.end_step():
             return  # of another optimizer
         self._steps += 1
-        self.gauge.times = self._steps < DECISIONS
+        self.gauge.clock.runs = self._steps < DECISIONS
         if self._steps <= DECISIONS:
             self._due = True
             return

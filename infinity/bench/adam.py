@@ -1,16 +1,16 @@
-"""Times of one optimizer step over all of a large buffer, beside a plain loop and the peers, in
+"""Times of one optimizer step over a large buffer, beside a plain loop and other optimizers, in
 interleaved rounds.
 
 [Note: a fair comparison]
-Memory limits an update of this kind, so the figure is bytes moved per second. The yardstick is a
-plain in-place loop over three fp32 arrays with the same threads and cuts (`in_place_update` of
-native/cpu_adam, 20 bytes per element). An update to a shadow copy has a second one, a loop that
-writes to another place past the caches (`shadow_update`): what is written so moves fewer bytes per
-second than lines that leave the caches, whoever writes it. All work in one allocation on huge pages
-that was touched before; the peers get views of the very arrays that our fp32 update works on, as
-their parameter, gradient and moments. Every round runs everyone once, in an order that turns from
-round to round, and ratios are taken within a round: what else the machine does changes the speeds
-of a round together.
+Memory limits such an update, so the figure is bytes moved per second. The yardstick is a plain
+in-place loop over three fp32 arrays with the same threads and cuts (`in_place_update` of
+native/cpu_adam, 20 bytes per element). An update to a shadow copy has a second yardstick, a loop
+that writes to another place past the caches (`shadow_update`). Such non-temporal stores are slower
+than cached stores in any program. All subjects work in one allocation on huge pages that was
+touched before. The other optimizers get views of the arrays of our fp32 update as their parameter,
+gradient and moments. Every round runs each subject once, in an order that turns from round to
+round. Ratios are taken within a round, because other work of the machine changes the speeds of a
+round together.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ CASES = (
     Formats("split, to a shadow copy", "bf16", "bf16", "split", "fp32", shadow=True),
 )
 NORMS = {"gradient norm, fp32": "fp32", "gradient norm, bf16": "bf16"}
-"""The sum of squares that clipping needs, of gradients in these dtypes."""
+"""The sums of squares for clipping, of gradients in these dtypes."""
 SUMS = {f"gradient add, {dtype}": dtype for dtype in DTYPES}
-"""What accumulation adds to gradients in host memory, in these dtypes."""
+"""Additions to gradients in host memory, in these dtypes."""
 
 
 @dataclass
 class Subject:
-    """Somebody who takes one step over all parameters, after `fill` made the memory that all share
-    its own again.
+    """A step over all parameters. `fill` writes the shared memory again before it.
 
-    `seconds` holds one time per round.
+    `seconds` has one time per round.
     """
 
     name: str
@@ -67,8 +66,8 @@ class Subject:
 
 
 class Bench:
-    """Measures steps over `parameters` parameters with `threads_of(threads)` threads; `close` gives
-    both back."""
+    """Measures steps over `parameters` parameters with `threads_of(threads)` threads. `close` frees
+    both."""
 
     def __init__(self, parameters: int, threads: int | None, peers: bool) -> None:
         if parameters < 1 << 16:
@@ -92,10 +91,10 @@ class Bench:
         if peers:
             self.subjects += [self._peer(name, make) for name, make in _peers()]
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)  # the peers' threads
+        torch.set_num_threads(self.threads)  # threads of the other optimizers
 
     def close(self) -> None:
-        """Give back memory and threads."""
+        """Free memory and threads."""
         torch.set_num_threads(self._threads_before)
         self.subjects.clear()
         self._pool = None
@@ -195,7 +194,7 @@ class Bench:
         return Subject(name, PEER_BYTES, partial(self._fill, CASES[0]), optimizer.step)
 
     def run(self, rounds: int, say: Callable[[str], None]) -> None:
-        """Everyone once per round, after one untimed step each time."""
+        """Run each subject once per round, after one untimed step each time."""
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}, {self.parameters:,} parameters")
             turned = number % len(self.subjects)
@@ -208,7 +207,7 @@ class Bench:
 
 
 def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
-    """torch's fused AdamW, and DeepSpeed's CPUAdam where DeepSpeed is installed."""
+    """torch's fused AdamW, and DeepSpeed's CPUAdam if DeepSpeed is installed."""
     yield "torch fused AdamW", lambda parameter: torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -238,9 +237,9 @@ def _shares(subject: Subject, limit: Subject) -> list[float]:
 
 
 def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
-    """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the
-    loop's, for an update to a shadow copy also over those of the loop to one, and for our fp32
-    update steps per second over each peer's, whose work it is."""
+    """A row for each subject, ready for JSON. Ratios are taken within a round: bytes per second
+    over those of the loop, and for an update to a shadow copy also over those of the loop to one.
+    For our fp32 update, also its steps per second over those of each other optimizer."""
     loop = subjects[0]
     ours = {*NORMS, *SUMS, SHADOW_LOOP, *(case.name for case in CASES)}
     shadowed = {case.name for case in CASES if case.shadow}
@@ -279,11 +278,10 @@ def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
 def measure(
     parameters: int, rounds: int, threads: int | None, peers: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Everything of this module: rows for all formats, the loop and the peers over `parameters`
-    parameters.
+    """Rows for all formats, the loop and the other optimizers over `parameters` parameters.
 
-    Raises `ConfigError` when there are too few parameters to say anything, or too many for the
-    memory that is free.
+    Raises `ConfigError` if there are too few parameters for a figure, or too many for the free
+    memory.
     """
     bench = Bench(parameters, threads, peers)
     try:

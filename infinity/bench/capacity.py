@@ -1,5 +1,5 @@
-"""Which sizes of models this machine takes, for `infinity doctor`: budgets and free space divided
-by the bytes of a parameter. `infinity.placement.memory` says how many these are."""
+"""The sizes of models that fit this machine, for `infinity doctor`: budgets and free space divided
+by the bytes of a parameter, which `infinity.placement.memory` states."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from infinity.tiers.drives import NvmeTier
 from infinity.tiers.places import Places
 
 STAGING_BYTES = 384 << 20
-"""What staging takes of host memory at most."""
+"""The most host memory that staging takes."""
 
 
 class Capacity(NamedTuple):
-    """The most parameters with bf16 and Adam that have room, for three placements.
+    """The most parameters with bf16 and Adam, for three placements.
 
     `in_memory`: all states in host memory. `on_nvme`: the default placement with an NVMe directory.
     `largest`: gradients on NVMe, too, and no second copy there.
@@ -31,7 +31,7 @@ class Capacity(NamedTuple):
 
 
 def drive_speed(directory: Path) -> float | str:
-    """Bytes per second of `directory`, half written and half read; a sentence where it cannot be
+    """Bytes per second of `directory`, half written and half read, or a sentence if it cannot be
     measured. Writes 64 MiB, and removes them."""
     tier = NvmeTier(Places([directory], temporary_name()), "auto", None, Recorder())
     try:
@@ -61,9 +61,9 @@ def _most(config: Config, room: dict[str, int]) -> int:
 
 
 def step_seconds(parameters: int, speed: float) -> float:
-    """The time that the I/O of a step takes whose parameters and optimizer states pass drives of
-    `speed` bytes per second: parameters are read for forward and for backward, and all is read and
-    written once by the update."""
+    """Seconds of the I/O of a step if its parameters and optimizer states pass drives of `speed`
+    bytes per second. Parameters are read for the forward and for the backward. The update reads and
+    writes everything once."""
     states = bytes_per_parameter(Config(precision="bf16"))
     moved = 2 * states.parameters + 2 * (states.optimizer + states.parameters)
     return moved * parameters / speed

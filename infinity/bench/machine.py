@@ -1,5 +1,5 @@
-"""Probes of this machine: what the kernel and its limits allow. Shared by `infinity doctor` and
-`infinity bench`."""
+"""Probes of this machine: the limits of the kernel. Shared by `infinity doctor` and `infinity
+bench`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BLOCK = 4096
 
 
 BUSY = 0.25
-"""Of its CPUs, what a machine may be using before a benchmark."""
+"""The share of its CPUs that a machine may use before a benchmark."""
 
 
 def load_problem() -> str | None:
-    """None when this machine has its CPUs free for a benchmark, else a sentence that says how busy
-    it is."""
+    """None if this machine has its CPUs free for a benchmark, otherwise a sentence with its
+    load."""
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     if load <= BUSY * cpus:
         return None
@@ -39,7 +39,7 @@ def load_problem() -> str | None:
 
 
 def io_uring_problem() -> str | None:
-    """None when this process can make and enter an io_uring, else why not."""
+    """None if this process can create and enter an io_uring, otherwise the reason."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     descriptor = int(call(_IO_URING_SETUP, 2, ctypes.create_string_buffer(_IO_URING_PARAMS)))
     if descriptor < 0:
@@ -57,7 +57,7 @@ def io_uring_problem() -> str | None:
 
 
 def _refusal(call: str, code: int) -> str:
-    """Why the kernel refuses a system call."""
+    """The reason why the kernel refuses a system call."""
     if code == errno.EPERM:
         return f"{call} is refused (EPERM): a container's seccomp profile blocks it"
     if code == errno.ENOSYS:
@@ -66,7 +66,7 @@ def _refusal(call: str, code: int) -> str:
 
 
 def io_engine_problem() -> str | None:
-    """None when the engine will use io_uring, else why it will use POSIX threads."""
+    """None if the engine will use io_uring, otherwise the reason why it will use POSIX threads."""
     try:
         available, reason = native.aio().io_uring_available()
     except InfinityError as error:
@@ -75,8 +75,8 @@ def io_engine_problem() -> str | None:
 
 
 def direct_io_problem(directory: Path) -> str | None:
-    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why
-    not."""
+    """None if a 4096-byte O_DIRECT write to a temporary file in `directory` works, otherwise the
+    reason."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
             try:
@@ -97,8 +97,8 @@ def direct_io_problem(directory: Path) -> str | None:
 
 
 def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
-    """None when cuFile lets the drives of `directories` write to the memory of `device`, else why
-    parameters pass host memory."""
+    """None if cuFile lets the drives of `directories` write to the memory of `device`, otherwise
+    the reason why parameters pass host memory."""
     if device == "cpu":
         return "there is no GPU"
     try:
@@ -118,7 +118,7 @@ def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
 
 
 def lines(path: str | Path) -> list[str]:
-    """The lines of a small text file; none when it cannot be read."""
+    """The lines of a small text file. Empty if it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -126,7 +126,8 @@ def lines(path: str | Path) -> list[str]:
 
 
 def huge_pages() -> dict[str, Any]:
-    """The mode of transparent huge pages (None: the kernel has none) and how many are reserved."""
+    """The mode of transparent huge pages (None: the kernel has none) and the number of reserved
+    pages."""
     modes = " ".join(lines("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = modes.partition("[")[2].partition("]")[0]
     meminfo = dict(line.split(":", 1) for line in lines("/proc/meminfo") if ":" in line)

@@ -1,7 +1,7 @@
 """The result of one benchmark question: the one schema of all files in `benchmarks/results/`.
 
-A summary has what a reader needs to judge a figure: its spread over rounds, the commit and the
-machine it was measured on, and the ratio to a limit. Raw runs are not kept.
+A summary has the facts that a reader needs to judge a figure: its spread over rounds, its commit
+and machine, and its ratio to a limit. Raw runs are not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from infinity.bench.machine import lines
 
 DIGITS = 6
-"""Significant digits of a figure: far more than a spread leaves."""
+"""Significant digits of a figure. A spread makes fewer meaningful."""
 Finite = Annotated[
     float, Field(allow_inf_nan=False), AfterValidator(lambda value: float(f"{value:.{DIGITS}g}"))
 ]
@@ -58,11 +58,11 @@ class Spread(_Strict):
 
 
 class Row(_Strict):
-    """One way or setting that was measured.
+    """One measured case or setting.
 
-    `value` is the quantity in `unit`, `ratio` is what it is of the summary's limit, taken within
+    `value` is the quantity in `unit`. `ratio` is its share of the summary's limit, taken within
     each round. `others` are further quantities with a spread, `facts` are counts and single
-    figures; names end with their unit.
+    figures. Names end with their unit.
     """
 
     name: str
@@ -83,8 +83,7 @@ class Row(_Strict):
 
 
 class MachineInfo(_Strict):
-    """Where it was measured; None: not recorded. `versions` has the packages that were
-    installed."""
+    """The machine of the measurement. None: not recorded. `versions` has the installed packages."""
 
     device: str
     cpu: str | None = None
@@ -95,7 +94,7 @@ class MachineInfo(_Strict):
 
     @classmethod
     def here(cls, device: str = "cpu") -> MachineInfo:
-        """This machine, with the compute device that the benchmark used."""
+        """This machine, with the compute device of the benchmark."""
         models = [
             line.split(":", 1)[1].strip()
             for line in lines("/proc/cpuinfo")
@@ -114,9 +113,9 @@ class MachineInfo(_Strict):
 class Summary(_Strict):
     """One question and its answer.
 
-    `limit` says what a ratio of 1 is. `commit` is that of the measured code, and `changed` whether
-    files differed from it; None for a result from before this schema, where `commit` is the one
-    that recorded the figures.
+    `limit` is the meaning of the ratio 1. `commit` is that of the measured code, and `changed`
+    whether files differed from it. None for a result from before this schema: its `commit` is the
+    one that recorded the figures.
     """
 
     question: str
@@ -141,10 +140,10 @@ class Summary(_Strict):
         settings: Mapping[str, object] | None = None,
         device: str = "cpu",
     ) -> Summary:
-        """A summary of what `script` measured just now, here.
+        """A summary of a measurement of `script` on this machine.
 
-        Of `settings`, paths are left out: they say nothing elsewhere. What is not a scalar is
-        written as text.
+        Paths in `settings` are left out, because they mean nothing elsewhere. Values that are no
+        scalars become text.
         """
         path = Path(script).resolve()
         commit = _git(path.parent, "rev-parse", "HEAD")
@@ -166,12 +165,12 @@ class Summary(_Strict):
 
     @classmethod
     def read(cls, path: Path) -> Summary:
-        """The summary in a file; raises `ValueError` that names the key for what the schema does
-        not have."""
+        """The summary in a file. Raises `ValueError` with the key if it does not have the
+        schema."""
         return cls.model_validate_json(path.read_bytes())
 
     def text(self) -> str:
-        """As JSON; what is empty or not known is left out of rows."""
+        """The summary as JSON. Empty and unknown fields of rows are left out."""
         return self.model_dump_json(indent=1, exclude_defaults=True) + "\n"
 
     def write(self, path: Path | None) -> None:
@@ -180,7 +179,7 @@ class Summary(_Strict):
             path.write_text(self.text())
 
     def table(self) -> Iterator[str]:
-        """Lines for a terminal: a row's value and ratio, and below it the rest."""
+        """Lines for a terminal: the value and ratio of a row, and below it the rest."""
         yield f"{self.question} A ratio of 1: {self.limit}."
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
@@ -209,7 +208,7 @@ def _scalar(value: object) -> Scalar:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says there; None outside of a checkout."""
+    """The output of git in `folder`. None outside of a checkout."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True

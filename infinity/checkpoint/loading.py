@@ -60,10 +60,10 @@ from infinity.checkpoint.state import (
 )
 from infinity.device import copy_alone
 from infinity.errors import CheckpointError
-from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.quantities import format_bytes
 from infinity.sharding.states import StateStream
+from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
@@ -297,70 +297,47 @@ def _framed(content: torch.Tensor, place: ItemPlace, dtype: torch.dtype) -> torc
     return content[begin:end].view(dtype).view(sizes)
 
 
-class Loading(LoadPlanner):
-    """Checks that a checkpoint fits `state`, and fills it. Lives for one load."""
+class Fit:
+    """A checkpoint that fits `state`, and the reads that fill it.
 
-    def __init__(
-        self,
-        state: EngineState,
-        reader: CheckpointReader,
-        progress: CheckpointProgress,
-        strict: bool = True,
-    ) -> None:
+    Raises `CheckpointError` if it does not fit. Without `strict`, tensors that only the model or
+    only the checkpoint has are left as they are.
+    """
+
+    def __init__(self, state: EngineState, reader: CheckpointReader, strict: bool) -> None:
         self._state, self._reader, self._where = state, reader, reader.directory
-        self._progress, self._strict = progress, strict
-        self._saved: dict[str, Any] = {}  # the header
-        self._kept: frozenset[str] = frozenset()  # names without values in the checkpoint
-        self._series: list[Series] = []
-        self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the address of the piece
-        self._pieces: dict[Series, list[ShardPiece]] = {}
-        # Boxes of tensors that are stored flat: by index, the stored tensor and the box of it.
-        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, Box | None]] = {}
-        self.extra: dict[str, Any] = {}
-        self.begun = False
-        """Whether anything was changed."""
+        self._strict = strict
+        if MetadataIndex(HEADER) not in reader.manifest.places:
+            raise CheckpointError(f"{self._where} was not written by save_checkpoint of infinity")
+        self.saved: dict[str, Any] = reader.read(MetadataIndex(HEADER))
+        """The header."""
+        self.series: list[Series] = []
+        self.pieces: dict[Series, list[ShardPiece]] = {}
+        self.boxes: dict[MetadataIndex, tuple[MetadataIndex, Box | None]] = {}
+        """Boxes of tensors that are stored flat: by index, the stored tensor and the box of it."""
+        here = state.header()
+        there = self.saved["shapes"]
+        self.kept = frozenset(here["shapes"].keys() - there.keys()).union(
+            self.saved.get("frozen", ())
+        )
+        """Names without values in the checkpoint."""
+        self._check_shapes(here["shapes"])
+        self._check_optimizers(here["optimizers"])
+        series = self._in_checkpoint(state.series())
+        self.items = [item for each in series for item in self._items_of(each)]
+        for _, _, path in state.foreign():
+            reader.check(MetadataIndex(".".join(path)))
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Wait for updates. Raises `CheckpointError` if units are in use."""
-        with in_words(f"{self._where} cannot be loaded"):
-            self._state.await_updates()
-            self._state.units[0].listeners.border.end_interrupted("a load")
-            used = [
-                unit.facts.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins
-            ]
-            if used:
-                raise CheckpointError(
-                    f"{', '.join(used)} cannot be loaded inside of a forward or of "
-                    "infinity.gathered"
-                )
-
-    def create_local_plan(self) -> LoadPlan:
-        """The items that this rank reads. Raises `CheckpointError` if the checkpoint does not
-        fit."""
-        with in_words(f"{self._where} cannot be loaded"):
-            if MetadataIndex(HEADER) not in self._reader.manifest.places:
-                raise CheckpointError(
-                    f"{self._where} was not written by save_checkpoint of infinity"
-                )
-            self._saved = self._reader.read(MetadataIndex(HEADER))
-            here = self._state.header()
-            self._check_shapes(here["shapes"])
-            self._check_optimizers(here["optimizers"])
-            series = self._in_checkpoint(self._state.series())
-            items = [item for each in series for item in self._items_of(each)]
-            for _, _, path in self._state.foreign():
-                self._reader.check(MetadataIndex(".".join(path)))
-            rank = self._state.rank if self._saved["ranks"] == here["ranks"] else 0
-            self.extra = self._reader.read(MetadataIndex(f"extra.{rank}"))
-            if self._state.rank == 0 and not self._strict:
-                self._warn(here["shapes"])
-        return LoadPlan(items)
+    def warn(self) -> None:
+        """Log the names that only the model or only the checkpoint has."""
+        here = self._state.header()["shapes"]
+        if kept := [name for name in here if name in self.kept]:
+            log.warning("%s has no %s; the model keeps its own", self._where, ", ".join(kept))
+        if unknown := [name for name in self.saved["shapes"] if name not in here]:
+            log.warning("%s has %s, which this model lacks", self._where, ", ".join(unknown))
 
     def _check_shapes(self, here: dict[str, list[int]]) -> None:
-        there = self._saved["shapes"]
-        self._kept = frozenset(here.keys() - there.keys()).union(self._saved.get("frozen", ()))
+        there = self.saved["shapes"]
         for name, shape in here.items():
             if self._strict and name not in there:
                 raise CheckpointError(f"{self._where} belongs to another model: it has no {name}")
@@ -379,19 +356,12 @@ class Loading(LoadPlanner):
                 self._check_dtype(f"model.{name}", buffer.dtype)
                 self._reader.check(_address(name, buffer))
 
-    def _warn(self, here: dict[str, list[int]]) -> None:
-        """Log the names that only the model or only the checkpoint has."""
-        if kept := [name for name in here if name in self._kept]:
-            log.warning("%s has no %s; the model keeps its own", self._where, ", ".join(kept))
-        if unknown := [name for name in self._saved["shapes"] if name not in here]:
-            log.warning("%s has %s, which this model lacks", self._where, ", ".join(unknown))
-
     def _in_checkpoint(self, series: Sequence[Series]) -> list[Series]:
         """The members of `series` that the checkpoint has. Frozen parameters may be missing, and
         keep their values."""
         found = []
         for each in series:
-            missing = [] if each.is_moment else [n for n in each.unit.facts.keys if n in self._kept]
+            missing = [] if each.is_moment else [n for n in each.unit.facts.keys if n in self.kept]
             partly = each.unit.facts.trainable or len(missing) < len(each.unit.facts.keys)
             if self._strict and missing and partly:
                 raise CheckpointError(
@@ -412,7 +382,7 @@ class Loading(LoadPlanner):
             )
 
     def _check_optimizers(self, here: list[dict[str, Any]]) -> None:
-        there = self._saved["optimizers"]
+        there = self.saved["optimizers"]
         if here and len(here) != len(there):
             raise CheckpointError(
                 f"{self._where} has the states of {len(there)} optimizers, and {len(here)} "
@@ -441,12 +411,12 @@ class Loading(LoadPlanner):
         keys = [".".join((*series.prefix, name)) for name in series.unit.facts.keys]
         # Also if no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
-            self._series.append(series)
+            self.series.append(series)
         for number, key in enumerate(keys):
-            if series.unit.facts.keys[number] in self._kept and not series.is_moment:
+            if series.unit.facts.keys[number] in self.kept and not series.is_moment:
                 continue
             found = self._reader.tensor(key)
-            count = math.prod(self._saved["shapes"][series.unit.facts.keys[number]])
+            count = math.prod(self.saved["shapes"][series.unit.facts.keys[number]])
             may_lack = series.is_moment and key in self._reader.manifest.absent
             if series.is_moment and found is None:
                 if count and not may_lack:
@@ -468,7 +438,7 @@ class Loading(LoadPlanner):
             if _size(reads) != sum(piece.length for piece in pieces) and not may_lack:
                 raise CheckpointError(f"{self._where} is not whole: there is not all of {key}")
             found_of = {item.dest_index for item in reads}
-            self._pieces.setdefault(series, []).extend(p for p in pieces if p.address in found_of)
+            self.pieces.setdefault(series, []).extend(p for p in pieces if p.address in found_of)
             items += reads
         return items
 
@@ -493,64 +463,43 @@ class Loading(LoadPlanner):
                 sizes = torch.Size((box.rows, box.columns))
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 key = ".".join((*series.prefix, series.unit.facts.keys[number]))
-                self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
+                self.boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
         return list(pieces_of(series, number, size)), TensorStorageMetadata(
             found.properties, size, chunks
         )
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
+class _Filler:
+    """Fills the series of a `fit` from its `items`, which are read ahead."""
 
-    def load(self, items: Sequence[ReadItem]) -> None:
-        """Fill the engine from `items`, the local plan."""
-        self.begun = True
-        state, reader = self._state, self._reader
+    def __init__(
+        self,
+        fit: Fit,
+        items: Sequence[ReadItem],
+        reader: CheckpointReader,
+        progress: CheckpointProgress,
+    ) -> None:
+        self._fit, self._reader, self._progress = fit, reader, progress
+        self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the address of the piece
         for item in items:
             self._items.setdefault(item.dest_index, []).append(item)
-        with in_words(f"{self._where} cannot be loaded"):
-            for unit in state.units:
-                unit.gradients.clear()
-            for header, optimizer in zip(
-                self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
-            ):
-                keys, tiles = state.keys_in(optimizer), state.tiles_in(optimizer)
-                optimizer.load_header(with_tiles(header, keys, tiles))
-            if state.optimizers:
-                self._count_steps(state.updater)
-            self._fill_all()
-            for optimizer, unit, path in state.foreign():
-                found = reader.read(MetadataIndex(".".join(path)))
-                optimizer.load_unit_states(unit, [found[name] for name in unit.facts.names])
-            for name, buffer in state.buffers.items():
-                if name not in self._kept:
-                    buffer.copy_(reader.read(_address(name, buffer)))
 
-    def _count_steps(self, updater: Updater) -> None:
-        """Set the step counts to those of the checkpoint."""
-        updater.posted_steps = self._saved["posted_steps"]
-        updater.skipped_steps = self._saved["skipped_steps"]
-
-    def _fill_all(self) -> None:
-        """Fill all series from items that are read ahead."""
+    def fill(self, io_engine: str, store: Store) -> None:
+        """Fill all series, which are in `store`."""
         stored = [
             self._stored(item.storage_index)[0]
-            for series in self._series
+            for series in self._fit.series
             for piece in self._sorted(series)
             for item in self._items.get(piece.address, ())
         ]
         places = self._reader.manifest.places
         self._progress.expect(sum(places[index].length for index in stored))
         with (
-            closing(self._reader.read_in_turn(stored, self._state.io_engine)) as arriving,
-            StateStream(self._state.units[0].store) as stream,
+            closing(self._reader.read_in_turn(stored, io_engine)) as arriving,
+            StateStream(store) as stream,
         ):
             counted = self._counted(zip(stored, arriving, strict=True))
-            for series in self._series:
+            for series in self._fit.series:
                 self._fill(series, counted, stream)
 
     def _counted(self, arriving: Iterable[tuple[MetadataIndex, Any]]) -> Iterator[torch.Tensor]:
@@ -560,7 +509,7 @@ class Loading(LoadPlanner):
 
     def _sorted(self, series: Series) -> list[ShardPiece]:
         """The pieces that fill `series`, in their order in the shard."""
-        return sorted(self._pieces.get(series, ()), key=lambda piece: piece.in_shard)
+        return sorted(self._fit.pieces.get(series, ()), key=lambda piece: piece.in_shard)
 
     def _fill(self, series: Series, arriving: Iterator[torch.Tensor], stream: StateStream) -> None:
         """Fill `series` in chunks of the store. Pieces and chunks have different boundaries."""
@@ -586,7 +535,7 @@ class Loading(LoadPlanner):
 
         cursor = PieceCursor(self._sorted(series), dtype, bring)
         names = () if series.is_moment else unit.facts.keys
-        kept = [number for number, name in enumerate(names) if name in self._kept]
+        kept = [number for number, name in enumerate(names) if name in self._fit.kept]
 
         def patched(begin: int, end: int) -> torch.Tensor:
             values = torch.empty(end - begin, dtype=dtype)
@@ -611,7 +560,86 @@ class Loading(LoadPlanner):
 
     def _stored(self, index: MetadataIndex) -> tuple[MetadataIndex, Box | None]:
         """The index of the stored tensor, and the box of it that `index` names."""
-        return self._boxes.get(index, (index, None))
+        return self._fit.boxes.get(index, (index, None))
+
+
+class Loading(LoadPlanner):
+    """Fills `state` from a checkpoint that fits it. Lives for one load."""
+
+    _fit: Fit
+
+    def __init__(
+        self,
+        state: EngineState,
+        reader: CheckpointReader,
+        progress: CheckpointProgress,
+        strict: bool = True,
+    ) -> None:
+        self._state, self._reader, self._where = state, reader, reader.directory
+        self._progress, self._strict = progress, strict
+        self.extra: dict[str, Any] = {}
+        self.begun = False
+        """Whether anything was changed."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Wait for updates. Raises `CheckpointError` if units are in use."""
+        with in_words(f"{self._where} cannot be loaded"):
+            self._state.await_updates()
+            self._state.units[0].listeners.border.end_interrupted("a load")
+            used = [
+                unit.facts.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins
+            ]
+            if used:
+                raise CheckpointError(
+                    f"{', '.join(used)} cannot be loaded inside of a forward or of "
+                    "infinity.gathered"
+                )
+
+    def create_local_plan(self) -> LoadPlan:
+        """The items that this rank reads. Raises `CheckpointError` if the checkpoint does not
+        fit."""
+        with in_words(f"{self._where} cannot be loaded"):
+            self._fit = Fit(self._state, self._reader, self._strict)
+            ranks = self._state.header()["ranks"]
+            rank = self._state.rank if self._fit.saved["ranks"] == ranks else 0
+            self.extra = self._reader.read(MetadataIndex(f"extra.{rank}"))
+            if self._state.rank == 0 and not self._strict:
+                self._fit.warn()
+        return LoadPlan(self._fit.items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return central_plan
+
+    def load(self, items: Sequence[ReadItem]) -> None:
+        """Fill the engine from `items`, the local plan."""
+        self.begun = True
+        state, reader, fit = self._state, self._reader, self._fit
+        filler = _Filler(fit, items, reader, self._progress)
+        with in_words(f"{self._where} cannot be loaded"):
+            for unit in state.units:
+                unit.gradients.clear()
+            for header, optimizer in zip(
+                fit.saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
+            ):
+                keys, tiles = state.keys_in(optimizer), state.tiles_in(optimizer)
+                optimizer.load_header(with_tiles(header, keys, tiles))
+            if state.optimizers:
+                state.updater.posted_steps = fit.saved["posted_steps"]
+                state.updater.skipped_steps = fit.saved["skipped_steps"]
+            filler.fill(state.io_engine, state.units[0].store)
+            for optimizer, unit, path in state.foreign():
+                found = reader.read(MetadataIndex(".".join(path)))
+                optimizer.load_unit_states(unit, [found[name] for name in unit.facts.names])
+            for name, buffer in state.buffers.items():
+                if name not in fit.kept:
+                    buffer.copy_(reader.read(_address(name, buffer)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Not called, because `CheckpointReader.read_data` calls `load`."""

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,81 +187,81 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
     return facts | {"verdict": _verdict(facts)}
 
 
+_Rows = Iterator[tuple[bool, str, str]]
+
+
 def rows_of(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
     """The rows of the table: (fine?, name, value)."""
-    rows = [
+    return [
         (True, "Python", f"{facts['python']}, Linux {facts['kernel']}, {facts['machine']}"),
-        *(
-            (version is not None, name, version or "not installed")
-            for name, version in facts["versions"].items()
-        ),
-        *(
-            (
-                False,
-                name,
-                "installs a package infinity, too: uninstall it, install this one again",
-            )
-            for name in facts["others_of_this_name"]
-        ),
+        *_package_rows(facts),
         (True, "compute device", facts["device"]),
         (
             "avx2" in facts["isa"],
             "CPU",
             f"{facts['cpus']} usable, {' '.join(facts['isa']) or 'no known vector extension'}",
         ),
+        *_native_rows(facts),
+        *_gpu_rows(facts),
+        *_budget_rows(facts["budgets"]),
+        *_limit_rows(facts),
+        *_drive_rows(facts["nvme"]),
     ]
+
+
+def _package_rows(facts: dict[str, Any]) -> _Rows:
+    for name, version in facts["versions"].items():
+        yield version is not None, name, version or "not installed"
+    for name in facts["others_of_this_name"]:
+        yield False, name, "installs a package infinity, too: uninstall it, install this one again"
+
+
+def _native_rows(facts: dict[str, Any]) -> _Rows:
+    """The native modules, and how they do I/O."""
     for name, problem in facts["native"].items():
         if name == "_cuda" and problem == "not built":
-            rows.append(
-                (facts["device"] == "cpu", f"infinity.{name}", "not built (needed for a GPU only)")
-            )
+            is_fine = facts["device"] == "cpu"
+            yield is_fine, f"infinity.{name}", "not built (needed for a GPU only)"
         else:
-            rows.append((problem is None, f"infinity.{name}", problem or "loads"))
+            yield problem is None, f"infinity.{name}", problem or "loads"
     problem = facts["io_uring_problem"]
-    rows.append(
-        (
-            problem is None,
-            "io_uring",
-            "available" if problem is None else f"{problem}; POSIX threads are used",
-        )
-    )
+    text = "available" if problem is None else f"{problem}; POSIX threads are used"
+    yield problem is None, "io_uring", text
     problem = facts["gpu_direct_problem"]
-    rows.append(
-        (
-            True,
-            "GPUDirect Storage",
-            f"{problem}; parameters on nvme pass host memory" if problem else "available",
-        )
+    text = f"{problem}; parameters on nvme pass host memory" if problem else "available"
+    yield True, "GPUDirect Storage", text
+
+
+def _gpu_rows(facts: dict[str, Any]) -> _Rows:
+    if facts["device"] == "cpu":
+        return
+    problem, field = facts["nondeterminism"], "Config(deterministic=True)"
+    text = f"{field} is refused: {problem}" if problem else f"with {field}"
+    yield not problem, "same bits at every run", text
+    has_segments, variable = facts["expandable_segments"], "PYTORCH_ALLOC_CONF"
+    text = "on" if has_segments else f"off; {variable}=expandable_segments:True wastes less memory"
+    yield has_segments, "expandable segments", text
+
+
+def _limit_rows(facts: dict[str, Any]) -> _Rows:
+    memlock, pages = facts["memlock"], facts["huge_pages"]
+    yield True, "memlock limit", "none" if memlock is None else format_bytes(memlock)
+    yield (
+        pages["transparent"] in ("always", "madvise"),
+        "huge pages",
+        f"transparent: {pages['transparent'] or 'no'}, reserved: {pages['reserved']}",
     )
-    if facts["device"] != "cpu":
-        problem, field = facts["nondeterminism"], "Config(deterministic=True)"
-        text = f"{field} is refused: {problem}" if problem else f"with {field}"
-        rows.append((not problem, "same bits at every run", text))
-        has_segments, variable = facts["expandable_segments"], "PYTORCH_ALLOC_CONF"
-        text = (
-            "on" if has_segments else f"off; {variable}=expandable_segments:True wastes less memory"
-        )
-        rows.append((has_segments, "expandable segments", text))
-    rows += _budget_rows(facts["budgets"])
-    memlock = facts["memlock"]
-    rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))
-    pages = facts["huge_pages"]
-    rows.append(
-        (
-            pages["transparent"] in ("always", "madvise"),
-            "huge pages",
-            f"transparent: {pages['transparent'] or 'no'}, reserved: {pages['reserved']}",
-        )
-    )
-    for path in facts["nvme"]:
+
+
+def _drive_rows(directories: list[dict[str, Any]]) -> _Rows:
+    for path in directories:
         free = "" if path["free"] is None else f", {format_bytes(path['free'])} free"
         speed = "" if path["speed"] is None else f", {path['speed'] / 1e9:.2g} GB/s"
         text = (path["problem"] or "O_DIRECT works") + free + speed
-        rows.append((path["problem"] is None, path["path"], text))
+        yield path["problem"] is None, path["path"], text
         if path["copy_on_write"] is not None:
             spared, sentence = path["copy_on_write"]
-            rows.append((spared, path["path"], sentence))
-    return rows
+            yield spared, path["path"], sentence
 
 
 def _budget_rows(budgets: dict[str, Any] | str) -> list[tuple[bool, str, str]]:

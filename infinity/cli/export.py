@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from infinity.checkpoint.contents import Contents
-    from infinity.checkpoint.export import Selection
+    from infinity.checkpoint.export import Exported, Selection
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MOST_FILE_BYTES = 256 << 20
@@ -155,22 +155,26 @@ def export(
         written = exporting.export(
             contents, out, selection, _torch_dtype(name), described.files, overwrite, shard_size
         )
-        facts = {
-            "checkpoint": str(where),
-            "output": str(out),
-            "tensors": written.tensors,
-            "bytes": written.nbytes,
-            "files": written.files,
-        }
-        if as_json:
-            typer.echo(json.dumps(facts))
-            return
-        typer.echo(
-            f"{out}: {written.tensors} tensors of {where}, {format_bytes(written.nbytes)} in "
-            f"{len(written.files)} files"
-        )
-        if CONFIG not in described.files and not adapters_only:
+        _show(where, written, as_json)
+        if CONFIG not in described.files and not (adapters_only or as_json):
             say(f"no {CONFIG} was found, which from_pretrained needs; --model DIR says where it is")
+
+
+def _show(checkpoint: Path, written: Exported, as_json: bool) -> None:
+    if not as_json:
+        typer.echo(
+            f"{written.directory}: {written.tensors} tensors of {checkpoint}, "
+            f"{format_bytes(written.nbytes)} in {len(written.files)} files"
+        )
+        return
+    facts = {
+        "checkpoint": str(checkpoint),
+        "output": str(written.directory),
+        "tensors": written.tensors,
+        "bytes": written.nbytes,
+        "files": written.files,
+    }
+    typer.echo(json.dumps(facts))
 
 
 def _described(checkpoint: Path, model: Path | None, needed: str) -> Description:

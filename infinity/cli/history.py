@@ -127,6 +127,17 @@ class History:
         seconds = sum(step.end - step.start for step in steps)
         return len(steps) * self.tokens_per_step / seconds if seconds > 0 else 0.0
 
+    def losses(self) -> dict[str, float | None]:
+        """The first and the last training loss, and the last validation loss with its step."""
+        first, last = (self.steps[0], self.steps[-1]) if self.steps else (None, None)
+        held_out = self.validations[-1] if self.validations else None
+        return {
+            "first": first and first.loss,
+            "last": last and last.loss,
+            "validation": held_out.loss if held_out and math.isfinite(held_out.loss) else None,
+            "validation_step": held_out and held_out.step,
+        }
+
 
 def cached_text(cached: dict[str, int]) -> str:
     """The part of the bytes on NVMe that is cached in host memory. If each step also writes some of
@@ -220,7 +231,6 @@ def summarize(
     """
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
     budgets = report.limits
-    last = history.validations[-1] if history.validations else None
     return {
         "model": model,
         "parameters": report.parameters,
@@ -230,12 +240,7 @@ def summarize(
         "steps_skipped": report.skipped_steps,
         "loss_scale": history.steps[-1].loss_scale if history.steps else None,
         "signal": history.signal,
-        "loss": {
-            "first": history.steps[0].loss if history.steps else None,
-            "last": history.steps[-1].loss if history.steps else None,
-            "validation": last.loss if last and math.isfinite(last.loss) else None,
-            "validation_step": last.step if last else None,
-        },
+        "loss": history.losses(),
         "tokens_per_second": history.tokens_per_second(),
         "nvme_bytes_per_parameter_per_step": {
             "read": {

@@ -20,6 +20,7 @@ from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
+from infinity.cli.options import FinetuneOptions
 from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.run_file import RunFile
@@ -52,39 +53,11 @@ class Display(Watcher, Protocol):
         """Show a line."""
 
 
-@dataclass(frozen=True)
-class FinetuneJob:
-    """The options of one run, as `infinity finetune` takes them. Sizes are in bytes. They are the
-    same on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class FinetuneJob(FinetuneOptions):
+    """One run of `infinity finetune`. The options are the same on all ranks."""
 
-    model: str
-    checkpoint_activations: bool
-    data: Path | None
-    data_format: str
-    byte_tokenizer: bool
-    sequence_length: int
-    seed: int
-    steps: int
-    batch_size: int
-    accumulate: int
-    accumulation_order: Any
-    chunked_loss: int | None
-    lr: float
-    weight_decay: float
     warmup: int
-    max_grad_norm: float
-    clip: str
-    skip_nonfinite: bool
-    eval_every: int
-    eval_batches: int
-    durability: str | int
-    checkpoint: Path | None
-    checkpoint_every: int
-    keep_checkpoints: int
-    resume: bool
-    output: Path | None
-    overwrite: bool
-    report: bool
     knobs: Mapping[str, Any]
     """The options that mirror `Config` and `Tuning`, as typer gives them."""
 

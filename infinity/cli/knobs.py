@@ -75,13 +75,17 @@ _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
 
 
 def mirrors(
-    before: str, leave_out: Collection[str] = (), **defaults: Any
+    before: str,
+    leave_out: Collection[str] = (),
+    options: Callable[..., object] | None = None,
+    **defaults: Any,
 ) -> Callable[[Command], Command]:
     """A decorator: a command with `**knobs` gets an option for every field of `Config` and
     `Tuning`.
 
     In --help the options stand before the parameter `before`. `leave_out`: fields without an
-    option. `defaults`: the defaults of this command. Raises `ValueError` for an unknown field.
+    option. `options`: a dataclass, whose fields are options, too, before those of the command.
+    `defaults`: the defaults of this command. Raises `ValueError` for an unknown field.
     """
     unknown = {*leave_out, *defaults} - _FIELDS.keys()
     if unknown:
@@ -91,9 +95,11 @@ def mirrors(
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        options = [_option(name, defaults) for name in _FIELDS if name not in leave_out]
+        if options is not None:
+            own = [*inspect.signature(options, eval_str=True).parameters.values(), *own]
+        mirrored = [_option(name, defaults) for name in _FIELDS if name not in leave_out]
         place = [each.name for each in own].index(before)
-        parameters = [*own[:place], *options, *own[place:]]
+        parameters = [*own[:place], *mirrored, *own[place:]]
         vars(command)["__signature__"] = signature.replace(
             parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
         )

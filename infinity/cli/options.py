@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -285,3 +286,38 @@ AsJson = Annotated[
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """The options of `infinity finetune` that concern the run, in the order of --help. Sizes are in
+    bytes."""
+
+    model: Model = "llama-tiny"
+    checkpoint_activations: CheckpointActivations = True
+    data: Data = None
+    data_format: DataFormat = "auto"
+    byte_tokenizer: AsBytes = False
+    sequence_length: SequenceLength = 256
+    seed: Seed = 0
+    steps: Steps = 100
+    batch_size: BatchSize = 4
+    accumulate: Accumulate = 1
+    accumulation_order: AccumulationOrder = "horizontal"
+    chunked_loss: ChunkedLoss = "off"
+    lr: LearningRate = 3e-4
+    weight_decay: WeightDecay = 0.1
+    warmup: Warmup = None
+    max_grad_norm: MaxGradNorm = 1.0
+    clip: Clip = "global"
+    skip_nonfinite: SkipNonfinite = False
+    eval_every: EvalEvery = 0
+    eval_batches: EvalBatches = 8
+    durability: Durability = "auto"
+    checkpoint: Checkpoint = None
+    checkpoint_every: CheckpointEvery = 100
+    keep_checkpoints: KeepCheckpoints = 2
+    resume: Resume = False
+    output: Output = None
+    overwrite: Overwrite = False
+    report: WriteReport = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from infinity.cli.bench.options import OUTPUT, Json
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.knobs import configured, mirrors
 from infinity.config import Config
+
+if TYPE_CHECKING:
+    from infinity.plan.pace import Pace
 
 _MODEL, _MACHINE = "Model", "Machine"
 
@@ -146,19 +149,24 @@ def plan(
         if advice is not None:
             case = advice.case
             better = forecast_of(planned, case.hardware, case.training, case.config)
-        if timeline is not None and forecast.pace is None:
-            say(f"{timeline} is not written: the plan does not fit")
-        elif timeline is not None and forecast.pace is not None:
-            from infinity.cli.history import History
-            from infinity.cli.perfetto import write_trace
-
-            write_trace(timeline, forecast.pace.spans, History(forecast.pace.tokens))
+        if timeline is not None:
+            _write_timeline(timeline, forecast.pace)
         if chart is not None:
             write_chart(chart, forecast)
         result = summary(forecast, None if advice is None else advice.words)
         delivery.deliver(result, str, lambda console: print_plan(console, forecast, advice, better))
     if not forecast.fits:
         raise typer.Exit(1)
+
+
+def _write_timeline(path: Path, pace: Pace | None) -> None:
+    from infinity.cli.history import History
+    from infinity.cli.perfetto import write_trace
+
+    if pace is None:
+        say(f"{path} is not written: the plan does not fit")
+    else:
+        write_trace(path, pace.spans, History(pace.tokens))
 
 
 def _asked(

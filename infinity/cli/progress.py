@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -163,102 +163,88 @@ class Silence:
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as (name, value) texts, for the table."""
-
-    loss = summary["loss"]
-    nvme = summary["nvme_bytes_per_parameter_per_step"]
-    seconds = summary["seconds"]
-    ranks = summary["ranks"]
     rows = [
-        ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
+        *_run_rows(summary),
+        *_update_rows(summary),
+        *((f"time: {cause}", format_seconds(spent)) for cause, spent in summary["seconds"].items()),
         *(
-            [
-                (
-                    "ranks",
-                    (
-                        f"{ranks}; bytes moved are those of all, peaks those of one rank, "
-                        "times those of rank 0"
-                    ),
-                )
-            ]
-            if ranks > 1
-            else []
+            (f"waited for {wait['unit']}", format_seconds(wait["seconds"]))
+            for wait in summary["worst_waits"]
         ),
-        (
-            "steps",
-            str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else ""),
-        ),
-        ("loss, first to last", f"{format_loss(loss['first'])} to {format_loss(loss['last'])}"),
-        ("validation loss", format_loss(loss["validation"])),
-        ("tokens per second", f"{summary['tokens_per_second']:,.0f}"),
+        *_memory_rows(summary),
+        *((name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)),
     ]
-    for way in ("read", "written"):
-        rows.append(
-            (
-                f"NVMe {way}",
-                (
-                    f"{nvme[way]['measured']:.2f} B per parameter and step, planned "
-                    f"{nvme[way]['planned']:.2f}"
-                ),
-            )
-        )
-    speculative = summary["speculative_updates"]
-    if any(speculative.values()):
-        rows.append(
-            (
-                "speculative updates",
-                f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back",
-            )
-        )
-    if summary["loss_scale"] is not None or summary["steps_skipped"]:
-        scale = (
-            ""
-            if summary["loss_scale"] is None
-            else f"; loss scale {summary['loss_scale']:,.0f} at the end"
-        )
-        rows.append(
-            (
-                "steps skipped",
-                f"{summary['steps_skipped']}, because gradients were not finite{scale}",
-            )
-        )
-    rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
-    rows += [
-        (f"waited for {wait['unit']}", format_seconds(wait["seconds"]))
-        for wait in summary["worst_waits"]
-    ]
-    for tier, memory in summary["memory"].items():
-        rows.append(
-            (f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of "))
-        )
-    rows += [
-        (f"budget {tier}", source)
-        for tier, source in summary["budget_sources"].items()
-        if source != "given"
-    ]
-    if summary["cached"]["of"]:
-        rows.append(("cached in host memory", cached_text(summary["cached"])))
-    if summary["gpu_resident"]:
-        rows.append(("GPU-resident", format_bytes(summary["gpu_resident"])))
-    saved = summary["activations"]
-    if saved["offloaded"] or saved["not_offloaded"]:
-        text = (
-            f"{format_bytes(saved['offloaded'])} in the last step, "
-            f"{format_bytes(saved['written_to_nvme'])} of it to NVMe"
-        )
-        stayed = (
-            f"; {format_bytes(saved['not_offloaded'])} had no room"
-            if saved["not_offloaded"]
-            else ""
-        )
-        rows.append(
-            ("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}")
-        )
-    rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
         rows.append(
             ("output", "none: the trained weights are gone; give --output DIR to keep them")
         )
     return rows
+
+
+_Rows = Iterator[tuple[str, str]]
+
+
+def _run_rows(summary: dict[str, Any]) -> _Rows:
+    """The model, the steps, the loss and the traffic."""
+    loss, ranks = summary["loss"], summary["ranks"]
+    yield "model", f"{summary['model']}, {summary['parameters']:,} parameters"
+    if ranks > 1:
+        yield (
+            "ranks",
+            f"{ranks}; bytes moved are those of all, peaks those of one rank, times those of "
+            "rank 0",
+        )
+    interrupted = " (interrupted)" if summary["signal"] is not None else ""
+    yield "steps", f"{summary['steps']}{interrupted}"
+    yield "loss, first to last", f"{format_loss(loss['first'])} to {format_loss(loss['last'])}"
+    yield "validation loss", format_loss(loss["validation"])
+    yield "tokens per second", f"{summary['tokens_per_second']:,.0f}"
+    for way in ("read", "written"):
+        moved = summary["nvme_bytes_per_parameter_per_step"][way]
+        yield (
+            f"NVMe {way}",
+            f"{moved['measured']:.2f} B per parameter and step, planned {moved['planned']:.2f}",
+        )
+
+
+def _update_rows(summary: dict[str, Any]) -> _Rows:
+    """Updates that began early, and steps that were left out."""
+    speculative = summary["speculative_updates"]
+    if any(speculative.values()):
+        yield (
+            "speculative updates",
+            f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back",
+        )
+    scale = summary["loss_scale"]
+    if scale is not None or summary["steps_skipped"]:
+        shown = "" if scale is None else f"; loss scale {scale:,.0f} at the end"
+        yield (
+            "steps skipped",
+            f"{summary['steps_skipped']}, because gradients were not finite{shown}",
+        )
+
+
+def _memory_rows(summary: dict[str, Any]) -> _Rows:
+    """Peaks and budgets of the tiers, and the bytes that stayed in memory."""
+    for tier, memory in summary["memory"].items():
+        yield f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")
+    for tier, source in summary["budget_sources"].items():
+        if source != "given":
+            yield f"budget {tier}", source
+    if summary["cached"]["of"]:
+        yield "cached in host memory", cached_text(summary["cached"])
+    if summary["gpu_resident"]:
+        yield "GPU-resident", format_bytes(summary["gpu_resident"])
+    saved = summary["activations"]
+    stayed = saved["not_offloaded"]
+    if saved["offloaded"] or stayed:
+        yield (
+            "activations offloaded",
+            f"{format_bytes(saved['offloaded'])} in the last step, "
+            f"{format_bytes(saved['written_to_nvme'])} of it to NVMe; "
+            f"peak {format_bytes(saved['peak'])}"
+            + (f"; {format_bytes(stayed)} had no room" if stayed else ""),
+        )
 
 
 def print_summary(summary: dict[str, Any]) -> None:

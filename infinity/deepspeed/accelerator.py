@@ -30,7 +30,10 @@ def _of_torch(function: Callable[[int | None], Any], on_cpu: Any = None) -> Any:
 
 
 class DeepSpeedAccelerator:
-    """The compute device. Functions of devices that this one has not do nothing, or give 0."""
+    """The compute device. Functions that only other devices have do nothing, or return 0.
+
+    One class, because scripts call these names of DeepSpeed on one object.
+    """
 
     def __init__(self) -> None:
         found = torch_accelerator.current_accelerator(check_available=True)

@@ -76,6 +76,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     """Trains a wrapped model as an engine of DeepSpeed does; made by `infinity.initialize`.
 
     Attributes that it does not have are those of the model (`infinity.deepspeed.engine_names`).
+    One class, because scripts and trainers call these names of DeepSpeed on one object.
     """
 
     def __init__(self, made: Made | None = None, *others: Any, **named: Any) -> None:

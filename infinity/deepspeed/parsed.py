@@ -21,8 +21,9 @@ class DeepSpeedConfig(Lacking):
     """The numbers of a configuration for the ranks that there are; `infinity.initialize` takes the
     configuration itself.
 
-    Each key at the top of the configuration is an attribute, too. Raises `ConfigError` for all that
-    `infinity.initialize` refuses in it.
+    Each key at the top of the configuration is an attribute, too. Raises `ConfigError` for each key
+    that `infinity.initialize` refuses. One class, because scripts read these names of DeepSpeed
+    from one object.
     """
 
     instead = (

@@ -1,27 +1,27 @@
 """The last records of a job, in two files that take turns.
 
-[Note: what a kill leaves]
-1. A new record goes to the file that does not hold the last one, and is flushed (`write`). What
-   cuts that off leaves the last one as it is. From then on there are two: with several ranks, the
-   job may have to go back to the older one (`keep`).
-2. When nobody has to, the head of the record before is overwritten with zeros, and that is flushed
-   (`settle`). From then on nobody can take it for the last one, even where the new one is damaged.
-   So what it alone spoke of may be overwritten. A record that is there is one whose states are
-   whole.
-3. A process that is killed before it has flushed its record leaves it in memory. The next one reads
-   it there, and a power cut may still take it. So both files are written once more and flushed,
-   before anything relies on what was read, be it another rank (`flush`). An fsync alone is not
-   enough. One that failed may leave bytes in the memory of the system that it takes for written,
-   and the next fsync succeeds.
+[Note: records after a kill]
+1. A new record goes to the file that does not have the last one, and is flushed (`write`). A kill
+   meanwhile leaves the last one unchanged. From then on there are two records. With several ranks,
+   the job may have to return to the older one (`keep`).
+2. When no rank needs the older record, its head is overwritten with zeros and flushed (`settle`).
+   From then on it cannot be taken for the last one, even if the new one is damaged. So the states
+   that only the older record names may be overwritten. If a record exists, its states are whole.
+3. A process that is killed before it has flushed its record leaves it in the page cache. The next
+   process reads it there, and a power cut may still destroy it. So both files are written again and
+   flushed before anything, another rank included, relies on them (`flush`). An fsync alone is not
+   enough: one that failed may leave bytes in the page cache that the system takes for written, and
+   the next fsync succeeds.
 
-A name that is new comes by a rename, when its content is on the drive. The file of the second
-record comes first, and has zeros; that of the first record comes with it. So where the first one is
-there and no record is whole, it is damaged, and that is said: nobody goes on from an older one.
+A new name comes by a rename, when its content is on the drive. The file of the second record comes
+first, with zeros. The file of the first record comes with the record. So if the first file exists
+and no record is whole, the record is damaged. This is an error, and the job does not resume from an
+older record.
 
 [Note: room for records]
-A drive may be full when a step is committed. So both files are there from the first record on,
-twice as long as it. They are written in place, and never become shorter. A record that has outgrown
-its file makes it twice as long as itself.
+A drive may be full when a step is committed. So both files exist from the first record on, and have
+twice its length. They are written in place, and never become shorter. A record that is longer than
+its file makes the file twice as long as itself.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from infinity.errors import CheckpointError, naming
 COMMIT_NAMES = ("infinity-commit-0.bin", "infinity-commit-1.bin")
 DRAFT_NAME = "infinity-commit.draft"
 MOST_BYTES = 1 << 30
-"""The longest record: of a trillion parameters in a hundred thousand tensors it has about 30 MB."""
+"""The longest record. With a trillion parameters in a hundred thousand tensors it has about 30
+MB."""
 _MAGIC = b"infinity commit\n"
 _HEAD = struct.Struct("<16sQQ32s")  # magic, sequence, length, digest of the rest
 _ROOM_UNIT = 64 << 10
 
 
 class DurableFiles:
-    """Small files of a directory that is ours. Every method that changes one returns when that
-    would survive a power cut."""
+    """Small files of a directory that is ours. Every method that changes a file returns when the
+    change would survive a power cut."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self.path = directory.path
 
     def read(self, name: str) -> bytes | None:
-        """What the file has, as far as a record may be long; None where there is none."""
+        """The content of a file, up to the longest record. None if there is no such file."""
         try:
             descriptor = self._directory.open(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -62,13 +63,13 @@ class DurableFiles:
             return file.read(_HEAD.size + MOST_BYTES)
 
     def size(self, name: str) -> int | None:
-        """The bytes of the file; None where there is none."""
+        """The bytes of a file. None if there is no such file."""
         status = self._directory.check(name)
         return None if status is None else status.st_size
 
     def create(self, name: str, content: bytes) -> None:
-        """A new file, which is there as a whole or not at all."""
-        self._directory.remove(DRAFT_NAME)  # of a job that was killed here
+        """Create a file. After a kill it is whole, or missing."""
+        self._directory.remove(DRAFT_NAME)  # of a job that was killed in `create`
         try:
             self._write(DRAFT_NAME, self._directory.create_in_place(DRAFT_NAME), content)
             self._directory.rename(DRAFT_NAME, name)
@@ -78,13 +79,12 @@ class DurableFiles:
         self._directory.sync()
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Other bytes where a file that is there begins; what lies behind them stays. What is cut
-        off may leave any part of them."""
+        """Overwrite the start of an existing file. The bytes after `content` stay. A kill may leave
+        any part of it."""
         self._write(name, self._directory.open(name), content)
 
     def keep(self, names: Iterable[str]) -> None:
-        """What these files have, where they are there, has come from another process: write the
-        same bytes once more."""
+        """Another process has written these files, if they exist. Write the same bytes again."""
         for name in names:
             content = self.read(name)
             if content is not None:
@@ -92,7 +92,7 @@ class DurableFiles:
         self._directory.sync()
 
     def remove(self, name: str) -> None:
-        """The file is gone."""
+        """Remove the file."""
         self._directory.remove(name)
         self._directory.sync()
 
@@ -104,26 +104,26 @@ class DurableFiles:
 
 
 class Commit(NamedTuple):
-    """A record: the `sequence` numbers those of one directory, from 1."""
+    """A record. The `sequence` counts those of one directory, from 1."""
 
     sequence: int
     content: bytes
 
 
 class CommitLog:
-    """The records in a directory that the caller has locked. Used by one thread at a time; `kept`
-    is to be called before `write`."""
+    """The records in a directory that the caller has locked. One thread at a time uses it. `kept`
+    must be called before `write`."""
 
     def __init__(self, files: DurableFiles) -> None:
         self._files = files
         self._sequence = 0
-        self._at = 1  # of the two files, the one with the last record
+        self._at = 1  # the number of the file with the last record
         self._is_settled = True
         self._is_flushed = True
 
     def kept(self) -> list[Commit]:
-        """The last record, and the one before where that was not given up; none where there was
-        none yet. Raises `CheckpointError` where they are damaged."""
+        """The last record, and the record before it unless it was released. Empty before the first
+        record. Raises `CheckpointError` if they are damaged."""
         found = [self._files.read(name) for name in COMMIT_NAMES]
         whole = [
             (commit, at)
@@ -146,24 +146,24 @@ class CommitLog:
         return []
 
     def last(self) -> Commit | None:
-        """The last record; None where there was none yet. Raises like `kept`."""
+        """The last record. None before the first. Raises like `kept`."""
         return next(iter(self.kept()), None)
 
     @property
     def next_sequence(self) -> int:
-        """The number of the record that `write` makes next."""
+        """The number of the next record."""
         return self._sequence + 1
 
     def read(self, sequence: int) -> Commit | None:
-        """The record of this number, as it is on the drive; None where it is not whole there. Any
-        thread may call it, while nobody gives that record up."""
+        """The record of this number on the drive. None if it is not whole. Any thread may call it,
+        unless another thread releases the record."""
         found = (self._files.read(name) for name in COMMIT_NAMES)
         records = (decoded(content) for content in found if content is not None)
         return next((each for each in records if each and each.sequence == sequence), None)
 
     def write(self, content: bytes) -> int:
-        """Make `content` the last record, beside the one before, which `settle` or `keep` gives up;
-        returns its sequence when it would survive a power cut."""
+        """Make `content` the last record, beside the record before, until `settle` or `keep`
+        releases that. Returns its sequence when the record would survive a power cut."""
         if not self._is_settled:
             raise RuntimeError("the record before the last one is still needed")
         self.flush()
@@ -183,15 +183,15 @@ class CommitLog:
         return sequence
 
     def settle(self) -> None:
-        """Nobody reads the record before the last one from now on; a kill may have come before
-        that. A power cut leaves the last one."""
+        """Release the record before the last one. A kill may leave both, and a power cut leaves the
+        last one."""
         self.flush()
         self._empty(1 - self._at)
         self._is_settled = True
 
     def keep(self, sequence: int) -> None:
-        """Of what `kept` gave, this record alone is read from now on: the one after it is given up
-        first. A power cut leaves it."""
+        """Keep only this record of those that `kept` returned. A later record is released first. A
+        power cut leaves this record."""
         self.flush()
         if sequence < self._sequence:
             self._empty(self._at)
@@ -199,7 +199,8 @@ class CommitLog:
         self.settle()
 
     def flush(self) -> None:
-        """What was read would survive a power cut; its process may have been killed before."""
+        """Return when the records that were read would survive a power cut. Their process may have
+        been killed before its flush."""
         if not self._is_flushed:
             self._files.keep(COMMIT_NAMES)
         self._is_flushed = True
@@ -217,19 +218,18 @@ class CommitLog:
 
 
 def _is_blank(content: bytes | None) -> bool:
-    """Whether a file is not there, or was given up: nobody takes what it has for a record."""
+    """Whether a file is missing, or its record was released."""
     return content is None or not any(content[: _HEAD.size])
 
 
 def encoded(sequence: int, content: bytes) -> bytes:
-    """The record of commit number `sequence`, as a file has it: a head with a digest, and
-    `content`."""
+    """The bytes of record number `sequence`: a head with a digest, and `content`."""
     head = _HEAD.pack(_MAGIC, sequence, len(content), _digest(sequence, content))
     return head + content
 
 
 def decoded(record: bytes) -> Commit | None:
-    """The record that a file begins with; None where it is not whole."""
+    """The record at the start of a file. None if it is not whole."""
     if len(record) < _HEAD.size:
         return None
     magic, sequence, length, digest = _HEAD.unpack_from(record)

@@ -1,12 +1,13 @@
-"""New files that take their place whole.
+"""New files that replace others whole.
 
 [Note: a file that takes another's place]
-A new file is written in a folder beside its place, `.infinity-*.tmp`, which is locked. It is
-renamed when it is whole and on the drive, so a kill leaves what was there before, and the folder.
-`infinity gc` removes folders that nobody holds any more.
+A new file is written in a locked folder beside its place, `.infinity-*.tmp`. It is renamed when it
+is whole and on the drive. So a kill leaves the old file, and the folder. `infinity gc` removes
+folders that no process holds.
 
-A new directory is such a folder, which gets its name when all of its files are on the drive. What
-had the name before gets a name that `infinity gc` removes, until it is gone.
+A new directory is such a folder. It gets its name when all of its files are on the drive. A
+directory that had this name before exchanges its name with the folder, and is then removed. A kill
+in between leaves it as a folder that `infinity gc` removes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from infinity.directories.directory import Directory, make_durable, temporary_na
 from infinity.directories.lock import LOCK_NAME, Lock, lock
 from infinity.errors import ConfigError, PathInUseError, naming
 
-_TRIES = 100  # to make a folder that others clean up
+_TRIES = 100  # to create a folder that another process removes
 _TEMPORARY = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 
 @contextmanager
 def drafting(directory: Directory) -> Iterator[Drafts]:
-    """A place for new files that then get their names here; what has got none is gone after the
-    block."""
+    """A place for new files that get their names in `directory` inside the block. Files without a
+    name there are gone after the block."""
     folder, lock = _new_folder(directory)
     drafts = Drafts(directory, folder)
     try:
@@ -45,9 +46,12 @@ def drafting(directory: Directory) -> Iterator[Drafts]:
 
 @contextmanager
 def replacing(path: Path, what: str) -> Iterator[Path]:
-    """A path to write the file that is at `path` after the block, whole and durable. After an
-    exception `path` is as it was. Raises `ConfigError` for anything else than a plain file there;
-    `what` is how messages call its directory."""
+    """A path for a file that is at `path` after the block, whole and durable. After an exception
+    `path` is unchanged.
+
+    Raises `ConfigError` if `path` is not a plain file. `what` is the name of its directory in
+    messages.
+    """
     with Directory(path.parent, what) as directory:
         directory.check(path.name)
         with drafting(directory) as drafts:
@@ -58,11 +62,11 @@ def replacing(path: Path, what: str) -> Iterator[Path]:
 
 @contextmanager
 def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
-    """A place for the files of the directory `path`, which is there, with all of them, after the
-    block. After an exception it is as it was.
+    """A place for the files of the directory `path`, which exists with all of them after the block.
+    After an exception it is unchanged, or already replaced whole.
 
-    A directory of plain files that is there already is replaced. Raises `ConfigError` for anything
-    else of that name; `what` is how messages call it.
+    A directory of plain files is replaced. Raises `ConfigError` if `path` is anything else. `what`
+    is its name in messages.
     """
     with Directory(path.parent, what) as directory:
         folder, lock = _new_folder(directory)
@@ -77,40 +81,40 @@ def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
                     folder.sync()
                     _replace(directory, name, path.name)
                 except BaseException:
-                    for draft in drafts.names():
-                        folder.remove(draft)
+                    if not directory.is_same(path.name, folder.descriptor):
+                        for draft in drafts.names():
+                            folder.remove(draft)
                     raise
         finally:
             directory.remove_directory(name)
 
 
 def _replace(directory: Directory, name: str, to: str) -> None:
-    """Give the folder `name` the name `to`, in place of a directory of plain files."""
+    """Give the folder `name` the name `to`. A directory of plain files that has this name gets the
+    name `name`, and is emptied."""
     if directory.status(to) is None:
         directory.rename(name, to)
         directory.sync()
         return
-    old = temporary_name()
     with directory.below(to) as replaced:
         for inner in replaced.names():
             replaced.check(inner)
-        directory.rename(to, old)
-        directory.rename(name, to)
+        directory.exchange(name, to)
         directory.sync()
         for inner in replaced.names():
             replaced.remove(inner)
-    directory.remove_directory(old)
 
 
 def _umask() -> int:
-    """What this process takes from the modes of new files; it can only be read by setting it."""
+    """The bits that this process removes from the modes of new files. They can only be read by
+    setting them."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def _new_folder(directory: Directory) -> tuple[Directory, Lock]:
-    """A locked folder; another one when somebody who removes leftovers was faster than our lock."""
+    """A new locked folder. If `infinity gc` removes it before it is locked, make another one."""
     for _ in range(_TRIES):
         folder = directory.below(temporary_name(), 0o700, new=True)
         try:
@@ -143,7 +147,7 @@ def leftovers(directory: Directory) -> dict[str, int]:
 
 
 def remove_leftovers(directory: Directory) -> dict[str, int]:
-    """Remove what `leftovers` gives, and give it."""
+    """Remove the folders that `leftovers` returns, and return them."""
     found = leftovers(directory)
     for name in found:
         with suppress(PathInUseError), directory.below(name) as folder, lock(folder):
@@ -155,7 +159,7 @@ def remove_leftovers(directory: Directory) -> dict[str, int]:
 
 
 class Drafts:
-    """New files in `folder`, which nobody else uses; see [Note: a file that takes another's
+    """New files in `folder`, which no other process uses; see [Note: a file that takes another's
     place]."""
 
     def __init__(self, directory: Directory, folder: Directory) -> None:
@@ -163,8 +167,8 @@ class Drafts:
 
     @property
     def path(self) -> Path:
-        """A path to the folder for libraries that take one. It is right as long as the folder is
-        open, whatever is renamed."""
+        """A path to the folder for libraries. It is right while the folder is open, even if a name
+        changes."""
         return Path(f"/proc/self/fd/{self.folder.descriptor}")
 
     def names(self) -> list[str]:
@@ -172,7 +176,7 @@ class Drafts:
         return [name for name in self.folder.names() if name != LOCK_NAME]
 
     def write(self, name: str, content: bytes) -> None:
-        """Make a draft that is whole and durable."""
+        """Write a draft, whole and durable."""
         created = self.folder.create(name, 0o666)
         with naming(self.folder.path / name), os.fdopen(created, "wb") as file:
             file.write(content)
@@ -180,7 +184,7 @@ class Drafts:
             os.fsync(file.fileno())
 
     def publish(self, name: str, to: str = "") -> None:
-        """Give a draft its place, under its own name or `to`. It is whole and durable already.
+        """Move a draft, which is whole and durable, to its place, under its own name or `to`.
 
         Returns when the name would survive a power cut.
         """

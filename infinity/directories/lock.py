@@ -1,15 +1,15 @@
-"""A lock on a directory, so that one job at a time works there.
+"""A lock on a directory, so that jobs work there one at a time.
 
-[Note: who holds a lock]
+[Note: the holder of a lock]
 A lock is flock() on a file, which also refuses a second engine in one process. A forked child
 inherits it with the descriptor, and a DataLoader worker may outlive a killed parent. So each child
-closes its copy as it starts, which leaves the lock to the parent alone. A child that C code forked
-does not: it keeps the lock, and the error says so, because the file has the process, its start, and
-where both numbers are valid.
+closes its copy as it starts, and only the parent keeps the lock. A child that C code forked does
+not close it. It keeps the lock, and the error says so. The file has the process, its start, and the
+boot and pid namespace in which both numbers are valid.
 
-A file system without flock() gets a file made with O_EXCL instead. A new process takes it over when
-the process in it has ended. Only a process on the same machine and in the same pid namespace can
-tell. Elsewhere the user has to remove the file.
+A file system without flock() gets a file created with O_EXCL instead. A new process takes it over
+when the process in it has ended. Only a process on the same machine and in the same pid namespace
+can see that. Elsewhere the user has to remove the file.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from infinity.directories.directory import Directory, temporary_name
 from infinity.errors import ConfigError, FileError, PathInUseError, naming
 
 LOCK_NAME = "infinity.lock"
-_TRIES = 100  # to lock a file that others remove as they leave
+_TRIES = 100  # to lock a file that its holder removes
 _RECORD_BYTES = 512
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def lock_directory(path: Path, what: str) -> Lock:
-    """Lock the directory `path` for this process; `what` is how messages call it ("nvme directory",
+    """Lock the directory `path` for this process. `what` is its name in messages ("nvme directory",
     "--checkpoint").
 
-    Lets one job at a time work there: another process, or a second engine of this one, gets
-    `PathInUseError` with the holder's pid. Raises `ConfigError` when the directory is not there or
+    One job at a time works there. Another process, or a second engine of this one, gets
+    `PathInUseError` with the pid of the holder. Raises `ConfigError` if the directory is missing or
     cannot be written, or its `infinity.lock` is not a plain file of ours. Forked children do not
-    hold it; it ends with `release`, a `with` block, or the process.
+    hold the lock. It ends with `release`, a `with` block, or the process.
     """
     directory = Directory(path, what)
     try:
@@ -50,10 +50,10 @@ def lock_directory(path: Path, what: str) -> Lock:
 
 
 def lock(directory: Directory, name: str = LOCK_NAME) -> Lock:
-    """Lock `directory` for us, in the file `name`; see [Note: who holds a lock].
+    """Lock `directory` in the file `name`; see [Note: the holder of a lock].
 
-    Raises `PathInUseError` with the holder's pid, and `ConfigError` when nothing can be written, or
-    `name` is not ours.
+    Raises `PathInUseError` with the pid of the holder, and `ConfigError` if the directory cannot be
+    written, or the file is not ours.
     """
     file = _LockFile(directory, name)
     for _ in range(_TRIES):
@@ -71,17 +71,17 @@ class Lock:
 
     def __init__(self, directory: Directory, name: str, descriptor: int) -> None:
         self._directory, self._name, self._descriptor = directory, name, descriptor
-        self._owned = False  # the directory, too
+        self._owned = False  # whether `release` closes the directory
         self._process = os.getpid()
 
     def own_directory(self) -> Lock:
-        """Close the directory, too, on release."""
+        """Also close the directory on release."""
         self._owned = True
         return self
 
     def release(self) -> None:
-        """Remove the file and let others in; may be called twice. In a forked child nothing
-        happens: the lock is the parent's."""
+        """Remove the file and end the lock. May be called twice. Does nothing in a forked child,
+        because the parent has the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0 or os.getpid() != self._process:
             return
@@ -101,7 +101,7 @@ class Lock:
 
 
 class _LockFile(NamedTuple):
-    """The file `name` of a `directory`, of which the holder of the lock has the descriptor."""
+    """The file `name` of a `directory`. The holder of the lock has its descriptor."""
 
     directory: Directory
     name: str
@@ -111,14 +111,14 @@ class _LockFile(NamedTuple):
         return self.directory.path / self.name
 
     def try_lock(self) -> Lock | None:
-        """None when the file was removed or replaced meanwhile."""
+        """The lock. None if the file was removed or replaced meanwhile."""
         directory, name = self
-        with _held.guard:  # no fork between the open and the note of it
+        with _held.guard:  # no fork before the descriptor is in `_held`
             where = f"{directory.what} {directory.path} cannot be written"
             try:
                 directory.check(name)
                 opened = self._open()
-            except FileNotFoundError:  # as /proc says
+            except FileNotFoundError:  # in /proc
                 raise ConfigError(f"{where}: it takes no files; choose another one") from None
             except OSError as error:
                 raise ConfigError(f"{where}: {error.strerror}") from error
@@ -130,8 +130,7 @@ class _LockFile(NamedTuple):
             with naming(self.path):
                 directory.check_plain(name, os.fstat(descriptor))
                 taken = self._take(descriptor, made)
-                # The holder removes the file as it leaves: make sure that what we locked is still
-                # what the name means.
+                # The last holder has removed the file: the name must still be the locked file.
                 if taken and directory.is_same(name, descriptor):
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, Holder.us().text().encode(), 0)
@@ -146,7 +145,7 @@ class _LockFile(NamedTuple):
         return None
 
     def _open(self) -> tuple[int, bool] | None:
-        """The descriptor, and whether the file is new; None when it was removed meanwhile."""
+        """The descriptor, and whether the file is new. None if the file was removed meanwhile."""
         try:
             return self.directory.create(self.name), True
         except FileExistsError:
@@ -155,8 +154,8 @@ class _LockFile(NamedTuple):
             return None
 
     def _take(self, descriptor: int, made: bool) -> bool:
-        """Take the lock; False when it is to be tried again. Raises `PathInUseError`."""
-        # Zeros: what a power cut may leave.
+        """Take the lock. Returns False if the caller has to try again. Raises `PathInUseError`."""
+        # A power cut may leave zeros.
         content = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0")
         holder = Holder.parse(content)
         if content and holder is None:
@@ -181,8 +180,8 @@ class _LockFile(NamedTuple):
         return False
 
     def _remove_dead(self, content: bytes) -> None:
-        """Remove the lock file with this content; one that somebody else has made since then is put
-        back."""
+        """Remove the lock file with this `content`. The file of another process, created since
+        then, is put back."""
         directory, name = self
         temporary = temporary_name()
         with suppress(FileNotFoundError):
@@ -193,14 +192,19 @@ class _LockFile(NamedTuple):
             finally:
                 os.close(descriptor)
             if not same:
-                with suppress(OSError):
-                    os.link(
-                        temporary,
-                        name,
-                        src_dir_fd=directory.descriptor,
-                        dst_dir_fd=directory.descriptor,
-                    )
+                self._put_back(temporary)
             directory.remove(temporary)
+
+    def _put_back(self, temporary: str) -> None:
+        """Give the file `temporary` the name of the lock, unless another file has it."""
+        at = self.directory.descriptor
+        with suppress(FileExistsError):
+            try:
+                os.link(temporary, self.name, src_dir_fd=at, dst_dir_fd=at)
+            except OSError as error:
+                if isinstance(error, FileExistsError) or self.directory.status(self.name):
+                    raise FileExistsError from error
+                self.directory.rename(temporary, self.name)  # a file system without hard links
 
     def _in_use(self, holder: Holder | None, flock: bool) -> PathInUseError:
         pid = holder.pid if holder is not None else "unknown"
@@ -222,7 +226,7 @@ class _LockFile(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A process, in the words of a lock file: numbers of pids and starts are valid for one boot and
+    """A process, in the words of a lock file. Numbers of pids and starts are valid for one boot and
     one pid namespace."""
 
     pid: int
@@ -237,8 +241,8 @@ class Holder(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder that a lock file names; None when it names none. Older versions wrote the pid
-        alone."""
+        """The holder that a lock file names. None if it names none. Older versions wrote only the
+        pid."""
         match = re.fullmatch(rb"\s*(\d{1,10})(?:\s+(\S+) (\S+) (\S+) (\S+))?\s*", content)
         if match is None:
             return None
@@ -251,11 +255,11 @@ class Holder(NamedTuple):
         return f"{self.pid}\n{self.start} {self.boot} {self.namespace} {self.host}\n"
 
     def is_on_this_machine(self) -> bool:
-        """Whether we can tell if it lives."""
+        """Whether this process can see if the holder lives."""
         return (self.boot, self.namespace, self.host) == _here() and "?" not in self
 
     def has_ended(self) -> bool:
-        """Whether it surely has: also when this machine was started again since."""
+        """Whether it certainly has ended, also because the machine was started again."""
         boot, _, host = _here()
         if "?" not in (*self, boot) and self.host == host and self.boot != boot:
             return True
@@ -263,7 +267,7 @@ class Holder(NamedTuple):
 
 
 def _here() -> tuple[str, str, str]:
-    """Boot, pid namespace and host; a "?" where it cannot be told."""
+    """Boot, pid namespace and host. An unknown one is "?"."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
@@ -273,7 +277,7 @@ def _here() -> tuple[str, str, str]:
 
 
 def _start(pid: int) -> str | None:
-    """When process `pid` started, in ticks since the boot; None when it has ended."""
+    """The start of process `pid`, in ticks since the boot. None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -283,7 +287,7 @@ def _start(pid: int) -> str | None:
 
 class _Held:
     """The descriptors that hold locks of this process. A forked child closes its copies; see [Note:
-    who holds a lock]."""
+    the holder of a lock]."""
 
     def __init__(self) -> None:
         self.guard = threading.RLock()

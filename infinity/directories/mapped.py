@@ -1,14 +1,14 @@
-"""Tensors in files that have no name: ordinary ones, which take no memory of their own.
+"""Tensors in files without a name. They are ordinary tensors that take no memory of their own.
 
 [Note: mapped tensors]
 A state dict of the size of the model would fill host memory. So each tensor is written to a file of
 its own, and mapped. The file is in the first NVMe directory, or without one where `tempfile` puts
-files (`TMPDIR`). Its pages are in the page cache, and the kernel drops them when it needs memory;
-whoever reads the tensor brings them back. A file has no name, so its space is free again when its
-tensor is gone, also after a kill. Each tensor has a storage of its own, because `save_pretrained`
-and safetensors copy tensors that share one. Tensors below `LEAST_BYTES` are copied to memory: all
-biases and norms of a large model are a few MiB, and making and mapping a file for each makes a
-state dict of a thousand of them take nine times as long.
+files (`TMPDIR`). Its pages are in the page cache. The kernel drops them when it needs memory, and a
+read brings them back. A file has no name, so its space is free again when its tensor is gone, also
+after a kill. Each tensor has a storage of its own, because `save_pretrained` and safetensors copy
+tensors that share one. Tensors below `LEAST_BYTES` are copied to memory. All biases and norms of a
+large model take a few MiB. A file for each of them makes a state dict of a thousand tensors nine
+times as slow.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from infinity.quantities import format_bytes
 
 LEAST_BYTES = 64 << 10
 """Smaller tensors lie in memory."""
-_PIECE = 64 << 20  # bytes that are written at once
+_PIECE = 64 << 20  # bytes of one write
 
 
 def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
-    """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`; in memory where
-    it is small.
+    """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`. A small copy is
+    in memory.
 
-    Raises `FileError` that names the directory when that has no space.
+    Raises `FileError` that names the directory if it has no space.
     """
     if tensor.nbytes < max(LEAST_BYTES, 1):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -59,8 +59,8 @@ def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
 
 
 def mapped_range(descriptor: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """The `nbytes` of an open file from `offset` on, mapped as a tensor (n,) of `dtype`; takes the
-    descriptor. What is written to it does not reach the file."""
+    """The `nbytes` of an open file from `offset` on, mapped as a tensor (n,) of `dtype`. Closes the
+    descriptor. Writes to the tensor do not reach the file."""
     begin = offset - offset % mmap.ALLOCATIONGRANULARITY
     try:
         memory = mmap.mmap(

@@ -81,7 +81,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
 
     `options` are those of `lightning.pytorch.strategies.ParallelStrategy`. Optimizers other than
     Adam and AdamW need `Config(algorithm=...)`, because the module is wrapped before they are
-    created.
+    created. One class, because Lightning calls these methods on one strategy.
     """
 
     strategy_name = "infinity"

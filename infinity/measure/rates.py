@@ -1,8 +1,8 @@
-"""How fast this machine copies to and from the compute device, updates states, in the engine's own
-memory and formats, and multiplies.
+"""The speeds of copies to and from the compute device, of updates in the engine's own memory and
+formats, and of matrix multiplications.
 
-Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function
-gives one figure per round, in units per second.
+Measured if placement depends on them (`Tuning.gpu_cache`), and by `infinity bench`. Every function
+returns one figure per round, in units per second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 _ALIGNMENT = 1 << 21
 _MATRIX = 8192
-_LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
+_LONG_ENOUGH = 0.05  # seconds of a multiplication that is long enough
 _ADAM_STEP = {
     "lr": 1e-3,
     "beta1": 0.9,
@@ -39,12 +39,12 @@ _ADAM_STEP = {
     "decoupled": True,
     "grad_scale": 1.0,
 }
-"""What the Adam kernels take beside the states: of some step, for time does not depend on which."""
+"""Arguments of the Adam kernels besides the states. The time does not depend on the step."""
 
 
 class TimedUpdate(NamedTuple):
-    """An update to be timed: the kernels' rule, what it takes beside the states, and their names of
-    its moments."""
+    """An update to be timed: the rule of the kernels, its arguments besides the states, and the
+    kernels' names of its moments."""
 
     rule: str = "adam"
     values: Mapping[str, float] = MappingProxyType(_ADAM_STEP)
@@ -58,8 +58,8 @@ _NAMED = ("grad", "param", "master", "first", "second")
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of one case: what is read and written for each parameter, in place or, with
-    `shadow`, to a shadow copy."""
+    """The formats of one case: the bytes that an update reads and writes for each parameter. With
+    `shadow` it writes to a shadow copy."""
 
     name: str
     grad: str
@@ -70,14 +70,14 @@ class Formats:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes read plus bytes written by Adam; a parameter beside an fp32 master is written
-        only."""
+        """Bytes read plus bytes written by Adam. A parameter beside an fp32 master is only
+        written."""
         param = _WIDTHS[self.param] * (1 if self.master == "fp32" else 2)
         return _WIDTHS[self.grad] + param + 2 * _WIDTHS[self.master] + 4 * _WIDTHS[self.moments]
 
     @property
     def blocks(self) -> dict[str, float]:
-        """Bytes of each block per parameter; of what goes to a shadow copy the names begin with
+        """Bytes of each block per parameter. The names of blocks in a shadow copy begin with
         "to_"."""
         moments = _WIDTHS[self.moments]
         states = {
@@ -99,7 +99,7 @@ class Formats:
 
 
 def formats_of(config: Config, dtype: torch.dtype) -> Formats:
-    """What the kernels read and write of parameters of `dtype`."""
+    """The formats that the kernels read and write for parameters of `dtype`."""
     param = next(name for name, each in DTYPES.items() if each is dtype)
     master = (
         "none"
@@ -113,24 +113,24 @@ def formats_of(config: Config, dtype: torch.dtype) -> Formats:
 
 
 def threads_of(configured: int | None) -> int:
-    """How many threads the engine's kernels have: `configured` threads, or for None one per CPU of
-    this process. With several ranks on this node, as torchrun says, a rank takes its part of them.
+    """The number of threads of the engine's kernels: `configured` threads, or for None one per CPU
+    of this process. If torchrun started several ranks on this node, a rank takes its part of the
+    CPUs.
 
-    Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
+    OMP_NUM_THREADS does not count. Launchers set it to 1, which would starve the update.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return configured or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def apart(nbytes: int) -> int:
-    """Where the next block may begin after one of `nbytes`: not a whole number of huge pages on,
-    for blocks that begin at equal offsets would share the sets of every cache."""
+    """The distance from a block of `nbytes` to the next one. It is no whole number of huge pages,
+    because blocks at equal offsets would share the sets of every cache."""
     return round_up(nbytes, _ALIGNMENT) + 4096 * 5
 
 
 def pieces_of(memory: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Tensors of `sizes` bytes from the beginning of `memory` (uint8), one after the other,
-    `apart`."""
+    """Tensors of `sizes` bytes from the start of `memory` (uint8) on, `apart` from each other."""
     pieces, at = {}, 0
     for name, size in sizes.items():
         pieces[name] = memory[at : at + size]
@@ -145,7 +145,7 @@ def update_of(
     kernels: Any,
     update: TimedUpdate = ADAM,
 ) -> Callable[..., None]:
-    """A function that updates all parameters in `pieces`. Its arguments say how `kernels` run:
+    """A function that updates all parameters in `pieces`. Its arguments are those of `kernels`:
     `isa` and `pool`, or `stream`."""
     at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
     return functools.partial(
@@ -170,21 +170,21 @@ def update_of(
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long `work` takes, and never 0."""
+    """The seconds of `work`, never 0."""
     start = time.perf_counter()
     work()
     return max(time.perf_counter() - start, 1e-9)
 
 
 def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of plain large copies between memory as the engine has it, to the device and
-    from it.
+    """Bytes per second of large copies to the device and from it, in host memory of the engine's
+    kind.
 
-    Owns `device`'s memory: closes it.
+    Closes `device`.
     """
     try:
         here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
-        # What had this memory before may still be in use by the caller's stream.
+        # The caller's stream may still use the earlier content of this memory.
         device.await_stream()
         ways: dict[str, Callable[[], object]] = {
             "host_to_device": lambda: device.upload(there, here),
@@ -209,9 +209,9 @@ def updates(
     update: TimedUpdate = ADAM,
     isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of `update` over `parameters` parameters in `formats`: by the kernels
-    of the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
-    `device`, which has kernels, by those and in its memory."""
+    """Parameters per second of `update` over `parameters` parameters in `formats`. Without
+    `device`, the kernels of the CPU run with `threads` threads and the instruction set `isa` (None:
+    the best). With `device`, its kernels run in its memory."""
     kernels = native.cpu_adam()
     sizes = formats.sizes(parameters)
     beside = [name for name in update.moments if name not in sizes]
@@ -245,7 +245,7 @@ def updates(
 
 
 def multiplications(device: torch.device, dtype: torch.dtype, rounds: int) -> list[float]:
-    """Operations per second of a square matrix multiplication, as large as takes 50 ms, of at most
+    """Operations per second of a square matrix multiplication that takes about 50 ms, of at most
     8192 rows."""
     rows = 512
     while True:

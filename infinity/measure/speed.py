@@ -1,9 +1,9 @@
-"""How fast drives are, through native engines.
+"""The speeds of drives, measured through native engines.
 
-`measure` gives the speeds of several directories beside each other, which decide the share of the
-states that each one holds. All are measured at the same time, because they may share a link, or
-even be one drive. Writing comes first, then reading: the engine's traffic is about half of each.
-`DriveProbe` has files of its own, for plans and benchmarks.
+`measure` returns the speeds of several directories, which decide the share of the states of each.
+All are measured at the same time, because they may share a link, or be one drive. Writing comes
+first, then reading: the engine's traffic is about half of each. `DriveProbe` has files of its own,
+for plans and benchmarks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from infinity.errors import NvmeError
 from infinity.measure.rates import seconds_of
 
 PROBE_BYTES = 64 << 20
-"""What is written to each drive once, and read back."""
+"""Bytes that are written to each drive once, and read back."""
 PROBE_SECONDS = 0.2
-"""A slow drive moves less: after so long, in each direction, nothing more is begun."""
+"""After this time in either direction, no further transfer begins. A slow drive moves less."""
 
 PIECE_BYTES = 4 << 20
-"""A stripe of the engine: what a `DriveProbe` moves at a time."""
+"""A stripe of the engine, which a `DriveProbe` moves at a time."""
 _NAME = "probe.bin"
 _REQUEST_BYTES, _IN_FLIGHT = 2 << 20, 4  # with the engine's own requests of 1 MiB, eight of them
 
@@ -41,7 +41,7 @@ Transferred = TypeVar("Transferred")
 
 
 class Probe(NamedTuple):
-    """A file that may be written to, up to `nbytes`, and the native engine that serves it."""
+    """A file for writing, up to `nbytes`, and the native engine that moves its bytes."""
 
     engine: Any
     file: Any
@@ -49,11 +49,11 @@ class Probe(NamedTuple):
 
 
 def measure(probes: Sequence[Probe]) -> list[float]:
-    """Bytes per second of each, half of them read and half written; 0.0 where `nbytes` is 0. Raises
+    """Bytes per second of each, half of them read and half written. 0.0 if `nbytes` is 0. Raises
     `NvmeError`.
 
-    Takes 8 MiB of memory, one thread per probe and mostly far less than a second. What was in the
-    files is overwritten.
+    Takes 8 MiB of memory, one thread per probe, and mostly far less than a second. Overwrites the
+    files.
     """
     with ExitStack() as stack:
         memory = noise(_REQUEST_BYTES * _IN_FLIGHT)
@@ -75,7 +75,7 @@ def measure(probes: Sequence[Probe]) -> list[float]:
 
 
 def noise(nbytes: int) -> HostMemory:
-    """Memory of random bytes: drives may compress, and write zeros at no cost."""
+    """Memory of random bytes. Drives may compress zeros, and write them at no cost."""
     memory = HostMemory(nbytes)
     memory.tensor.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
     return memory
@@ -95,7 +95,7 @@ def finish_all(transfers: deque[Transferred], wait: Callable[[Transferred], obje
 
 
 def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int, float]:
-    """Move the first `nbytes`, or what there is time for; returns bytes and seconds."""
+    """Move the first `nbytes`, or less in `PROBE_SECONDS`. Returns bytes and seconds."""
     submit, in_flight = getattr(probe.engine, operation), deque[Any]()
     end, start = 0, time.perf_counter()
     try:
@@ -113,10 +113,10 @@ def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int,
 
 
 class DriveProbe:
-    """A file of `nbytes` in each of `directories`, which a `with` block makes and removes, written
-    and read in order and in pieces of 4 MiB.
+    """A file of `nbytes` in each of `directories`, inside a `with` block. It is written and read in
+    order, in pieces of 4 MiB.
 
-    Raises `OSError`, `NvmeError`.
+    Raises `OSError` and `NvmeError`.
     """
 
     def __init__(self, directories: Sequence[Path], engine: str, nbytes: int) -> None:
@@ -132,7 +132,7 @@ class DriveProbe:
             stack.callback(memory.close)
             self._address = memory.tensor.data_ptr()
             self._places = [stack.enter_context(self._place(each)) for each in self._directories]
-            self.write()  # what was never written costs nothing to read
+            self.write()  # bytes that were never written cost nothing to read
             self._parts = stack.pop_all()
         return self
 
@@ -152,15 +152,15 @@ class DriveProbe:
         self._parts.close()
 
     def write(self) -> None:
-        """Write all."""
+        """Write all bytes."""
         self._run(self._requests("write", range(self._count)))
 
     def read(self) -> None:
-        """Read all."""
+        """Read all bytes."""
         self._run(self._requests("read", range(self._count)))
 
     def both(self) -> None:
-        """Read a half and write the other one, in turns."""
+        """Read one half and write the other half, in turns."""
         half = self._count // 2
         pairs = zip(
             self._requests("read", range(half)),
@@ -184,8 +184,8 @@ class DriveProbe:
 
 
 def drives(probe: DriveProbe, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second over all drives together of writing, of reading, and of both at once, half
-    of each."""
+    """Bytes per second of all drives together: of writing, of reading, and of both at once, half of
+    each."""
     turns = [
         {
             "nvme_write": probe.nbytes / seconds_of(probe.write),
@@ -198,8 +198,8 @@ def drives(probe: DriveProbe, rounds: int) -> dict[str, list[float]]:
 
 
 def beside_drives(compute: Callable[[], float], probe: DriveProbe, rounds: int) -> list[float]:
-    """The share of their speed that `compute`, which gives its seconds, and the drives keep while
-    both are at work, from 0 to 1: the mean of the two."""
+    """The share of their speed that `compute`, which returns its seconds, and the drives keep if
+    both work at the same time, from 0 to 1. The mean of the two."""
 
     def move(end: threading.Event) -> int:
         turns = 0

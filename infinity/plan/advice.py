@@ -1,8 +1,8 @@
 """The smallest change that makes a refused plan fit.
 
-Changes are tried in the order of what they cost. Placement costs time and changes no number. A
-smaller batch with more micro-batches keeps the numbers, too. Narrower moments change numbers. More
-hardware costs money. One change goes before two, and two before more hardware.
+Changes are tried in the order of their cost. Placement costs time and changes no number. A smaller
+batch with more micro-batches keeps the numbers, too. Narrower moments change numbers. More hardware
+costs money. One change comes before two, and two before more hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.quantities import format_bytes
 from infinity.tier import TIERS
 
 GRAIN = 1 << 30
-"""More memory is advised in multiples of so many bytes."""
+"""More memory is advised in multiples of this many bytes."""
 MOST_GRAINS = 1 << 24
 MOST_NODES = 1 << 10
 _BUDGETS = ("gpu_memory", "cpu_memory")
@@ -31,7 +31,7 @@ _STATES = ("optimizer", "parameters", "gradients")
 
 
 class Situation(NamedTuple):
-    """What may be changed."""
+    """The parts of a case that advice may change."""
 
     config: Config
     training: Training
@@ -40,23 +40,23 @@ class Situation(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """One change: `words` say it, `apply` makes it. It gives None where there is nothing to change,
-    and raises `ConfigError` where the result cannot be."""
+    """One change, in `words`. `apply` makes it. It returns None if there is nothing to change, and
+    raises `ConfigError` if the result is impossible."""
 
     words: str
     apply: Callable[[Situation], Situation | None]
 
 
 class Advice(NamedTuple):
-    """What to do, in words, and the case that comes of it."""
+    """Advice in words, and the case that follows from it."""
 
     words: str
     case: Situation
 
 
 def advise(forecast: Forecast) -> Advice | None:
-    """The smallest change after which a refused `forecast` fits; None where it fits, or where
-    nothing helps."""
+    """The smallest change after which a refused `forecast` fits. None if it fits, or if nothing
+    helps."""
     if forecast.fits:
         return None
     case = Situation(forecast.config, forecast.training, forecast.hardware)
@@ -68,7 +68,7 @@ def advise(forecast: Forecast) -> Advice | None:
 
 
 def _attempts(model: PlannedModel, case: Situation) -> Iterator[Change]:
-    """Everything that may help, the cheapest first."""
+    """All changes that may help, the cheapest first."""
     singles = [*_placements(case), *_batches(case), *_formats()]
     yield from singles
     for first, second in itertools.combinations(singles, 2):
@@ -97,7 +97,7 @@ def _both(first: Change, second: Change) -> Change:
 
 
 def _all_of(changes: list[Change], case: Situation) -> Change:
-    """Those of `changes` that can be made one after the other; of several for one field the
+    """The members of `changes` that are possible one after the other. Of several for one field, the
     last."""
     made: dict[str, str] = {}
     for change in changes:
@@ -109,7 +109,7 @@ def _all_of(changes: list[Change], case: Situation) -> Change:
     return Change(words or "leave the rest as it is", lambda _: case)
 
 
-# What changes no number
+# Changes that keep the numbers
 
 
 def _configured(words: str, fields: dict[str, Any], tuning: dict[str, Any]) -> Change:
@@ -158,7 +158,7 @@ def _recomputed(case: Situation) -> Situation | None:
 
 
 def _batches(case: Situation) -> list[Change]:
-    """Smaller micro-batches, as many tokens in a step."""
+    """Smaller micro-batches, with as many tokens in a step."""
     changes = []
     batch, accumulate = case.training.batch, case.training.accumulate
     while batch % 2 == 0:
@@ -169,7 +169,7 @@ def _batches(case: Situation) -> list[Change]:
     return changes
 
 
-# What changes numbers, or risks
+# Changes of numbers or risks
 
 
 def _formats() -> list[Change]:
@@ -186,7 +186,7 @@ def _formats() -> list[Change]:
 
 
 class More(NamedTuple):
-    """Bytes more of each memory."""
+    """Additional bytes of each memory."""
 
     gpu: int
     host: int
@@ -194,11 +194,11 @@ class More(NamedTuple):
 
     @property
     def price(self) -> float:
-        """What it costs, roughly, in the price of a byte of host memory."""
+        """The rough cost, in the price of a byte of host memory."""
         return 20 * self.gpu + self.host + self.drives / 20
 
     def added_to(self, hardware: Hardware) -> Hardware:
-        """The machine with it."""
+        """The machine with the additional memory."""
         drives, gpu = hardware.drives, hardware.gpu_memory
         if drives:
             first = dataclasses.replace(drives[0], capacity=drives[0].capacity + self.drives)
@@ -211,14 +211,14 @@ class More(NamedTuple):
         )
 
     def words(self) -> str:
-        """How to say it."""
+        """The additional memory in words."""
         parts = {"memory to each GPU": self.gpu, "host memory": self.host, "drives": self.drives}
         said = [f"{format_bytes(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes]
         return f"add {' and '.join(said)}" + " to each node" * bool(self.host or self.drives)
 
 
 def _hardware(model: PlannedModel, case: Situation) -> Iterator[Change]:
-    """More memory, beside the change of placement with which the cheapest will do."""
+    """More memory, with the change of placement that needs the cheapest memory."""
     found: list[tuple[More, Change | None, Change]] = []
     placements = _placements(case)
     for before in [None, *placements, _all_of(placements, case)]:
@@ -233,8 +233,8 @@ def _hardware(model: PlannedModel, case: Situation) -> Iterator[Change]:
 
 
 def _least(model: PlannedModel, case: Situation) -> More | None:
-    """As little more of each memory as fits, in whole `GRAIN`s, first of the dearest; None where
-    none helps."""
+    """The least additional memory that fits, in whole `GRAIN`s. The dearest memory is minimized
+    first. None if nothing helps."""
     plenty = MOST_GRAINS * GRAIN
     more = More(plenty, plenty, plenty)
 

@@ -1,4 +1,4 @@
-"""A plan: what a model takes of a machine, and how long a step would be."""
+"""A plan: the memory that a model takes on a machine, and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from infinity.tier import TIERS
 
 @dataclass(frozen=True)
 class Wear:
-    """What training writes to the drives of a node: bytes per day, and the days until it has
-    written what their makers let one write (None: not known)."""
+    """The bytes per day that training writes to the drives of a node, and the days until their
+    endurance is used (None: not known)."""
 
     bytes_per_day: float
     days: float | None
@@ -34,8 +34,8 @@ class Wear:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The answer. `problems` are empty where the plan fits; `memory` and `pace` are None where it
-    cannot be placed at all."""
+    """The answer. `problems` are empty if the plan fits. `memory` and `pace` are None if there is
+    no placement."""
 
     model: PlannedModel
     hardware: Hardware
@@ -52,7 +52,7 @@ class Forecast:
 
     @property
     def wear(self) -> Wear | None:
-        """Of the drives; None where nothing is written to them."""
+        """The wear of the drives. None if nothing is written to them."""
         if self.pace is None or not self.pace.written_per_day:
             return None
         endurance = [drive.endurance for drive in self.hardware.drives]
@@ -63,9 +63,9 @@ class Forecast:
 
 
 def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Config) -> Forecast:
-    """What `model` would take of `hardware`, and how long a step of `training` would be.
+    """The memory that `model` would take on `hardware`, and the seconds of a step of `training`.
 
-    A plan that does not fit is an answer, too: its `problems` say why.
+    A plan that does not fit is an answer, too. Its `problems` say why.
     """
     model, memory, problems = place(model, hardware, training, config)
     fits = memory is not None and not problems
@@ -76,8 +76,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Co
 def place(
     model: PlannedModel, hardware: Hardware, training: Training, config: Config
 ) -> tuple[PlannedModel, MemoryPlan | None, tuple[str, ...]]:
-    """The model in the units that `wrap` would make, where everything would be, and why that cannot
-    be; None where `wrap` would refuse it."""
+    """The model in the units that `wrap` would make, the place of everything, and the problems. The
+    memory plan is None if `wrap` would refuse the model."""
     on_nvme = _on_nvme(config)
     if on_nvme and not hardware.drives:
         return model, None, (f"{' and '.join(on_nvme)} on nvme, but the machine has no drives",)
@@ -96,7 +96,7 @@ def _on_nvme(config: Config) -> list[str]:
 
 
 def default_config(hardware: Hardware, **options: Any) -> Config:
-    """A `Config` of `options`, with a directory for each drive where none is given."""
+    """A `Config` of `options`. Without a directory in them, each drive gets one."""
     count = len(hardware.drives)
     options.setdefault("nvme", tuple(Path(f"/mnt/nvme{number}") for number in range(count)))
     if not options["nvme"]:
@@ -105,7 +105,7 @@ def default_config(hardware: Hardware, **options: Any) -> Config:
 
 
 def config_text(config: Config) -> str:
-    """`config` as Python that makes it: the fields that are not at their defaults."""
+    """`config` as Python code: the fields that differ from their defaults."""
     plain = Config(nvme=config.nvme) if config.nvme else Config()
     found = _arguments(config, plain, without=("tuning", "nvme"))
     if config.nvme:

@@ -1,11 +1,12 @@
-"""The machine that a plan is for: described by a file or by name. `infinity.plan.measure` measures
-this one."""
+"""The machine of a plan, described by a file or by name. `infinity.plan.measure` measures this
+machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,19 +18,20 @@ from infinity.free_memory import Available, Memory
 from infinity.quantities import parse_bytes
 
 _MOST_BYTES = 1 << 20
+_MOST = 1e24
 
 
 @dataclass(frozen=True)
 class DriveSpec:
-    """One drive of a node: bytes per second of large transfers, `capacity` bytes that may be used,
-    and `endurance` bytes that the maker lets one write (None: not known)."""
+    """One drive of a node: bytes per second of large transfers, `capacity` bytes for use, and
+    `endurance` bytes that the maker allows to be written (None: not known)."""
 
     read: float
     write: float
     capacity: int
     endurance: float | None = None
     both: float | None = None
-    """Bytes per second of reading and writing at once, half of each. None: as if they took
+    """Bytes per second of reading and writing at once, half of each. None: reads and writes take
     turns."""
 
 
@@ -38,7 +40,7 @@ class Hardware:
     """A machine: `nodes` nodes with `gpus` GPUs each, one rank per GPU.
 
     Rates are bytes per second that programs reach, not those of a data sheet. `link` is per GPU and
-    direction with all GPUs of a node at work. Without GPUs (`gpu_memory` None) the CPU computes,
+    direction, while all GPUs of a node use it. Without GPUs (`gpu_memory` None) the CPU computes,
     and a node has one rank.
     """
 
@@ -48,28 +50,28 @@ class Hardware:
     flops: float
     """Operations per second of one GPU in a transformer block, in the precision of the model."""
     head_flops: float | None = None
-    """The same in the head and the loss; None: as in a block."""
+    """Operations per second in the head and the loss. None: as in a block."""
     gpu_memory: int | None = None
     """Bytes of one GPU that are free for training."""
     gpu_bandwidth: float = 1e12
-    """Of the memory of one GPU."""
+    """Bytes per second of the memory of one GPU."""
     link: float = 10e9
-    """Between host memory and one GPU, each way."""
+    """Bytes per second between host memory and one GPU, each way."""
     memory_bandwidth: float = 20e9
-    """Of host memory of a node, as the optimizer kernels reach it."""
+    """Bytes per second of host memory of a node in the optimizer kernels."""
     drives: tuple[DriveSpec, ...] = ()
-    """Of a node."""
+    """The drives of a node."""
     together: float = 1.0
-    """What the drives and a CPU that computes keep of their speed while both are at work, from 0 to
-    1."""
+    """The share of their speed, from 0 to 1, that the drives and a computing CPU keep if both work
+    at the same time."""
     nodes: int = 1
     gpus: int = 1
     network: float = 10e9
-    """Bytes per second that one rank sends to others, while they do so, too."""
+    """Bytes per second that each rank sends to other ranks while all ranks send."""
     host_total: int | None = None
-    """Bytes of a node, where some are in use; None: `host_memory` is all."""
+    """All bytes of host memory of a node. None: `host_memory`."""
     gpu_total: int | None = None
-    """The same of one GPU."""
+    """All bytes of one GPU. None: `gpu_memory`."""
 
     @property
     def unified(self) -> bool:
@@ -78,7 +80,7 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
-        """Of the whole machine."""
+        """The ranks of the whole machine."""
         return self.nodes * self.gpus
 
     @property
@@ -88,7 +90,7 @@ class Hardware:
 
     @property
     def available(self) -> Available:
-        """What a node has for its ranks, as budgets are chosen from it."""
+        """The memory of a node for its ranks, from which budgets are chosen."""
         host = Memory(self.host_total or self.host_memory, self.host_memory, self.name)
         gpu = None
         if self.gpu_memory is not None:
@@ -97,7 +99,7 @@ class Hardware:
         return Available(host, gpu, self.gpus)
 
     def replace(self, **changes: Any) -> Hardware:
-        """The same with other values; raises `ConfigError` for one that cannot be."""
+        """The machine with other values. Raises `ConfigError` for an impossible value."""
         return checked(dataclasses.replace(self, **changes))
 
 
@@ -150,7 +152,8 @@ PRESETS: dict[str, Hardware] = {
         drives=(DriveSpec(6.5e9, 3.4e9, 2 * _TB, endurance=1_200 * _TB),),
     ),
 }
-"""Machines by name. Of "dgx2" the published figures; of the others round figures for such parts."""
+"""Machines by name. "dgx2" has the published figures, the other machines round figures for such
+parts."""
 
 _BYTES = ("host_memory", "gpu_memory", "host_total", "gpu_total")
 
@@ -159,8 +162,8 @@ def find_hardware(name: str) -> Hardware:
     """The machine called `name`: one of `PRESETS`, or a JSON or TOML file with the fields of
     `Hardware`.
 
-    Memory may be text such as "64GB". Raises `ConfigError` that names the file, the field, and what
-    would be right.
+    Memory may be text such as "64GB". Raises `ConfigError` with the file, the field, and the
+    allowed values.
     """
     path = Path(name)
     if name in PRESETS and not path.is_file():
@@ -187,7 +190,7 @@ def _parse(path: Path) -> Any:
         if path.suffix == ".toml":
             return _toml().loads(text)
         return json.loads(text)
-    except ValueError as error:  # of either parser, and of the decoder
+    except ValueError as error:  # from both parsers and the decoder
         raise ConfigError(f"not {path.suffix[1:].upper() or 'JSON'}: {error}") from None
 
 
@@ -199,7 +202,7 @@ def _toml() -> Any:
 
 
 def described(values: Any, name: str) -> Hardware:
-    """The machine that a mapping with the fields of `Hardware` describes; raises `ConfigError`."""
+    """The machine of a mapping with the fields of `Hardware`. Raises `ConfigError`."""
     if not isinstance(values, Mapping):
         raise ConfigError("a description of a machine is a table of fields")
     values = {"name": name, **values}
@@ -241,19 +244,25 @@ def _fields(
         if name == "name" and not isinstance(value, str):
             raise ConfigError(f"name is {value!r}, not a text")
         whole = number and (name in sizes or name in ("nodes", "gpus"))
-        result[name] = int(value) if whole else value
+        result[name] = int(value) if whole and math.isfinite(value) else value
     return result
 
 
 def checked(hardware: Hardware) -> Hardware:
-    """`hardware`; raises `ConfigError` for a value that no machine has."""
+    """Return `hardware`. Raises `ConfigError` for an impossible value."""
     parts: list[tuple[str, Hardware | DriveSpec]] = [("", hardware)]
     parts += [(" of a drive", drive) for drive in hardware.drives]
     for where, part in parts:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            if isinstance(value, (int, float)) and not 0 < value < 1e24:
+            if not isinstance(value, (int, float)):
+                continue
+            if not value > 0:
                 raise ConfigError(f"{field.name}{where} is {value}, and has to be positive")
+            if value >= _MOST:
+                raise ConfigError(
+                    f"{field.name}{where} is {value}, and has to be less than {_MOST}"
+                )
     if hardware.together > 1:
         raise ConfigError(f"together is {hardware.together}, and cannot be more than 1")
     if hardware.unified and hardware.gpus > 1:

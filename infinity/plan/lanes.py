@@ -1,7 +1,7 @@
-"""Tasks on lanes, and when each would run: a simulation without a clock. Imports no torch.
+"""Tasks on lanes, and their times: a simulation without a clock. Imports no torch.
 
-A lane runs one task at a time, the most urgent of those whose needs have ended. Lanes that share a
-device slow each other down while both are at work.
+A lane runs one task at a time: the most urgent of those whose needs have ended. Lanes that share a
+device slow each other down while both work.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _NOTHING = 1e-12  # seconds; below it a task has ended
 
 @dataclass(eq=False)
 class Task:
-    """Work that takes `seconds` on a `lane` that nothing shares. Tasks are created in an order in
-    which needs come first."""
+    """Work that takes `seconds` on a `lane` without sharing. Needs are created before the task that
+    has them."""
 
     lane: str
     name: str
     seconds: float
     needs: Sequence[Task] = ()
     urgency: float = 0.0
-    """The lowest of a lane goes first; among equals the one that was created first."""
+    """The lowest task of a lane runs first. Among equals, the task that was created first."""
     start: float = math.nan
     end: float = math.nan
     left: float = 0.0
@@ -35,7 +35,7 @@ class Task:
 
 
 Sharing = Mapping[frozenset[str], float]
-"""For two lanes of one device: the speed of each while both are at work, over that alone."""
+"""For two lanes of one device: the speed of each while both work, over its speed alone."""
 
 
 def simulate(tasks: Sequence[Task], sharing: Sharing) -> None:
@@ -89,7 +89,7 @@ def _speed(lane: str, running: Mapping[str, Task], sharing: Sharing) -> float:
 
 
 def spans(tasks: Sequence[Task], begin: float, end: float) -> list[Span]:
-    """What runs from `begin` to `end`, cut to that, with times from `begin` on."""
+    """The tasks from `begin` to `end`, cut to that range, with times from `begin` on."""
     return [
         Span(task.lane, task.name, max(task.start, begin) - begin, min(task.end, end) - begin)
         for task in tasks

@@ -1,5 +1,5 @@
 """This machine as `Hardware`, measured in the engine's own memory and formats, and with blocks of
-the model that the plan is about."""
+the planned model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ROUNDS = 3
 PROBE_BYTES = 64 << 20
 PROBE_PARAMETERS = 16 << 20
 BLOCK_SHARE = 8
-"""One part in so many of free memory is the most that measured blocks may take."""
+"""Measured blocks take at most one part in so many of free memory."""
 MOST_SECONDS = 1.5
-"""Of a pass through the measured blocks, the head and the loss. Of a longer one, fewer blocks are
-measured, and then fewer tokens, but `LEAST_TOKENS` at least."""
+"""The limit of a pass through the measured blocks, the head and the loss. Above it, fewer blocks
+are measured, and then fewer tokens, but at least `LEAST_TOKENS`."""
 LEAST_TOKENS = 64
 MOST_BLOCKS = 5
 """The time of a block is the difference between passes through one and through so many."""
@@ -44,10 +44,10 @@ def measured(
     directories: Sequence[Path],
     say: Callable[[str], None],
 ) -> Hardware:
-    """What this machine gives to `model`, with states in `directories`.
+    """This machine for `model`, with states in `directories`.
 
     Takes less than a minute for blocks that compute in a second, and 64 MiB of each directory.
-    Raises `ConfigError` where a directory is missing or the memory is not known, and `NvmeError`.
+    Raises `ConfigError` if a directory is missing or the memory is not known, and `NvmeError`.
     """
     check_directories(directories)
     host = read_host()
@@ -89,7 +89,7 @@ def measured(
 
 
 class _Compute:
-    """Blocks of the model, where two of them fit into a part of free memory, and a matrix
+    """Blocks of the model, if two of them fit into a part of free memory, and a matrix
     multiplication."""
 
     def __init__(
@@ -142,7 +142,7 @@ class _Compute:
         return self._layers >= 2
 
     def seconds(self) -> float:
-        """Of a pass through the blocks."""
+        """The seconds of a pass through the blocks."""
         return self._models[-1].seconds(self._batch)
 
     def rates(self) -> tuple[float, float | None]:
@@ -160,7 +160,7 @@ class _Compute:
         block, outside = (
             self._operations(part, tokens, self._length) for part in (self._block, self._outside)
         )
-        # No block is faster than the multiplication, whatever was measured.
+        # No block is faster than the multiplication.
         each = max(each, block / self._products)
         other = max(statistics.median(one) - each, outside / self._products, 1e-6)
         return block / each, outside / other
@@ -172,7 +172,8 @@ class _Compute:
 def _drives(
     directories: Sequence[Path], config: Config, compute: _Compute, say: Callable[[str], None]
 ) -> tuple[tuple[DriveSpec, ...], float]:
-    """The drives, and what they and a CPU that computes keep of their speed beside each other."""
+    """The drives, and the share of their speed that they and a computing CPU keep beside each
+    other."""
     if not directories:
         return (), 1.0
     say("measuring the drives")
@@ -197,7 +198,7 @@ def _drives(
 
 
 def gpt_of(dimensions: Dimensions, length: int) -> ModelSource:
-    """A model of transformers with these dimensions, whose blocks can be run."""
+    """A model of transformers with these dimensions and blocks that run."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(

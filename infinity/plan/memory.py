@@ -1,7 +1,7 @@
-"""Whether a model fits a machine, and what it takes of each memory.
+"""Whether a model fits a machine, and the bytes that it takes of each memory.
 
-The homes of states come from `placement/demand`, as in `wrap`. What the budgets do not cover is
-estimated here: activations.
+The homes of states come from `placement/demand`, as in `wrap`. Activations, which no budget covers,
+are estimated here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from infinity.quantities import format_bytes, round_up
 from infinity.tier import CPU, TIERS
 
 STRIPE_BYTES = 4 << 20
-"""The states file is a multiple of it."""
+"""The size of the states file is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank does in a step: `accumulate` micro-batches of `batch` windows of `length`
-    tokens."""
+    """A step of a rank: `accumulate` micro-batches of `batch` windows of `length` tokens."""
 
     length: int = 2048
     batch: int = 1
@@ -48,7 +47,7 @@ class Training:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one rank takes. `layout` is what `wrap` would decide."""
+    """The memory of one rank. `layout` is the decision of `wrap`."""
 
     layout: Layout
     choice: Choice
@@ -56,13 +55,14 @@ class MemoryPlan:
     """Gradient buffers on the compute device."""
     activations: ActivationBytes
     without: ActivationBytes
-    """What they would be if nothing were recomputed."""
+    """The activations if nothing were recomputed."""
 
     @property
     def auto(self) -> tuple[int, int, int] | None:
-        """With `recompute="auto"`, which decides by seconds that no plan knows: the bytes that
-        blocks save if all are recomputed, and if none is, and the room for them on the compute
-        device. What is kept lies between the first two, and below the third where that can be."""
+        """With `recompute="auto"`, which decides by seconds that a plan does not know: the bytes
+        that blocks save if all are recomputed, the bytes if none is, and the room for them on the
+        compute device. The engine keeps an amount between the first two, below the third if
+        possible."""
         if self.layout.placement.config.recompute != "auto":
             return None
         least = self.activations.saved + self.activations.working
@@ -79,7 +79,7 @@ class MemoryPlan:
 
     @property
     def states(self) -> dict[str, dict[str, int]]:
-        """Bytes at home by kind of state and by tier, with every copy that a block has."""
+        """Bytes of homes by kind of state and by tier, with every copy of a block."""
         found: dict[str, dict[str, int]] = {}
         for block in self.layout.blocks:
             tiers = found.setdefault(block.spec.kind.value, dict.fromkeys(TIERS, 0))
@@ -90,8 +90,8 @@ class MemoryPlan:
 
     @property
     def offloaded(self) -> tuple[int, int]:
-        """Bytes of activations that leave the compute device, and those of them that go on to the
-        drives."""
+        """Bytes of activations that leave the compute device, and the part of them that continues
+        to the drives."""
         if not self.layout.placement.moves_activations():
             return 0, 0
         to_drives = TIERS[self.layout.placement.config.activations].needs_staging
@@ -100,13 +100,13 @@ class MemoryPlan:
 
     @property
     def on_device(self) -> int:
-        """Bytes of activations that the compute device has to hold beside the engine."""
+        """Bytes of activations that the compute device must hold besides the engine."""
         parts = self.activations
         return parts.saved - self.offloaded[0] + parts.working + parts.logits
 
 
 def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
-    """What `model` asks of one rank, with no budgets yet."""
+    """The demand of `model` on one rank, without budgets."""
     shards = hardware.ranks if config.stage > 0 else 1
     shapes = [unit.sharded(index, shards) for index, unit in enumerate(model.units)]
     exchanges = hardware.ranks > 1 or not hardware.unified
@@ -116,8 +116,7 @@ def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
 
 
 def fitting(model: PlannedModel, config: Config, hardware: Hardware) -> PlannedModel:
-    """`model` in the units that `wrap` would make on `hardware`, whatever its own are. Raises as
-    `memory_plan`."""
+    """`model` in the units that `wrap` would make on `hardware`. Raises like `memory_plan`."""
     room = most_of_device(config.gpu_memory, config.cpu_memory, hardware.available)
     return first_fitting(
         model.divisions, lambda each: asked(each, config, hardware).least().gpu, room
@@ -127,7 +126,8 @@ def fitting(model: PlannedModel, config: Config, hardware: Hardware) -> PlannedM
 def memory_plan(
     model: PlannedModel, training: Training, config: Config, hardware: Hardware, rates: Rates
 ) -> MemoryPlan:
-    """What `wrap` would decide for `model`, in these units, on `hardware`, whose rank has `rates`.
+    """The decision of `wrap` for `model`, in its present units, on `hardware`, whose rank has
+    `rates`.
 
     Raises `BudgetError` and `ConfigError` with the texts of `wrap`.
     """
@@ -146,7 +146,7 @@ def memory_plan(
 
 
 def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
-    """What the machine lacks, beside budgets that `wrap` checks; a sentence each."""
+    """The memory that the machine lacks, besides budgets, which `wrap` checks. A sentence each."""
     found = []
     device, host, nvme = (plan.allocated[tier] for tier in TIERS)
     ranks = hardware.gpus

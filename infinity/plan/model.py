@@ -1,7 +1,7 @@
-"""The model that a plan is about: a real `nn.Module` without memory, reduced to sizes and orders.
+"""The model of a plan: a real `nn.Module` without memory, reduced to sizes and orders.
 
-A plan divides the module's parameters with the function that `wrap` uses. So its units are those
-that a run would have, also where `wrap` makes them smaller.
+A plan divides the parameters of the module with the function of `wrap`. So its units are those of a
+run, even if `wrap` makes them smaller.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Dimensions:
     vocabulary: int = 50_304
 
     def check(self) -> None:
-        """Raise `ConfigError` where no model has these dimensions."""
+        """Raise `ConfigError` if no model has these dimensions."""
         for name, value in vars(self).items():
             if not 0 < value < 1 << 31:
                 raise ConfigError(f"{name} is {value}, and has to be positive")
@@ -75,7 +75,7 @@ class PaperBlock(nn.Module):
 
 
 class PaperDecoder(nn.Module):
-    """A decoder of `Dimensions`, to be counted and never run."""
+    """A decoder of `Dimensions`. It is counted and never runs."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class PaperDecoder(nn.Module):
         self.head.weight = self.embedding.weight
 
     def get_output_embeddings(self) -> nn.Linear:
-        """As transformers calls it."""
+        """The head, under the name that transformers uses."""
         return self.head
 
 
@@ -100,9 +100,9 @@ class PlannedUnit:
     format: Format
     trainable: bool
     multiplied: int
-    """How many of its elements take part in matrix multiplications."""
+    """The number of its elements that take part in matrix multiplications."""
     in_blocks: bool
-    """Whether it is, or is in, one of the repeated blocks."""
+    """Whether it belongs to one of the repeated blocks."""
 
     @property
     def numel(self) -> int:
@@ -110,22 +110,22 @@ class PlannedUnit:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def sharded(self, index: int, shards: int) -> UnitShape:
-        """Unit number `index` in so many shards; the first one, for all are alike."""
+        """Unit number `index` in so many shards, as its first shard. All shards are alike."""
         itemsize = self.format.nbytes
         numel = FlatLayout(self.shapes, shards, (), itemsize).numel
         return UnitShape(index, self.name, numel, shards, 0, self.format, self.trainable)
 
 
 class UnitUse(NamedTuple):
-    """A use of unit number `unit` while `held` are in use, too."""
+    """A use of unit number `unit` while the units `held` are also in use."""
 
     unit: int
     held: frozenset[int]
 
 
 class PlannedDivisions:
-    """One model in ever smaller units, in the order in which `wrap` tries them. Each is made when
-    it is first asked for, and kept."""
+    """One model in ever smaller units, in the order in which `wrap` tries them. Each is made at the
+    first request, and kept."""
 
     def __init__(self, make: Callable[[PlannedDivisions], Iterator[PlannedModel]]) -> None:
         self._made: list[PlannedModel] = []
@@ -143,7 +143,7 @@ class PlannedDivisions:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """All that a plan has to know of a model."""
+    """The facts of a model that a plan needs."""
 
     name: str
     units: tuple[PlannedUnit, ...]
@@ -151,7 +151,7 @@ class PlannedModel:
     forward: tuple[UnitUse, ...]
     """The uses of units in a forward, in their order."""
     backward: tuple[UnitUse, ...]
-    """The same for a backward."""
+    """The uses of units in a backward, in their order."""
     shape: Shape
     hidden: int
     heads: int
@@ -168,7 +168,7 @@ class PlannedModel:
 
     @property
     def trainable(self) -> int:
-        """Elements of those that are trained."""
+        """Elements of trained parameters."""
         return sum(unit.numel for unit in self.units if unit.trainable)
 
 
@@ -176,7 +176,7 @@ def find_source(name: str, precision: str) -> ModelSource:
     """The model called `name`: a directory, a config.json, a preset, or the id of a model in the
     cache of the hub. Weights are not needed.
 
-    Raises `ValueError` and `ConfigError` that say what there is.
+    Raises `ValueError` and `ConfigError` with the known names.
     """
     directory = None if name in PRESETS else cached(name)
     if directory is not None:
@@ -187,7 +187,7 @@ def find_source(name: str, precision: str) -> ModelSource:
 
 
 def of_dimensions(dimensions: Dimensions, config: Config) -> PlannedModel:
-    """The model of `dimensions`; raises `ConfigError`."""
+    """The model of `dimensions`. Raises `ConfigError`."""
     dimensions.check()
     with torch.device("meta"):
         model = PaperDecoder(dimensions)
@@ -202,7 +202,7 @@ def of_dimensions(dimensions: Dimensions, config: Config) -> PlannedModel:
 
 
 def of_source(source: ModelSource, config: Config) -> PlannedModel:
-    """The model of a transformers configuration; raises `ConfigError` and `ValueError`."""
+    """The model of a transformers configuration. Raises `ConfigError` and `ValueError`."""
     with init(exact=False):
         model = source.build()
     text = source.config.get_text_config()
@@ -214,11 +214,10 @@ def of_source(source: ModelSource, config: Config) -> PlannedModel:
 def of_module(
     model: nn.Module, config: Config, name: str, values: Mapping[str, Any]
 ) -> PlannedModel:
-    """A module with or without memory, of which `values` has what transformers calls
-    num_hidden_layers, hidden_size, num_attention_heads and vocab_size.
+    """The planned model of a module with or without memory. `values` has the dimensions under the
+    names of transformers: num_hidden_layers, hidden_size, num_attention_heads and vocab_size.
 
-    It may become tiles only to be looked at, when smaller units are asked for, and is as it was
-    then.
+    If smaller units are requested, the module is cut into tiles, and restored after that.
     """
     with as_built():
         check_model(model, DTYPES.get(config.precision))
@@ -293,10 +292,9 @@ def _orders(
 ) -> tuple[tuple[UnitUse, ...], tuple[UnitUse, ...]]:
     """The uses of units in a forward, and in a backward.
 
-    Modules run in the order in which they are defined, as those of decoders do. A backward goes the
-    other way round and needs no embedding: its gradient depends on the indices alone. Nor does it
-    need what a module beside the `owners` of units adds to the work of its children, such as
-    positions.
+    Modules run in the order of their definition, as in decoders. A backward runs in the opposite
+    order. It needs no embedding, because the gradient of an embedding depends on the indices alone.
+    It also does not need additions, such as positions, of modules besides the `owners` of units.
     """
     forward: list[UnitUse] = []
     needed: list[UnitUse] = []

@@ -1,4 +1,4 @@
-"""How long a step takes: the tasks of `infinity.plan.steps`, simulated until they repeat."""
+"""The seconds of a step: the tasks of `infinity.plan.steps`, simulated until they repeat."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ from infinity.plan.steps import (
 from infinity.schedule.planner import SLOT_BYTES, Traffic, cost_of, predict
 
 SIMULATED_STEPS = 5
-"""The last two are what is stated: where updates wait for a place, steps may alternate."""
+"""The last two count, because steps may alternate if updates wait for a place."""
 MOST_CYCLES = 3
-"""Of a step with more micro-batches so many are simulated; each further one takes as long as the
-last of these."""
+"""Of more micro-batches in a step, only so many are simulated. Each further one takes as long as
+the last simulated one."""
 CHUNK_SECONDS = 0.8e-3
-"""Of Python for each chunk of an update that is read and written, as measured on a CPU of 2.6 GHz:
-0.09 s in a step of 109 chunks."""
+"""Seconds of Python for each chunk of an update that is read and written, as measured on a CPU of
+2.6 GHz: 0.09 s in a step of 109 chunks."""
 NORMS = 1
-"""How often a step asks for the gradient norm."""
+"""The number of gradient norms in a step."""
 DAY = 86_400
 
 
 @dataclass(frozen=True)
 class Pace:
-    """A step in the steady state, of one rank; times in seconds."""
+    """A step of one rank in the steady state. Times are in seconds."""
 
     seconds: float
     busy: dict[str, float]
-    """Of each lane in one step."""
+    """Seconds of each lane in one step."""
     mode: Mode
     tokens: int
-    """Of all ranks in one step."""
+    """Tokens of all ranks in one step."""
     traffic: Traffic
-    """NVMe bytes of one rank, as the planner states them."""
+    """NVMe bytes of one rank, from the planner."""
     spilled: float
-    """NVMe bytes of activations that it writes, and reads again."""
+    """NVMe bytes of activations that it writes and then reads."""
     hiding_tokens: float | None
-    """Tokens of a rank and step, as one batch, whose compute takes as long as the drives need; None
+    """Tokens of a rank and step, as one batch, whose compute takes as long as the drives. None
     without NVMe traffic."""
     written: float
-    """NVMe bytes that a step writes on average, activations among them."""
+    """NVMe bytes that a step writes on average, including activations."""
     written_per_day: float
     """Bytes that the drives of a node write in a day of steps."""
     spans: tuple[Span, ...]
-    """One step as it would run."""
+    """The tasks of one step."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens of all ranks per second."""
         return self.tokens / self.seconds
 
     @property
     def bottleneck(self) -> str:
-        """The lane with most to do."""
+        """The busiest lane."""
         return max(self.busy, key=lambda lane: self.busy[lane])
 
 
@@ -87,7 +87,7 @@ def rates_of(model: PlannedModel, config: Config, hardware: Hardware) -> Rates:
 
 
 def _speeds(model: PlannedModel, config: Config, hardware: Hardware) -> Speeds:
-    """What one rank has while the other ranks of its node are at work, too."""
+    """The speeds of one rank while the other ranks of its node work, too."""
     trained = [unit for unit in model.units if unit.trainable] or list(model.units)
     longest = max(trained, key=lambda unit: unit.numel)
     named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -159,10 +159,10 @@ def _works(
 
 
 def _operations(model: PlannedModel, training: Training) -> list[tuple[float, float]]:
-    """Of a forward and of a backward of each unit, for one micro-batch.
+    """Operations of a forward and of a backward of each unit, for one micro-batch.
 
-    A backward is two forwards, and one more in blocks that are recomputed. A frozen unit has only
-    the gradient of its input.
+    A backward counts as two forwards, and one more in recomputed blocks. A frozen unit has only the
+    gradient of its input.
     """
     total = flops.count(model.shape, training.windows, training.length, recomputes=False).model
     products = 6 * model.shape.multiplied * training.windows
@@ -181,7 +181,7 @@ def _operations(model: PlannedModel, training: Training) -> list[tuple[float, fl
 
 
 def compute_seconds(model: PlannedModel, training: Training, hardware: Hardware) -> float:
-    """Of one rank in one step, without the engine."""
+    """Seconds of compute of one rank in one step, without the engine."""
     rates = [
         hardware.flops if unit.in_blocks else hardware.head_flops or hardware.flops
         for unit in model.units
@@ -225,7 +225,7 @@ def pace(model: PlannedModel, training: Training, memory: MemoryPlan, hardware: 
 def steps_of(
     model: PlannedModel, training: Training, memory: MemoryPlan, hardware: Hardware, mode: Mode
 ) -> Steps:
-    """Steps of `model` that have not begun, with updates as `mode` says."""
+    """Steps of `model` that have not begun, with updates in this `mode`."""
     config = memory.layout.placement.config
     works = _works(model, training, memory, hardware)
     slots = memory.layout.copy_bytes // SLOT_BYTES
@@ -247,7 +247,7 @@ def _mode(
     config: Config,
     speeds: Speeds,
 ) -> Mode:
-    """When updates run, as `Tuning.update` and the engine's policy say."""
+    """When updates run, by `Tuning.update` and the engine's policy."""
     wanted = config.tuning.update
     if wanted != "auto":
         return wanted
@@ -271,8 +271,8 @@ def _counts(cycles: int) -> list[int]:
 
 
 def _extrapolated(found: Sequence[float], cycles: int) -> float:
-    """What a step of `cycles` micro-batches has, from those of `_counts`: each further one adds as
-    much as the last one did."""
+    """The figure of a step of `cycles` micro-batches, from the figures of `_counts`. Each further
+    one adds as much as the last one."""
     return found[-1] + (found[-1] - found[0]) * (cycles - _counts(cycles)[-1])
 
 
@@ -304,7 +304,7 @@ def _stretched(found: Sequence[Steps], cycles: int) -> dict[str, float]:
 
 
 def _busy(steps: Steps) -> dict[str, float]:
-    """Seconds of each lane per step, in the last two: what tasks take alone."""
+    """Seconds of each lane per step, in the last two steps. Each task counts as if it ran alone."""
     begin, end = steps.ends[-3].end, steps.ends[-1].end
     busy: dict[str, float] = {}
     for task in steps.tasks:
@@ -318,7 +318,7 @@ def _busy(steps: Steps) -> dict[str, float]:
 def _traffic(
     works: Sequence[UnitWork], uses: Uses, slots: int, cycles: int, config: Config
 ) -> Traffic:
-    """As the engine's report states it; see `_simulated` for many micro-batches."""
+    """The traffic as the engine's report counts it. For many micro-batches, see `_simulated`."""
     update = config.tuning.update
     found = []
     for count in _counts(cycles):

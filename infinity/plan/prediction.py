@@ -1,6 +1,6 @@
-"""What a plan says of a step that was measured: the same model, placement and rates, simulated.
+"""The plan of a measured step: the same model, placement and rates, simulated.
 
-A step that takes much longer than its plan waits for something that the plan does not know.
+A step that takes much longer than its plan waits for something that the plan does not contain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ GB = 1e9
 
 
 def prediction(work: Workload, found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `infinity plan` says of `work` on a machine with the rates of `found`, the summary of
+    """The plan of `work` on a machine with the rates of `found`, the summary of
     `infinity.bench.step.measure.measure`: seconds and tokens per second of a step, busy seconds by
     lane, and the measured step over the planned one.
 
-    None where no plan can be made: micro-batches that run together are not simulated, and the
-    kernel has to say how much memory there is.
+    None without a plan: micro-batches that run together are not simulated, and the amount of memory
+    must be known.
     """
     host, device = read_host(), ComputeDevice(work.config.tuning.device)
     try:
@@ -42,7 +42,7 @@ def prediction(work: Workload, found: Mapping[str, Any]) -> dict[str, Any] | Non
     training = Training(work.length, work.batch_size, work.accumulate, work.recomputes)
     try:
         hardware = _hardware(work, found, model.shape, host, gpu)
-    except ConfigError:  # a rate that was measured as nothing
+    except ConfigError:  # a measured rate is 0
         return None
     forecast = plan(model, hardware, training, work.config)
     if forecast.pace is None:
@@ -60,7 +60,7 @@ def prediction(work: Workload, found: Mapping[str, Any]) -> dict[str, Any] | Non
 def _hardware(
     work: Workload, found: Mapping[str, Any], shape: Shape, host: Memory, gpu: Memory | None
 ) -> Hardware:
-    """The machine as the run has measured it. Raises `ConfigError` for a rate that cannot be."""
+    """The machine as the run has measured it. Raises `ConfigError` for an impossible rate."""
     rates = {name: each["median"] * GB for name, each in found["link_gb_per_second"].items()}
     kernels = {
         where: found[where]["gb_per_second"]["median"] * GB

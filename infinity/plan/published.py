@@ -1,8 +1,8 @@
-"""The published formulas of ZeRO (1910.02054) and ZeRO-Infinity (2104.07857), and the tables that
-they give. Imports no torch.
+"""The published formulas of ZeRO (1910.02054) and ZeRO-Infinity (2104.07857), and their tables.
+Imports no torch.
 
-Their model has 20 bytes of states per parameter: two-byte parameters and gradients, and fp32
-parameters, gradients and two moments. ZeRO's tables have 16, without fp32 gradients.
+The model of ZeRO-Infinity has 20 bytes of states per parameter: two-byte parameters and gradients,
+and fp32 parameters, gradients and two moments. The tables of ZeRO have 16, without fp32 gradients.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ZERO_PARAMETERS = (7.5e9, 128e9, 1e12)
 ZERO_RANKS = (1, 4, 16, 64, 256, 1024)
 STAGES = (1, 2, 3)
 VOLUME = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.5}
-"""Communication of a step over that of data parallel, by stage (1910.02054, section 7)."""
+"""The communication of a step over that of data parallelism, by stage (1910.02054, section 7)."""
 STATE_BYTES = 20
 SEQUENCE = 1024
-"""Of figure 2a, in tokens."""
+"""The sequence length of figure 2a, in tokens."""
 NODE_WINDOWS, CHECKPOINT_WINDOWS, GPU_WINDOWS = 64, 32, 4
 """Windows of figure 2a: activations of a node, checkpoints of a node, and the working memory of a
 GPU."""
@@ -87,16 +87,16 @@ class Bandwidths(NamedTuple):
 
 
 GPU_BYTES, HOST_BYTES, NVME_BYTES = 32e9, 1.5e12, 28e12
-"""Of one V100, and of a DGX-2 node."""
+"""Bytes of one V100, and of a DGX-2 node."""
 NODE_GPUS = 16
 ALONE_RATE = 12e9
-"""One GPU over its PCIe link, to host memory and to the drives alike."""
+"""One GPU over its PCIe link, to host memory and to the drives."""
 HOST_RATE, NVME_NODE_RATE = 3e9, 25.6e9
-"""Each of 16 GPUs to host memory; the drives of a node together."""
+"""Each of 16 GPUs to host memory. The next rate is that of the drives of a node."""
 
 
 def figure_2b(nodes: int, gpus: int) -> Bandwidths:
-    """What a cluster of DGX-2 nodes has, with `gpus` GPUs at work in all."""
+    """A cluster of DGX-2 nodes while `gpus` GPUs work."""
     alone = gpus == nodes
     nvme = ALONE_RATE if alone else NVME_NODE_RATE * nodes / gpus
     host = ALONE_RATE if alone else HOST_RATE
@@ -108,8 +108,8 @@ FIGURE_2B = ((1, 1), (1, 16), (4, 64), (16, 256), (64, 1024), (96, 1536))
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """The share of `peak` operations per second that is reached without overlap (equation 6), where
-    a byte serves `intensity` operations."""
+    """The share of `peak` operations per second without overlap (equation 6). `intensity` is the
+    number of operations per byte."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
@@ -129,7 +129,7 @@ class Table(NamedTuple):
 
 
 def tables() -> list[Table]:
-    """Every table, in the units of the papers: GB of 1e9 bytes for ZeRO, TB and GB of 2^40 and 2^30
+    """All tables, in the units of the papers: GB of 1e9 bytes for ZeRO, TB and GB of 2^40 and 2^30
     bytes for figure 2a."""
     names = [f"{each / 1e9:g}B, stage {stage}" for each in ZERO_PARAMETERS for stage in STAGES]
     zero = [

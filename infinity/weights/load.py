@@ -269,21 +269,7 @@ def fill_units(
                 next((each for each in sources[id(p)] if weights and each.name in weights), None)
                 for p in unit.facts.parameters
             ]
-            names = ["" if each is None else each.name for each in found]
-            kind, dtype = _kept_of(unit, names, empty, weights)
-            flat = torch.zeros(unit.facts.layout.numel, dtype=dtype)
-            for parameter, source, view in zip(
-                unit.facts.parameters, found, _places_in(flat, unit), strict=True
-            ):
-                if weights is not None and source is not None:
-                    weights.read_into(source.name, view, source.bounds)
-                elif (origin := empty.get(id(parameter))) is not None:
-                    view.copy_(drawn.of(origin, parameter))
-                else:
-                    view.copy_(local(parameter.data))
-                del view
-            unit.states.write(kind, unit.facts.shard_of(flat))
-            del flat  # before that of the next unit
+            _fill(unit, found, empty, weights, drawn)
             unit.data.guard()
         for name, origin in buffers.items():
             path, _, key = name.rpartition(".")
@@ -299,10 +285,30 @@ def fill_units(
             weights.read_into(name, local(buffer))
 
 
-def _places_in(flat: torch.Tensor, unit: Unit) -> Iterator[torch.Tensor]:
-    """The place of each parameter of `unit` in `flat`."""
-    for place in unit.facts.layout.places:
-        yield flat[place.offset : place.end].view(place.shape)
+def _fill(
+    unit: Unit,
+    sources: Sequence[SourceName | None],
+    empty: Mapping[int, Origin | None],
+    weights: FirstValues | None,
+    drawn: _DrawnValues,
+) -> None:
+    """Write the first values of `unit`. Each parameter has its name in `weights`, or None. Returns
+    when the flat buffer is freed."""
+    names = ["" if each is None else each.name for each in sources]
+    kind, dtype = _kept_of(unit, names, empty, weights)
+    flat = torch.zeros(unit.facts.layout.numel, dtype=dtype)
+    for parameter, source, place in zip(
+        unit.facts.parameters, sources, unit.facts.layout.places, strict=True
+    ):
+        view = flat[place.offset : place.end].view(place.shape)
+        if weights is not None and source is not None:
+            weights.read_into(source.name, view, source.bounds)
+        elif (origin := empty.get(id(parameter))) is not None:
+            view.copy_(drawn.of(origin, parameter))
+        else:
+            view.copy_(local(parameter.data))
+        del view
+    unit.states.write(kind, facts.shard_of(flat))
 
 
 def _kept_of(

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from infinity.directories import directory as directories
 from infinity.directories import lock as locks
 from infinity.directories.directory import Directory
+from infinity.directories.drafts import drafting_directory, remove_leftovers
 from infinity.directories.lock import LOCK_NAME, Holder, lock, lock_directory
 from infinity.errors import ConfigError, PathInUseError, with_way_out
 from support.planted import ADVICE, MINE, PLANTED, Planted
@@ -417,6 +419,16 @@ def test_without_flock_a_lock_that_was_taken_meanwhile_is_not_lost(
     assert names(place) == [LOCK_NAME]
 
 
+def test_without_hard_links_too_a_lock_that_was_taken_meanwhile_is_not_lost(
+    place: Path, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    test_without_flock_a_lock_that_was_taken_meanwhile_is_not_lost(place, without, monkeypatch)
+
+
 def test_another_failure_of_the_lock_is_one_sentence(place: Path, without: Any) -> None:
     without("flock", errno.EIO)
     with pytest.raises(ConfigError) as caught:
@@ -435,3 +447,82 @@ def test_no_descriptor_is_left_behind(place: Path, plant: Any) -> None:
         refused(place)
     assert len(names(Path("/proc/self/fd"))) == len(before)
     assert not locks._held._descriptors
+
+
+# A directory that replaces another
+
+
+OLD, NEW = {"one": b"old", "two": b"old"}, {"one": b"new", "three": b"new"}
+
+
+@pytest.fixture(params=["exchange", "renames"])
+def target(place: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the files `OLD`, in a file system with or without an exchange of names."""
+    if request.param == "renames":
+        monkeypatch.setattr(directories, "_exchange", lambda *_: errno.EINVAL)
+    made = place / "target"
+    made.mkdir()
+    for name, content in OLD.items():
+        (made / name).write_bytes(content)
+    return made
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The files that a directory has, without the lock of a writer that was killed."""
+    return {each.name: each.read_bytes() for each in path.iterdir() if each.name != LOCK_NAME}
+
+
+def replace(path: Path) -> None:
+    with drafting_directory(path, "directory") as drafts:
+        for name, content in NEW.items():
+            drafts.write(name, content)
+
+
+def test_a_directory_is_replaced_whole(target: Path) -> None:
+    replace(target)
+    assert contents(target) == NEW
+    assert names(target.parent) == ["target"]
+
+
+@pytest.mark.parametrize("failing", ["_exchange", "rename", "fsync", "unlink"])
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_failure_leaves_all_of_the_old_or_the_new_directory(
+    target: Path, failing: str, at: int, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C just before a call or just after it."""
+    owner: Any = directories if failing == "_exchange" else os
+    real, calls = getattr(owner, failing), []
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(failing)
+        if len(calls) == at + 1 and not after:
+            raise KeyboardInterrupt
+        result = real(*arguments, **keywords)
+        if len(calls) == at + 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, failing, interrupted)
+    with suppress(KeyboardInterrupt):
+        replace(target)
+    monkeypatch.undo()
+    with Directory(target.parent) as directory:
+        remove_leftovers(directory)
+    assert contents(target) in (OLD, NEW)
+
+
+def test_a_kill_between_two_calls_leaves_the_old_or_the_new_directory(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`infinity gc` may run after it, so a name that it removes does not count."""
+    real, seen = os.rename, []
+
+    def rename(*arguments: Any, **keywords: Any) -> None:
+        real(*arguments, **keywords)
+        kept = [path for path in target.parent.iterdir() if not path.name.startswith(".infinity-")]
+        seen.append(any(contents(path) in (OLD, NEW) for path in kept))
+
+    monkeypatch.setattr(os, "rename", rename)
+    replace(target)
+    assert all(seen)

@@ -145,7 +145,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading._take": COLLECTIVE,
     "modules/gathered.py _Reading.end": STORE,
-    "activations/partitions.py Partitions.gather": (
+    "activations/partitions.py RankParts.gather": (
         COLLECTIVE[0],
         "test_partitions.py::test_others_end_where_a_rank_brings_nothing",
     ),

@@ -55,6 +55,9 @@ def test_presets(name: str) -> None:
         ({"gpu_memory": None}, "gpus is 2, but gpu_memory is missing"),
         ({"together": 1.5}, "together is 1.5, and cannot be more than 1"),
         ({"nodes": 0}, "nodes is 0, and has to be positive"),
+        ({"flops": 1e24}, "flops is 1e+24, and has to be less than 1e+24"),
+        ({"flops": float("nan")}, "flops is nan, and has to be positive"),
+        ({"host_memory": float("inf")}, "host_memory is inf, and has to be less than 1e+24"),
     ],
 )
 def test_mistakes(changes: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -47,13 +47,10 @@ TURNS = (
 )
 UNREAD = {
     "",  # the files beside the rooms
-    "bench",
     "deepspeed",
-    "directories",
     "durable",
-    "measure",
     "optim",
-    "plan",
+    "sharding",
     "tiers",
 }
 """Rooms whose words were not yet read once through."""

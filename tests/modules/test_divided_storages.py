@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.activations import partitions
-from infinity.activations.partitions import Partitions
+from infinity.activations.partitions import Partitions, RankParts
 from infinity.observe import Recorder
 from infinity.sharding import collectives
 
@@ -34,10 +34,9 @@ class Divided:
         )
         latch: Any = None
         self.module = nn.Identity()
-        self.partitions = Partitions(
-            exchange, None, latch, Recorder(), {self.module: "blocks.0"},
-            lambda: None, lambda: self.backwards,
-        )  # fmt: skip
+        parts = RankParts(exchange, None, latch, Recorder())
+        names = {self.module: "blocks.0"}
+        self.partitions = Partitions(parts, names, lambda: None, lambda: self.backwards)
 
     def _post(self, what: str, name: str, join: Any, sent: int) -> Any:
         self.gathers += 1

@@ -1,5 +1,5 @@
-"""One benchmark from its plan to its summary: look, prepare, search, measure in interleaved rounds,
-conclude, clean up."""
+"""One benchmark from its plan to its summary: examine, prepare, search, measure in interleaved
+rounds, conclude, clean up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TRIAL_OVERHEAD = 1.25  # engines, ramp-up and the last transfers
 
 
 class Benchmark:
-    """Carries out a `Plan`; `say` is told what goes on. Used once, by the main thread."""
+    """Carries out a `Plan`. `say` receives the progress. Used once, by the main thread."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
@@ -49,8 +49,8 @@ class Benchmark:
         self._registered = False
 
     def run(self) -> dict[str, Any]:
-        """The summary, JSON-ready: every number has its unit in its key. Whatever happens, no file
-        stays behind."""
+        """The summary, ready for JSON. Every number has its unit in its key. Always removes its
+        files."""
         plan = self._plan
         plan.check()
         spaces = plan.spaces()
@@ -88,8 +88,8 @@ class Benchmark:
             }
 
     def _prepare(self, files: Sequence[Any], spaces: Sequence[Space], stack: ExitStack) -> None:
-        """Memory that was touched and does not compress, and files that were written: else a read
-        would find nothing to do."""
+        """Touch memory with bytes that do not compress, and write the files. Reads of unwritten
+        files would cost nothing."""
         plan = self._plan
         self._say(f"writing {format_bytes(plan.file_bytes)} once on each path")
         generator = torch.Generator().manual_seed(0)
@@ -199,7 +199,7 @@ class Benchmark:
 
     def _tensors_case(self, way: Operation) -> Case:
         size, seconds = self._plan.tensor_bytes, self._plan.round_seconds
-        # As much at once as the other modes ask for: less CPU time, equal speed.
+        # As many bytes at once as in the other modes: less CPU time, equal speed.
         batch = max(1, min(PIECE_BYTES // size, 64))
 
         def run(rig: Rig) -> Measured:
@@ -218,8 +218,8 @@ class Benchmark:
         )
 
     def _replayed(self, found: Found) -> int:
-        """Parameters whose step is replayed: the model's, or as many as the files hold or two
-        rounds' time moves."""
+        """The number of parameters whose step is replayed: those of the model, or as many as the
+        files hold or two rounds' time moves."""
         plan = self._plan
         by_time = (
             found.score
@@ -238,14 +238,14 @@ class Benchmark:
     def _measure(
         self, cases: list[Case], best: Setting, load: Load | None
     ) -> dict[tuple[int, bool], list[float]]:
-        """Fill the cases round by round, each beside what it is compared with; returns latencies by
-        case and load."""
+        """Fill the cases round by round, each beside the work that it is compared with. Returns
+        latencies by case and load."""
         plan = self._plan
         for number in range(plan.rounds):
             self._say(f"round {number + 1} of {plan.rounds}")
             for case in cases:
                 compared = self._fio and case.mode in ("read", "write", "mixed")
-                if compared and number % 2:  # each goes first as often as the other
+                if compared and number % 2:  # both go first equally often
                     case.fio.append(self._run_fio(case, best))
                 with self._rig(best) as rig:
                     case.quiet.append(case.run(rig))
@@ -324,7 +324,7 @@ class Benchmark:
             row["io_per_training_step_seconds"] = moved / (speed["median"] * 1e9)
         return row
 
-    # What follows
+    # Conclusions
 
     def _sustain(self, found: Found) -> dict[str, Any]:
         plan, seconds = self._plan, self._plan.sustained or 0.0
@@ -358,8 +358,8 @@ class Benchmark:
         return sustained_facts(samples, write_set * len(plan.paths))
 
     def _write_set(self, expected: float) -> int:
-        """So much that no block is written twice in the time, if the drive keeps its speed and has
-        the space."""
+        """Bytes such that no block is written twice in the time, if the drive keeps its speed and
+        has the space."""
         free = min(shutil.disk_usage(path).free for path in self._plan.paths) // len(
             self._plan.paths
         )
@@ -443,7 +443,8 @@ class Benchmark:
 
 
 def _score(speeds: dict[Operation, float]) -> float:
-    """GB/s of one direction; of both, of a training step's mix: 14 bytes read to 12 written."""
+    """GB/s of one direction. For both, of the mix of a training step: 14 bytes read to 12
+    written."""
     if len(speeds) == 1:
         return next(iter(speeds.values()))
     read, written = patterns.BYTES_READ, patterns.BYTES_WRITTEN
@@ -458,8 +459,8 @@ def _lasting(sustained: dict[str, Any] | None) -> list[str]:
 
 
 def _path_speeds(cases: Sequence[Case]) -> list[float]:
-    """GB/s of each path alone, half of it read and half written, as far as both were measured;
-    empty with one path."""
+    """GB/s of each path alone, half of it read and half written, if both were measured. Empty with
+    one path."""
     numbers = sorted({case.only for case in cases if case.only is not None})
     return [
         statistics.harmonic_mean([_median_speed(case) for case in cases if case.only == number])

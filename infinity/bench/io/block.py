@@ -1,4 +1,4 @@
-"""The measured setting as a block of configuration that `infinity.Config` and DeepSpeed read."""
+"""The measured setting as a block of configuration for `infinity.Config` and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infinity.placement.calibrate import levelled
 def config_block(
     paths: Sequence[Path], setting: Setting, speeds: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """`infinity`: keyword arguments of `infinity.Config`, to which budgets are added. `aio`: the
-    section of a DeepSpeed file.
+    """`infinity`: keyword arguments of `infinity.Config`, without budgets. `aio`: the section of a
+    DeepSpeed file.
 
-    `speeds`: GB/s of each path, as shares for the engine, which then does not measure them again;
-    none where there are none.
+    `speeds`: GB/s of each path, or empty. They become shares for the engine, which then does not
+    measure them again.
 
     DeepSpeed has `queue_depth` requests in flight for each of `intra_op_parallelism` threads. So
     POSIX threads with one request each become as many threads with a queue of one.

@@ -1,8 +1,7 @@
-"""The same work through fio, to compare with: equal file, request size, requests in flight and
-time.
+"""The same work through fio, for comparison: equal file, request size, requests in flight and time.
 
-Both sides use huge pages that were touched beforehand: fio allocates with malloc, which
-`GLIBC_TUNABLES` makes ask for them.
+Both sides use huge pages that were touched before. fio allocates with malloc, which gets huge pages
+through `GLIBC_TUNABLES`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DIRECTION = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 def require_fio() -> str:
-    """fio's path; raises `InfinityError` with the way out when it is not installed."""
+    """The path of fio. Raises `InfinityError` with the way out if it is not installed."""
     found = shutil.which("fio")
     if found is None:
         raise InfinityError(
@@ -42,13 +41,13 @@ def arguments(
     ring: bool,
     registered: bool,
 ) -> list[str]:
-    """fio's arguments for `mode` (read, write, mixed) at once on `files` (path, bytes), which exist
-    and have been written.
+    """The arguments of fio for `mode` (read, write, mixed) at once on `files` (path, bytes), which
+    exist and have been written.
 
-    Sequential, over the file again and again until the time is up, with as many requests in flight:
-    through io_uring where it can be had (`ring`), also beside our POSIX threads, else through
-    libaio. fio's own threads (psync) would be no comparison: each has a buffer too small for a huge
-    page. Memory is pinned for fio's ring when it is for ours.
+    Transfers are sequential, over the file again and again until the time ends, with the same
+    number of requests in flight. They go through io_uring if possible (`ring`), even beside our
+    POSIX threads, and otherwise through libaio. fio's own threads (psync) are no comparison: each
+    has a buffer smaller than a huge page. Memory is pinned for fio's ring if it is pinned for ours.
     """
     options = [
         "--name=global",
@@ -61,7 +60,7 @@ def arguments(
         f"--runtime={max(round(seconds * 1000), 1)}ms",
         "--group_reporting=1",
         "--allow_file_create=0",
-        # fio would change every buffer before it writes it, which we do not
+        # fio would change every buffer before it writes it. The engine does not.
         "--scramble_buffers=0",
         "--thread=1",
         "--output-format=json",
@@ -82,8 +81,8 @@ def arguments(
 
 
 def parse(output: dict[str, Any]) -> Measured:
-    """What a run of fio moved: all jobs together, over the time of the longest; its CPU time as it
-    reports it."""
+    """The result of a run of fio: all jobs together, over the time of the longest, with the CPU
+    time of its report."""
     jobs = output["jobs"]
     moved = {way: sum(int(job[way]["io_bytes"]) for job in jobs) for way in ("read", "write")}
     seconds = max(int(job[way]["runtime"]) for job in jobs for way in ("read", "write")) / 1000
@@ -94,7 +93,7 @@ def parse(output: dict[str, Any]) -> Measured:
 
 
 def run(program: str, options: Sequence[str]) -> Measured:
-    """Run fio and read its report; raises `InfinityError` with what it said when it fails."""
+    """Run fio and read its report. Raises `InfinityError` with fio's message if it fails."""
     process = subprocess.Popen(
         [program, *options],
         stdin=subprocess.DEVNULL,

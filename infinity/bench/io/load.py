@@ -1,11 +1,10 @@
-"""What training does beside the I/O: CPU Adam on every core, and with a GPU copies from host memory
-to it."""
+"""The work of training beside its I/O: CPU Adam on every core, and with a GPU copies from host
+memory to it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -17,7 +16,7 @@ from infinity.placement.budget import FULL_CHUNK_ELEMENTS
 from infinity.placement.spec import FP32, SPLIT, Kind
 
 _ELEMENTS = FULL_CHUNK_ELEMENTS
-_CHUNKS = 16  # in turns, so that they do not stay in the caches
+_CHUNKS = 16  # so many that they do not stay in the caches
 _COPY_BYTES = 64 << 20
 _DTYPES = dict.fromkeys((Kind.PARAM, Kind.GRAD), torch.bfloat16)
 _FORMATS = {Kind.MASTER: SPLIT, Kind.EXP_AVG: FP32, Kind.EXP_AVG_SQ: FP32}
@@ -25,8 +24,8 @@ _WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2} | {kind: form.nbytes for kind, form in _
 _HYPER = AdamW.hyper({"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, step=10)
 
 
-class Load:
-    """Runs inside a `with` block, on threads of its own; used any number of times, then closed."""
+class _Adam:
+    """CPU Adam over chunks that take turns."""
 
     def __init__(self) -> None:
         self._kernels = Kernels("auto", None)
@@ -41,28 +40,74 @@ class Load:
                 )
                 at += width * _ELEMENTS
             self._chunks.append(StateTensors(chunk, _FORMATS))
+        self.updated = 0
+        """Updated parameters."""
+
+    def run(self, stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            for chunk in self._chunks:
+                self._kernels.update(chunk, 0, _ELEMENTS, _HYPER, 1.0)
+                self.updated += _ELEMENTS
+
+    def close(self) -> None:
+        self._kernels.close()
+        self._chunks.clear()
+        self._memory.close()
+
+
+class _Copies:
+    """Copies from host memory to `device`, which has memory of its own."""
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
+        self._source = device.host_memory(_COPY_BYTES)
+        self._target = device.compute_memory(_COPY_BYTES)
+        self.copied = 0
+        """Copied bytes."""
+
+    def run(self, stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            self._device.upload(self._target, self._source)
+            self.copied += _COPY_BYTES
+
+
+class Load:
+    """Runs inside a `with` block, on threads of its own. Used any number of times, then closed."""
+
+    def __init__(self) -> None:
+        self._adam = _Adam()
         self._device = ComputeDevice("auto")
+        self._copies = None if self._device.unified_memory else _Copies(self._device)
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._start = 0.0
         self.seconds = 0.0
-        """How long the load has run, all blocks together."""
-        self.updated = self.copied = 0
-        """Parameters updated, and bytes copied to the GPU, in that time."""
-        self.name = (
-            "CPU Adam" if self._device.unified_memory else "CPU Adam and host-to-device copies"
-        )
-        self._work: list[Callable[[], None]] = [self._adam]
-        if not self._device.unified_memory:
-            self._source = self._device.host_memory(_COPY_BYTES)
-            self._target = self._device.compute_memory(_COPY_BYTES)
-            self._work.append(self._copies)
+        """Seconds of all blocks together."""
+
+    @property
+    def name(self) -> str:
+        """The work in words."""
+        return "CPU Adam" if self._copies is None else "CPU Adam and host-to-device copies"
+
+    @property
+    def updated(self) -> int:
+        """Parameters updated in `seconds`."""
+        return self._adam.updated
+
+    @property
+    def copied(self) -> int:
+        """Bytes copied to the GPU in `seconds`."""
+        return 0 if self._copies is None else self._copies.copied
 
     def __enter__(self) -> Load:
         self._stopping.clear()
         self._start = time.perf_counter()
         self._threads = [
-            threading.Thread(target=work, name="bench-load", daemon=True) for work in self._work
+            threading.Thread(
+                target=work.run, args=(self._stopping,), name="bench-load", daemon=True
+            )
+            for work in (self._adam, self._copies)
+            if work is not None
         ]
         for thread in self._threads:
             thread.start()
@@ -80,19 +125,6 @@ class Load:
         self.seconds += time.perf_counter() - self._start
 
     def close(self) -> None:
-        """Give back threads and memory."""
-        self._kernels.close()
+        """Free threads and memory."""
+        self._adam.close()
         self._device.close()
-        self._chunks.clear()
-        self._memory.close()
-
-    def _adam(self) -> None:
-        while not self._stopping.is_set():
-            for chunk in self._chunks:
-                self._kernels.update(chunk, 0, _ELEMENTS, _HYPER, 1.0)
-                self.updated += _ELEMENTS
-
-    def _copies(self) -> None:
-        while not self._stopping.is_set():
-            self._device.upload(self._target, self._source)
-            self.copied += _COPY_BYTES

@@ -1,4 +1,4 @@
-"""What each mode moves, as plain sequences of pieces: nothing here touches a device."""
+"""The transfers of each mode, as plain sequences. Nothing here touches a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infinity.tiers.drives import ALIGNMENT
 
 Operation = Literal["read", "write"]
 READ_SHARE = 0.7
-"""Of the mixed mode, in pieces."""
+"""The share of reads in the mixed mode, in pieces."""
 BYTES_READ, BYTES_WRITTEN = 14, 12
-"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README):
-parameters are read in backward (2), parameters, the other half of their masters and two moments by
-the update (12), which writes them all (12)."""
+"""Per parameter and step with bf16 parameters and everything but gradients on NVMe (see README).
+The backward reads parameters (2). The update reads parameters, the other half of their masters, and
+two moments (12). It writes them all (12)."""
 STATE_BYTES = 24
 """Per parameter on NVMe: 2 + 2 + 4 + 4, everything twice (copy-on-write)."""
 _KINDS = (2, 2, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
@@ -25,7 +25,7 @@ _UNITS = 32  # a transformer of billions of parameters has about as many blocks
 
 
 class Transfer(NamedTuple):
-    """One transfer that a caller asks for: bytes [offset, offset + nbytes) of one path's file."""
+    """One transfer: bytes [offset, offset + nbytes) of the file of one path."""
 
     operation: Operation
     offset: int
@@ -40,8 +40,8 @@ def sequential(operation: Operation, size: int, piece: int) -> Iterator[Transfer
 
 
 def mixed(size: int, piece: int) -> Iterator[Transfer]:
-    """Seven sequential reads to three sequential writes, evenly spread, each with a position of its
-    own, as fio's `rw`."""
+    """Seven sequential reads to three sequential writes, evenly spread. Reads and writes have
+    separate positions, as in fio's `rw`."""
     reads, writes = sequential("read", size, piece), sequential("write", size, piece)
     for number in itertools.count():
         reading = int((number + 1) * READ_SHARE + 1e-9) > int(number * READ_SHARE + 1e-9)
@@ -51,8 +51,8 @@ def mixed(size: int, piece: int) -> Iterator[Transfer]:
 def many_tensors(
     operation: Operation, size: int, tensor_bytes: int, seed: int = 0
 ) -> Iterator[Transfer]:
-    """Tensors that lie packed in the file (each from a multiple of 4096), in an order that is not
-    the file's."""
+    """Tensors that lie packed in the file (each from a multiple of 4096), in another order than in
+    the file."""
     room = round_up(tensor_bytes, ALIGNMENT)
     places = [number * room for number in range(size // room)]
     if not places:
@@ -65,15 +65,15 @@ def many_tensors(
 
 
 class ReplayStage(NamedTuple):
-    """What the optimizer or a fetch does as one: its writes begin when its reads are done.
-    Positions over all paths."""
+    """Transfers of the optimizer or of a fetch. Its writes begin when its reads are done. Positions
+    count over all paths."""
 
     reads: tuple[tuple[int, int], ...]  # (position, bytes)
     writes: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
-        """Memory that the stage takes: what is read is updated in place, and written with the
+        """Memory that the stage takes. Read bytes are updated in place, and written with the
         parameters."""
         return max(
             sum(nbytes for _, nbytes in self.reads), sum(nbytes for _, nbytes in self.writes)
@@ -81,7 +81,7 @@ class ReplayStage(NamedTuple):
 
 
 def chunk_elements(memory_bytes: int) -> int:
-    """Elements per chunk of the optimizer in `memory_bytes` of staging, by the engine's rule
+    """Elements per chunk of the optimizer in `memory_bytes` of staging, by the rule of the engine
     (`tiers/store.py`)."""
     widest = STAGED_SETS * len(_KINDS) * max(_KINDS)
     return max(
@@ -94,17 +94,17 @@ def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[
     """The NVMe traffic of one training step over `elements` parameters of a model of
     `model_parameters`, in the engine's order.
 
-    Unit by unit the update's chunks (old copies read, new ones written beside them); then the
-    units' parameters for the backward, the last first. Exactly 14 bytes read and 12 written per
-    element; `elements` and `chunk` are multiples of 16384. The positions are below 24 bytes times
-    `elements`.
+    First the chunks of the update, unit by unit: old copies are read, new copies are written beside
+    them. Then the parameters of the units for the backward, the last unit first. Exactly 14 bytes
+    are read and 12 written per element. `elements` and `chunk` are multiples of 16384. The
+    positions are below 24 bytes times `elements`.
     """
     unit = min(round_up(max(model_parameters // _UNITS, 1), CHUNK_ELEMENTS), elements)
     units = [(begin, min(begin + unit, elements)) for begin in range(0, elements, unit)]
 
     def block(begin: int, end: int, kind: int, copy: int) -> int:
-        """Where the block of this unit lies: per unit both copies of each kind, one after the
-        other."""
+        """The position of the block of this unit. A unit has both copies of each kind, one after
+        the other."""
         return begin * STATE_BYTES + (end - begin) * (2 * sum(_KINDS[:kind]) + copy * _KINDS[kind])
 
     for begin, end in units:

@@ -1,4 +1,4 @@
-"""What a benchmark is to do: the options, checked, and what follows from them."""
+"""The plan of a benchmark: its checked options, and values that follow from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from infinity.quantities import format_bytes
 Mode = Literal["read", "write", "mixed", "many-tensor", "replay"]
 MODES: tuple[Mode, ...] = ("read", "write", "mixed", "many-tensor", "replay")
 MEMORY_BYTES = 192 << 20
-"""Per path: what the engine uses at most for staging."""
+"""Per path: the most staging of the engine."""
 SIZE_MULTIPLE = 8 << 20  # the largest request of the search
 _LEAST_SIZE = 16 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `infinity bench io` was asked for; sizes in bytes, per path; None: to be found out."""
+    """The options of `infinity bench io`. Sizes are in bytes, per path. None: the benchmark
+    chooses."""
 
     paths: tuple[Path, ...]
     size: int
@@ -46,7 +47,7 @@ class Plan:
     runs: int
 
     def check(self) -> None:
-        """Raise `ConfigError` for what can be seen to be wrong before the disk is touched."""
+        """Raise `ConfigError` for errors that are visible before the disk is touched."""
         check_directories(self.paths)
         if self.size < _LEAST_SIZE:
             raise ConfigError(
@@ -71,7 +72,7 @@ class Plan:
 
     @property
     def file_bytes(self) -> int:
-        """The size of each path's file: whole multiples of every request size."""
+        """The size of the file of each path: a multiple of every request size."""
         return self.size // SIZE_MULTIPLE * SIZE_MULTIPLE
 
     @property
@@ -81,14 +82,14 @@ class Plan:
 
     @property
     def directions(self) -> tuple[Operation, ...]:
-        """What the search measures."""
+        """The operations that the search measures."""
         if set(self.modes) <= {"read"}:
             return ("read",)
         return ("write",) if set(self.modes) <= {"write"} else ("read", "write")
 
     def spaces(self) -> list[Space]:
-        """What the search searches; raises `ConfigError` when the engine asked for cannot be had,
-        or needs too much memory."""
+        """The settings for the search. Raises `ConfigError` if the requested engine is not
+        available, or needs too much memory."""
         available, reason = native.aio().io_uring_available()
         if self.engine == "io_uring" and not available:
             raise ConfigError(f"`engine` io_uring: {reason}; use `engine` posix")
@@ -111,5 +112,5 @@ class Plan:
             for name in engines
         ]
         for space in spaces:
-            space.start()  # refuses what does not fit
+            space.start()  # refuses a setting that does not fit
         return spaces

@@ -1,4 +1,4 @@
-"""What can be known of a directory before a byte is moved: file system, drive, link, limits."""
+"""Facts about a directory before a byte is moved: file system, drive, link, limits."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ _LATER_CODING = 128 / 130
 
 @dataclass(frozen=True)
 class Link:
-    """A PCIe link as it was negotiated; `gt_per_second` per lane, 10^9 transfers."""
+    """A negotiated PCIe link. `gt_per_second` is per lane, in 10^9 transfers."""
 
     gt_per_second: float
     lanes: int
 
     @property
     def bytes_per_second(self) -> float:
-        """What the line coding leaves per direction; packet headers take a tenth or so more."""
+        """Bytes per second and direction after line coding. Packet headers take about a tenth
+        more."""
         return (
             self.gt_per_second
             * 1e9
@@ -62,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """Facts about one directory; None: not known, or for a problem: none."""
+    """Facts about one directory. None: not known, or no problem."""
 
     path: Path
     file_system: str | None
@@ -77,7 +78,7 @@ class DirectoryFacts:
     direct_problem: str | None
 
     def facts(self) -> dict[str, Any]:
-        """JSON-ready, with units."""
+        """The facts ready for JSON, with units."""
         return {
             "path": str(self.path),
             "file_system": self.file_system,
@@ -97,7 +98,7 @@ class DirectoryFacts:
 
 
 def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
-    """Look at an existing `directory`; writes and removes one small file there to see whether
+    """Examine an existing `directory`. Writes and removes one small file there, to see whether
     O_DIRECT works."""
     status = os.statvfs(directory)
     number = directory.stat().st_dev
@@ -121,8 +122,8 @@ def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
 
 
 def copying(directory: Path) -> tuple[bool, str] | None:
-    """None when the file system of `directory` does not copy on write, else whether states files
-    are spared that, and a sentence about it. Makes a file without a name."""
+    """Whether states files in `directory` escape copy-on-write, and a sentence about it. None if
+    the file system does not copy on write. Creates a file without a name."""
     try:
         with Directory(directory) as place:
             descriptor = place.unnamed()
@@ -147,7 +148,7 @@ def copying(directory: Path) -> tuple[bool, str] | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the whole machine allows, JSON-ready."""
+    """Facts about the whole machine, ready for JSON."""
     pages = huge_pages()
     return {
         "kernel": platform.release(),
@@ -165,8 +166,8 @@ def _text(path: Path) -> str | None:
 
 
 def _mount(directory: Path) -> tuple[str | None, str | None]:
-    """File system type and source of the mount that `directory` is on: the deepest one, and of
-    several there the last."""
+    """File system type and source of the mount of `directory`: the deepest one, and of several
+    there the last."""
     real = directory.resolve()
     best: tuple[int, str | None, str | None] = (-1, None, None)
     for line in lines("/proc/self/mountinfo"):
@@ -182,7 +183,7 @@ def _block_device(sys_root: Path, number: int, source: str | None) -> Path | Non
     """The whole disk under a device number: past partitions, and past device mapper or RAID while
     there is one disk below."""
     node = sys_root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
-    # btrfs and others number themselves; the mount names the device
+    # btrfs has device numbers of its own; the mount names the device
     if not node.exists() and source is not None:
         node = sys_root / "class" / "block" / Path(source).name
     if not node.exists():
@@ -198,7 +199,7 @@ def _block_device(sys_root: Path, number: int, source: str | None) -> Path | Non
 
 
 def _upwards(block: Path) -> Iterator[Path]:
-    """The directories of `block`, of the device it is on, of that one's bus, and so on."""
+    """The directories of `block`, of its device, of the bus of that device, and so on."""
     device = (block / "device").resolve() if (block / "device").exists() else block
     yield from (block, device, *device.parents)
 
@@ -207,7 +208,7 @@ def _numa_node(block: Path) -> int | None:
     for path in _upwards(block):
         node = _text(path / "numa_node")
         if node is not None:
-            # -1: the machine has one node, or does not say
+            # -1: one node, or not known
             return int(node) if int(node) >= 0 else None
     return None
 
@@ -222,7 +223,7 @@ def _link(block: Path) -> Link | None:
 
 
 def notes(places: Sequence[DirectoryFacts], machine: dict[str, Any]) -> list[str]:
-    """What a person should know before believing the figures, one sentence each."""
+    """Facts that a person should know before believing the figures, one sentence each."""
     said = []
     if machine["io_uring_problem"]:
         said.append(

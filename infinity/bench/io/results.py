@@ -1,5 +1,5 @@
-"""Measurements, and what is said of them: medians and spread of rounds, percentiles, ratios;
-JSON-ready, with units."""
+"""Measurements and their statistics: medians and spread of rounds, percentiles, ratios. Ready for
+JSON, with units."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from infinity.bench.summary import spread
 
 @dataclass
 class Case:
-    """Something measured once in every round: a mode on all paths together, or on one of them
-    alone."""
+    """One measurement of every round: a mode on all paths together, or on one of them alone."""
 
     mode: str
     run: Callable[[Rig], Measured]
@@ -29,7 +28,7 @@ class Case:
 
 
 def latency_facts(ordered: Sequence[float] | None) -> dict[str, Any]:
-    """Percentiles of ascending seconds; None where nothing was measured."""
+    """Percentiles of ascending seconds. None if nothing was measured."""
     names = {
         "latency_p50_seconds": 50.0,
         "latency_p99_seconds": 99.0,
@@ -41,7 +40,7 @@ def latency_facts(ordered: Sequence[float] | None) -> dict[str, Any]:
 
 
 def fio_facts(case: Case) -> dict[str, Any]:
-    """fio's speed, and ours over it round by round."""
+    """The speed of fio, and our speed over it round by round."""
     ratios = [
         ours.gb_per_second / theirs.gb_per_second
         for ours, theirs in zip(case.quiet, case.fio, strict=True)
@@ -57,8 +56,8 @@ def fio_facts(case: Case) -> dict[str, Any]:
 
 
 def sustained_facts(samples: Sequence[tuple[float, int]], write_set: int) -> dict[str, Any]:
-    """From (seconds, bytes written so far), ascending, to speeds: the first tenth of the time
-    against the last half."""
+    """Speeds from (seconds, bytes written so far), ascending: of the first tenth of the time, and
+    of the last half."""
     total_seconds, total = samples[-1]
     speeds = [
         ((now + then) / 2, (moved - before) / (now - then) / 1e9)

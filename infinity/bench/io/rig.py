@@ -1,11 +1,10 @@
-"""Runs pieces on the native engine and measures: bytes, seconds, CPU seconds, and the latency of
+"""Runs pieces on the native engine and measures bytes, seconds, CPU seconds, and the latency of
 each request.
 
 [Note: two ways of measuring]
-Bandwidth and CPU time are taken with transfers that are waited for in order, as the engine in
-training does it: that costs next to no CPU, but says late when a request that overtook others was
-done. Latency is taken in runs of its own, which ask every request over and over whether it is done;
-their CPU time is not counted.
+Bandwidth and CPU time are measured with transfers that are waited for in order, as in training.
+That costs nearly no CPU time, but sees a request that overtook others late. Latency is measured in
+separate runs, which poll every request. Their CPU time does not count.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from infinity.tiers.extents import STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 
 PIECE_BYTES = 4 << 20
-"""A transfer of the sequential modes, unless one request is larger; the engine cuts it into
+"""A transfer of the sequential modes, unless one request is larger. The engine cuts it into
 requests."""
-READING_STAGES = 2  # of the staged sets; the others are being written
+READING_STAGES = 2  # staged sets that are read; the others are written
 
 Pieces = Callable[[int], Iterable[Transfer]]
-"""From the size of a file to what is moved there."""
+"""From the size of a file to its transfers."""
 
 
 class Measured(NamedTuple):
-    """One run: bytes that arrived, wall seconds, CPU seconds of this process."""
+    """One run: moved bytes, wall seconds, CPU seconds of this process."""
 
     bytes_read: int
     bytes_written: int
@@ -62,8 +61,8 @@ class Measured(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile of ascending values: the smallest that at least `percent` of them
-    do not exceed."""
+    """The nearest-rank percentile of ascending values: the smallest value such that at least
+    `percent` of all values do not exceed it."""
     if not ordered or not 0 < percent <= 100:
         raise ValueError("a percentile needs a value, and a share above 0 and up to 100")
     return ordered[max(math.ceil(percent / 100 * len(ordered) - 1e-9), 1) - 1]
@@ -71,7 +70,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Drive:
-    """The file of one path, already written once, and the memory that its transfers use."""
+    """The file of one path, which is written already, and the memory for its transfers."""
 
     file: Any
     size: int
@@ -79,12 +78,12 @@ class Drive:
 
     @property
     def address(self) -> int:
-        """Where the memory begins."""
+        """The start of the memory."""
         return self.memory.tensor.data_ptr()
 
     @property
     def memory_bytes(self) -> int:
-        """How long it is."""
+        """The length of the memory."""
         return self.memory.tensor.numel()
 
 
@@ -98,8 +97,8 @@ class _Submitted(NamedTuple):
 
 
 class Rig:
-    """One engine per drive, with one setting. The thread that made it calls it; with several drives
-    each has a thread."""
+    """One engine per drive, with one setting. The thread that created it calls it. With several
+    drives, each has a thread."""
 
     def __init__(self, drives: Sequence[Drive], setting: Setting) -> None:
         self.drives, self.setting = list(drives), setting
@@ -133,11 +132,11 @@ class Rig:
         only: int | None = None,
         batch: int = 1,
     ) -> Measured:
-        """Run the pieces of every drive (of drive `only`) at once, for so many seconds or to their
+        """Run the pieces of every drive, or of drive `only`, at once, for `seconds` or to their
         end.
 
-        `pieces` gives those of a file of some size; none is longer than `piece_bytes`. So many as
-        `batch` says, all of one operation, are submitted together, with one ticket.
+        `pieces` returns the pieces of a file of some size. None is longer than `piece_bytes`.
+        `batch` pieces of one operation are submitted together, with one ticket.
         """
         return self._timed(
             self._each(
@@ -149,13 +148,13 @@ class Rig:
         )
 
     def latencies(self, pieces: Pieces, piece_bytes: int, seconds: float, only: int) -> list[float]:
-        """Seconds per piece of one drive, ascending, with `depth` of them in flight; see the note
-        above."""
+        """Seconds per piece of one drive, ascending, with `depth` pieces in flight; see [Note: two
+        ways of measuring]."""
         return sorted(self._polled(only, pieces(self.drives[only].size), piece_bytes, seconds))
 
     def replay(self, stages: Iterable[ReplayStage]) -> Measured:
-        """Run `stages` to their end: two being read while those before are written, striped over
-        all drives."""
+        """Run `stages` to their end, striped over all drives. Two are read while earlier ones are
+        written."""
         return self._timed(lambda: self._replay(stages))
 
     def _timed(self, run: Callable[[], None]) -> Measured:
@@ -190,7 +189,7 @@ class Rig:
                     thread.start()
                 for thread in threads:
                     thread.join()
-            finally:  # an interrupt reaches the main thread alone
+            finally:  # only the main thread gets an interrupt
                 self._stopping.set()
                 for thread in threads:
                     if thread.ident is not None:
@@ -323,8 +322,8 @@ class Rig:
 
 
 class _Slots:
-    """The memory of a drive in slots of `piece_bytes`, used in turns, and how many transfers keep
-    the device busy."""
+    """The memory of a drive in slots of `piece_bytes`, used in turns, and the number of transfers
+    that keep the device busy."""
 
     def __init__(self, drive: Drive, setting: Setting, piece_bytes: int) -> None:
         self._address, self._slot = drive.address, round_up(piece_bytes, ALIGNMENT)
@@ -334,21 +333,21 @@ class _Slots:
                 f"transfers of {piece_bytes} bytes are too large for {drive.memory_bytes} "
                 "bytes of memory"
             )
-        # As many pieces as hold `depth` requests, and some that wait in the queue so that the
-        # device never does.
+        # Pieces with `depth` requests, and some that wait in the queue, so that the device
+        # never waits.
         in_flight = -(-setting.depth // max(piece_bytes // setting.request_bytes, 1))
         self.busy = min(
             self.count, in_flight + max(1, min(setting.depth, PIECE_BYTES // piece_bytes))
         )
 
     def address(self, number: int) -> int:
-        """Where slot `number` (any number: they are used in turns) begins."""
+        """The address of slot `number`. Slots are used in turns, so any number is valid."""
         return self._address + number % self.count * self._slot
 
 
 def _register(engine: Any, drive: Drive) -> bool:
-    """Pin the drive's memory for the engine; a replay reads every path into the memory of one.
-    False: it was refused."""
+    """Pin the memory of the drive for the engine. A replay reads all paths into the memory of one
+    drive. Returns False if the kernel refuses it."""
     try:
         engine.register_memory(drive.address, drive.memory_bytes)
     except OSError:  # RLIMIT_MEMLOCK, or an old kernel; everything works without

@@ -1,13 +1,14 @@
-"""Finding the setting of the I/O engine that a device is fastest with, in few measurements: a pure
-function of them.
+"""Finds the fastest setting of the I/O engine for a device in few measurements. A pure function of
+them.
 
 [Note: a climb, not a grid]
 Speed rises with request size and requests in flight up to a plateau, and may fall after it. So the
 search starts from a middling setting. It climbs one axis after the other in factors of two until
-nothing is better: about 10 measurements per engine instead of 48. A disk's speed also moves by
-itself. So the best few, and the best of each engine, are measured again in turns, and medians
-decide. Of those that are about as fast io_uring wins, which needs no thread per request, and then
-the one with the fewest bytes in flight: more costs memory and latency for nothing.
+nothing is better: about 10 measurements per engine instead of 48. The speed of a disk also varies.
+So the best few settings, and the best of each engine, are measured again in turns, and medians
+decide. Among settings that are about as fast, io_uring wins, because it needs no thread per
+request. Then the setting with the fewest bytes in flight wins, because more would cost memory and
+latency for nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ REQUEST_BYTES = tuple(1 << shift for shift in range(18, 24))  # 256 KiB to 8 MiB
 DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128
 THREADS = tuple(1 << shift for shift in range(6))  # 1 to 32
 STEP = 0.01
-"""A step of the climb has to gain this share."""
+"""A step of the climb must gain this share."""
 AS_GOOD = 0.05
 """Settings within this share of the fastest count as equally fast."""
 FINALISTS, FINAL_ROUNDS = 3, 2
@@ -31,8 +32,8 @@ FINALISTS, FINAL_ROUNDS = 3, 2
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """How one engine per path is run. `depth` device requests of `request_bytes` are in flight;
-    POSIX: one per thread."""
+    """The setting of one engine per path. `depth` device requests of `request_bytes` are in flight.
+    POSIX has one per thread."""
 
     engine: str
     depth: int
@@ -41,11 +42,11 @@ class Setting:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that the device may be working on at once."""
+        """The most bytes in flight."""
         return self.depth * self.request_bytes
 
     def facts(self) -> dict[str, int | str]:
-        """JSON-ready, with units."""
+        """The setting ready for JSON, with units."""
         return {
             "engine": self.engine,
             "depth_requests": self.depth,
@@ -56,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """The settings of one engine: every pair of a request size and a width (depth; for POSIX the
+    """The settings of one engine: every pair of a request size and a width (depth, or for POSIX
     threads)."""
 
     engine: str
@@ -65,8 +66,8 @@ class Space:
     most_in_flight: int
 
     def at(self, request: int, width: int) -> Setting | None:
-        """The setting at these two indices; None outside, or where it has more in flight than there
-        is memory for."""
+        """The setting at these two indices. None outside, or if it has more in flight than the
+        memory holds."""
         if not (0 <= request < len(self.requests) and 0 <= width < len(self.widths)):
             return None
         depth = self.widths[width]
@@ -109,7 +110,7 @@ def _log2(value: int, reference: int) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome: the best setting, its score (median), and every score in the order of the first
+    """The outcome: the best setting, its median score, and every score in the order of the first
     measurement."""
 
     best: Setting
@@ -124,14 +125,13 @@ class _OutOfTime(Exception):
 def search(
     spaces: Sequence[Space], measure: Callable[[Setting], float | None], trials: int
 ) -> Found:
-    """The setting with the highest score in at most `trials` calls of `measure`, the finals
-    included.
+    """The setting with the highest score in at most `trials` calls of `measure`, finals included.
 
-    `measure` returns a score, higher is better, or None when there is no time left: the search then
-    ends with what it has. Raises `ValueError` when there is not even one measurement.
+    `measure` returns a score, higher is better, or None if the time is over. The search then ends
+    with the scores so far. Raises `ValueError` without any measurement.
     """
     scores: dict[Setting, list[float]] = {}
-    # The rest is set aside for the finals.
+    # The finals get the rest.
     calls, climbing = 0, trials - min(FINALISTS * FINAL_ROUNDS, trials // 3)
 
     def score(setting: Setting, again: bool = False) -> float:
@@ -186,7 +186,7 @@ def _climb(space: Space, score: Callable[[Setting], float]) -> None:
     moved = True
     while moved:
         moved = False
-        for axis in (1, 0):  # how much is in flight matters more than how it is cut
+        for axis in (1, 0):  # the bytes in flight matter more than the request size
             for direction in (1, -1):
                 gained = False
                 while True:

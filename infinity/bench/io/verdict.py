@@ -1,4 +1,4 @@
-"""One sentence on what limits the device, drawn from what was measured."""
+"""One sentence on the limit of the device, from the measurements."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from infinity.bench.io.preflight import DirectoryFacts
 from infinity.bench.io.search import Setting
 
 NEAR_LINK = 0.8
-"""From this share of a link's bytes on, packet headers take about all of the rest."""
+"""From this share of the bytes of a link on, packet headers take nearly the rest."""
 FULL_CPU = 0.85
-"""CPU seconds per second of one engine thread from which on that thread is the limit."""
+"""From this number of CPU seconds per second on, one engine thread is the limit."""
 SHARED = 0.85
-"""Paths that reach less than this share of their sum together have something in common."""
+"""Paths that together reach less than this share of their sum share something."""
 FLAT = 1.1
-"""A device is full when twice as much in flight gains less than this."""
+"""A device is full if twice as many bytes in flight gain less than this."""
 
 LASTS = 0.85
-"""Writing that keeps this share of its first speed lasts."""
+"""Writing lasts if it keeps this share of its first speed."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one direction; speeds in GB/s (10^9 bytes). `fio_ratio`: ours over fio's,
-    None when not compared.
+    """The evidence for one direction. Speeds are in GB/s (10^9 bytes). `fio_ratio`: our speed over
+    that of fio, None without a comparison.
 
-    `wider`: the best speed that the search saw with at least twice as much in flight, None when
-    there was no such setting.
+    `wider`: the best speed of the search with at least twice as many bytes in flight, None without
+    such a setting.
     """
 
     operation: str
@@ -41,7 +41,7 @@ class Evidence:
 
 
 def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
-    """What limits reads or writes, the strongest reason first; one sentence with its number."""
+    """The limit of reads or writes: the strongest reason, in one sentence with its number."""
     subject = {"read": "Reads", "write": "Writes"}[evidence.operation]
     speed = evidence.together
     against = "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)"
@@ -93,7 +93,7 @@ def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
 
 
 def lasting(first: float, last: float, written: int, write_set: int) -> str:
-    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence. `write_set`:
+    """Whether long writing keeps the speed (GB/s) of its beginning, in one sentence. `write_set`:
     bytes, all paths."""
     if not first:
         return "Nothing is said of long writes: none ended in the first tenth of the time."

@@ -1,4 +1,4 @@
-"""How much of a drive's life writing takes."""
+"""The share of the life of a drive that writing takes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _DATA_UNIT = 512_000  # bytes
 
 @dataclass(frozen=True)
 class Smart:
-    """What an NVMe drive says of itself: the share of its life it has used (may pass 100), and
-    bytes written by hosts."""
+    """The report of an NVMe drive: the used share of its life (may exceed 100), and bytes written
+    by hosts."""
 
     used_percent: int
     written_bytes: int
@@ -53,8 +53,8 @@ def parse_smart(log: bytes) -> Smart:
 
 
 def read_smart(device: str | None) -> Smart | None:
-    """The SMART log of an NVMe drive such as "nvme0n1"; None for another drive or where it may not
-    be read (it takes root)."""
+    """The SMART log of an NVMe drive such as "nvme0n1". None for another drive, or without the
+    permission (root)."""
     if device is None or not device.startswith("nvme"):
         return None
     log = ctypes.create_string_buffer(_LOG_BYTES)
@@ -79,6 +79,6 @@ def read_smart(device: str | None) -> Smart | None:
 
 
 def wear_percent(written: float, endurance: int, times: int = 1) -> float:
-    """Percent of an endurance (bytes that the maker warrants) that writing `written` bytes so many
-    times takes."""
+    """The percentage of an endurance (bytes that the maker warrants) that writing `written` bytes
+    `times` times takes."""
     return 100 * written * times / endurance

@@ -1,5 +1,5 @@
-"""The files that a benchmark writes: in a folder of its own, never in place of others' files, gone
-whatever happens."""
+"""The files that a benchmark writes, in a folder of its own. They never replace other files, and
+are always removed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ DATA = "data.bin"
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """The files of a benchmark in `directory`, and last their folder; none when there is no such
-    folder.
+    """The files of a benchmark in `directory`, and then their folder. Empty without such a folder.
 
-    Raises `ConfigError` when there is one that is not a benchmark's, or holds anything else.
+    Raises `ConfigError` if a folder of that name is not of a benchmark, or contains anything else.
     """
     folder = directory / FOLDER
     with Directory(directory) as place:
@@ -58,7 +57,7 @@ def _is_plain(directory: Directory, name: str) -> bool:
 
 
 def remove(place: Directory, paths: Sequence[Path]) -> None:
-    """Remove what `leftovers` gave from the open directory `place`."""
+    """Remove the paths of `leftovers` from the open directory `place`."""
     if not paths:
         return
     with place.below(FOLDER) as inner:
@@ -68,7 +67,7 @@ def remove(place: Directory, paths: Sequence[Path]) -> None:
 
 
 def check_owners(directories: Sequence[Path]) -> None:
-    """Raise `ConfigError` where files of others have the names of ours."""
+    """Raise `ConfigError` if other files have the names of ours."""
     for directory in directories:
         leftovers(directory)
         with Directory(directory) as place:
@@ -79,8 +78,8 @@ def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
     """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave
     `reserve` bytes free.
 
-    A benchmark's own files count as free: those of a killed one are removed first, and ours are
-    part of `size`.
+    Files of a benchmark count as free, because those of a killed one are removed first, and ours
+    are part of `size`.
     """
     on_device: dict[int, list[Path]] = {}
     for directory in directories:
@@ -119,12 +118,12 @@ def check_directories(directories: Sequence[Path]) -> None:
 
 @contextmanager
 def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[list[Any]]:
-    """One native file of `size` bytes, allocated and never written, in each directory; all of it is
-    removed on the way out.
+    """One native file of `size` bytes in each directory, allocated and not written. All are removed
+    at the end.
 
-    Takes the lock that training takes, so that neither disturbs the other. What a killed benchmark
-    left is removed first. Raises `ConfigError` (no such directory, files of others, too little
-    space) and `PathInUseError` before anything is written.
+    Takes the lock of training, so that neither disturbs the other. Files of a killed benchmark are
+    removed first. Raises `ConfigError` (no such directory, other files, too little space) and
+    `PathInUseError` before anything is written.
     """
     check_directories(directories)
     check_owners(directories)
@@ -141,7 +140,7 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
             folder = stack.enter_context(place.below(FOLDER, 0o700, new=True))
             stack.callback(_remove_ours, place, folder)
             os.close(folder.create(MARKER))
-            # In place, as the states files that it stands for.
+            # In place, like states files.
             file = native.file_at(folder.create_in_place(DATA), str(folder.path / DATA))
             stack.callback(file.close)
             file.allocate(size)
@@ -150,8 +149,8 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
 
 
 def _remove_ours(place: Directory, folder: Directory) -> None:
-    """What we made since we hold the lock; a file that someone else put there stays, and so does
-    the folder."""
+    """Remove the files that were created since the lock was taken. Another file stays there, and so
+    does the folder."""
     for name in (DATA, MARKER):
         with contextlib.suppress(OSError):
             folder.remove(name)

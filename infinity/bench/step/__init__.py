@@ -1,5 +1,5 @@
-"""How near a training step comes to what the devices under it give.
+"""A training step, compared with the speeds of the devices under it.
 
-`measure` returns the summary: `train` makes the steps, `limits` measures what each device gives in
-the same run, `flops` counts.
+`measure` returns the summary: `train` makes the steps, `bare_compute` measures compute without the
+engine, `flops` counts operations.
 """

@@ -1,14 +1,15 @@
-"""What the compute device under a training step gives, measured beside the step; see
-`infinity.measure` for the rest.
+"""The speed of the compute device under a training step, measured beside the step.
+`infinity.measure` has the other speeds.
 
 [Note: the compute of a step without the engine]
 A model that is trained from NVMe need not fit anywhere. So models of one and of two blocks,
-otherwise of the same configuration, run forward and backward in turns. They run as plain PyTorch,
-resident on the device. The second block's time is that of each further one; what is left of the
-first model's is embedding, head and loss. Exact for blocks that are alike, as decoders have them.
+otherwise of the same configuration, run forward and backward in turns, as plain PyTorch, resident
+on the device. The time of the second block is that of each further one. The rest of the first
+model's time is that of embedding, head and loss. This is exact for equal blocks, as in decoders.
 
-On a shared machine minutes differ. So this is measured before, amid and after the steps, while the
-engine rests; only after them where these models do not fit beside it.
+On a shared machine the speed varies by the minute. So this is measured before, amid and after the
+steps, while the engine rests. If these models do not fit beside the engine, it is measured only
+after the steps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Passes(NamedTuple):
 
 
 class Resident:
-    """The model with a few blocks, all in the device's memory: plain PyTorch, without an engine."""
+    """The model with a few blocks, all in the memory of the device: plain PyTorch, without an
+    engine."""
 
     def __init__(
         self,
@@ -58,15 +60,15 @@ class Resident:
     ) -> None:
         with device:
             self._model = shortened(source, layers).build(recomputes).train()
-        for parameter in self._model.parameters():  # not the buffers: the engine leaves them, too
+        for parameter in self._model.parameters():  # not buffers, like the engine
             parameter.data = parameter.data.to(dtype)
 
     def count(self) -> int:
-        """Its parameters."""
+        """The number of its parameters."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def passes(self, batch: dict[str, Any]) -> Passes:
-        """How long one forward takes, and how long its backward."""
+        """Seconds of one forward, and of its backward."""
         start = time.perf_counter()
         loss: Any = self._model(**batch).loss
         loss.item()  # waits for the device
@@ -78,12 +80,13 @@ class Resident:
         return Passes(middle - start, end - middle)
 
     def seconds(self, batch: dict[str, Any]) -> float:
-        """How long one forward and backward takes."""
+        """Seconds of one forward and backward."""
         return sum(self.passes(batch))
 
 
 def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> float:
-    """Seconds for `layers` blocks, from those of models of one and of two that ran in turns."""
+    """Seconds for `layers` blocks, from the seconds of models of one and of two blocks that ran in
+    turns."""
     each = statistics.median(second - first for first, second in zip(one, two, strict=True))
     return statistics.median(one) + (layers - 1) * max(each, 0.0)
 
@@ -94,13 +97,13 @@ def in_turns(
     rounds: int,
     times: Callable[[Resident, dict[str, Any]], Times],
 ) -> list[list[Times]]:
-    """The `times` of each of `models`, a list of rounds each; the first, untimed ones go before."""
+    """The `times` of each of `models`, a list of rounds each. An untimed round comes first."""
     turns = [[times(model, batch) for model in models] for _ in range(rounds + 1)]
     return [list(found) for found in zip(*turns[1:], strict=True)]
 
 
 class BareCompute:
-    """What a step computes, without the engine: rounds of models of one and of two blocks."""
+    """The compute of a step without the engine: rounds of models of one and of two blocks."""
 
     def __init__(
         self,
@@ -119,8 +122,8 @@ class BareCompute:
         ]
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Whether its models, their gradients and as much for activations fit beside what is in use
-        now."""
+        """Whether its models, their gradients and as much for activations fit into the memory that
+        is free now."""
         memory = self._device.memory()
         if memory is None and (memory := read_host()) is not None:
             memory = memory._replace(free=memory.free - reserve(memory))
@@ -128,8 +131,7 @@ class BareCompute:
         return memory is not None and 3 * count * dtype.itemsize <= memory.free
 
     def measure(self, dtype: torch.dtype, rounds: int) -> None:
-        """One time more: an untimed round, and `rounds` timed ones. Random numbers go on as if
-        nothing had been drawn."""
+        """Run an untimed round and `rounds` timed ones. Leaves the random generators unchanged."""
         state = self._device.random_state()
         models = self._models(self._device.torch, dtype)
         one, two = in_turns(models, self._batch, rounds, Resident.passes)
@@ -137,7 +139,7 @@ class BareCompute:
         self._device.set_random_state(state)
 
     def of_blocks(self) -> tuple[list[float], list[float]]:
-        """Seconds of the model of one block in all rounds, and of that of two."""
+        """Seconds of the model of one block, and of that of two blocks, in all rounds."""
         turns = [turn for rounds in self._rounds for turn in rounds]
         return [sum(one) for one, _ in turns], [sum(two) for _, two in turns]
 
@@ -146,7 +148,7 @@ class BareCompute:
         return _at_depth([turn for rounds in self._rounds for turn in rounds], layers)
 
     def times(self, layers: int) -> list[float]:
-        """Seconds of both for each time that it was measured."""
+        """Seconds of forward and backward, one for each call of `measure`."""
         return [sum(_at_depth(rounds, layers)) for rounds in self._rounds]
 
 

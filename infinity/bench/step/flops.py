@@ -1,14 +1,14 @@
-"""How many floating-point operations a training step takes: arithmetic alone. Imports no torch.
+"""The number of floating-point operations of a training step: arithmetic alone. Imports no torch.
 
-[Note: what is counted]
+[Note: counted operations]
 A parameter that takes part in a matrix multiplication costs a multiplication and an addition per
-token forward, and twice that backward: 6 x parameters x tokens. An embedding is looked up and costs
-nothing, unless the head shares its weights. Attention multiplies queries with keys and weights with
-values: 4 x width x length operations per token and layer forward, 12 with the backward, of which a
-causal mask leaves half. These are the model's operations. Activation checkpointing computes the
-blocks' forward once more, which the hardware does and the model does not need: 2 x parameters of
-the blocks x tokens, and a third of the attention's. Norms, softmax, rotations and the loss are not
-counted, and in a mixture of experts every expert is.
+token in the forward, and twice that in the backward: 6 x parameters x tokens. An embedding is
+looked up and costs nothing, unless the head shares its weights. Attention multiplies queries with
+keys and weights with values: 4 x width x length operations per token and layer in the forward, 12
+with the backward. A causal mask leaves half of them. These are the operations of the model.
+Activation checkpointing computes the forward of the blocks again, which the hardware does and the
+model does not need: 2 x parameters of the blocks x tokens, and a third of the attention's. Norms,
+softmax, rotations and the loss do not count. In a mixture of experts every expert counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """What the count depends on: `multiplied` parameters, those of them `in_blocks`, `layers`, and
-    the attention's `width` (heads times their size)."""
+    """The inputs of the count: `multiplied` parameters, the part of them `in_blocks`, `layers`, and
+    the `width` of the attention (heads times their size)."""
 
     multiplied: int
     in_blocks: int
@@ -27,8 +27,7 @@ class Shape(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Operations of one step: what the model needs, and what is computed where activations are
-    recomputed."""
+    """Operations of one step: of the model, and of the hardware if activations are recomputed."""
 
     model: float
     hardware: float

@@ -2,22 +2,21 @@
 before, amid and after that, measure the devices again, conclude.
 
 [Note: the roofline]
-A step cannot be faster than what has most to do: the device with its matrix multiplications, the
-drives, either direction of the link, or the kernels of the update. Each of these times is bytes (or
-operations) over a rate. The engine counted the bytes in this very step, and the rate is that of the
-device in this run, before and after the steps. The longest is the bound; step over bound says what
-is left to gain by more overlap. The drives have three bounds: what is read at the speed of reading,
-what is written at that of writing, and both together at that of both at once. So has the update
-where some units have all their states on a GPU, whose kernels renew them there while the CPU's
-renew the others': two times, side by side. Where the compute device is the CPU, compute and update
-want the same cores, and their sum is stated, too.
+A step cannot be faster than its busiest device: the compute device with its matrix multiplications,
+the drives, either direction of the link, or the kernels of the update. Each of these times is bytes
+(or operations) over a rate. The engine counted the bytes in this very step. The rate is that of the
+device in this run, before and after the steps. The longest time is the bound. Step over bound is
+the possible gain by more overlap. The drives have three bounds: reads at the speed of reading,
+writes at the speed of writing, and both together at the speed of both at once. The update has two
+times, side by side, if some units have all their states on a GPU. If the compute device is the CPU,
+compute and update share cores, and their sum is stated, too.
 
 [Note: the bound of a clipped step]
-Where every update has to wait for the norm of all gradients, no update runs beside the backward. It
-has the next forward to hide behind. So the step takes at least its backward, and then the longer of
-the forward and the update; that of the update is its NVMe traffic or its kernels. Example: a
-backward of 2.2 s, a forward of 1.1 s and an update of 3.7 s make 5.9 s. This is a bound of steps in
-which no update began in backward, by the engine's count.
+If every update must wait for the norm of all gradients, no update runs beside the backward. It can
+only hide behind the next forward. So the step takes at least its backward, and then the longer of
+the forward and the update. The update takes its NVMe traffic or its kernels. Example: a backward of
+2.2 s, a forward of 1.1 s and an update of 3.7 s make 5.9 s. This is a bound of steps in which no
+update began in backward, by the engine's count.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from infinity.tier import TIERS
 from infinity.tiers.places import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
-_DRIFT = 1.2  # of compute between the times that it was measured, from which on a warning says so
+_DRIFT = 1.2  # the ratio of compute times from which on there is a warning
 ROUNDS = 3
 FORMULA = (
     "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
@@ -70,9 +69,9 @@ def bounds(
     updated: Mapping[str, float],
     rates: Mapping[str, float],
 ) -> dict[str, float]:
-    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`,
-    rates in bytes per second; of the updates by those of `parts_updated`, in parameters. What has
-    no rate took no part."""
+    """Seconds that each device needs for a step. `nbytes` and `rates` have the names of links, with
+    rates in bytes per second. Updates have the names of `parts_updated`, in parameters. A device
+    without a rate took no part."""
     seconds = {"compute": compute}
     if "nvme_read" in rates:
         seconds["nvme"] = on_drives(nbytes["nvme_read"], nbytes["nvme_write"], rates)
@@ -97,8 +96,8 @@ def clipped(
     rates: Mapping[str, float],
 ) -> float:
     """Seconds of a step whose updates wait for all gradients; see [Note: the bound of a clipped
-    step]. Of the seconds of `compute`, the forwards behind which updates can hide are `hiding`;
-    `takes` is what `bounds` gives."""
+    step]. `hiding` are the seconds of `compute` in forwards that can hide updates. `takes` is the
+    result of `bounds`."""
     update = max(takes.get(kernels, 0.0) for kernels in _KERNELS)
     if "nvme_read" in rates:
         moved = on_drives(report.read_by_updates, report.written_by_updates, rates)
@@ -107,9 +106,8 @@ def clipped(
 
 
 def parts_updated(report: Report) -> dict[str, float]:
-    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the
-    compute device ("adam_on_gpu"); without those that update none. Counted by their states, which
-    have one format."""
+    """The numbers of parameters that the kernels of the CPU ("adam") and of the compute device
+    ("adam_on_gpu") update in a step, if any. Counted by their states, which have one format."""
     on_gpu = report.updated_on_gpu / max(report.updated, 1)
     parts = {"adam": report.parameters * (1 - on_gpu), "adam_on_gpu": report.parameters * on_gpu}
     return {where: parameters for where, parameters in parts.items() if parameters > 0}
@@ -121,12 +119,11 @@ def measure(
     say: Callable[[str], None],
     timeline: Callable[[Sequence[Span]], None] = lambda spans: None,
 ) -> dict[str, Any]:
-    """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and
-    the highest.
+    """The summary, ready for JSON. Every number has its unit in its key. Medians have the lowest
+    and the highest.
 
-    `probe_bytes` is the size of a copy that a link is measured with. `timeline` is called with what
-    the engine did, right after the steps. Raises what `infinity.wrap`
-    raises, before anything long.
+    `probe_bytes` is the size of a copy that measures a link. `timeline` gets the spans of the
+    engine, right after the steps. Raises like `infinity.wrap`, before anything long.
     """
     config = work.config
     check_directories(config.nvme)
@@ -187,8 +184,8 @@ def measure(
 
 
 class Peaks:
-    """The most bytes that this process and torch held since it was made, `process` in host memory
-    and `device` on a compute device with memory of its own, but for what is left out."""
+    """The most bytes that this process and torch have held: `process` in host memory, and `device`
+    on a compute device with memory of its own."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
@@ -198,7 +195,7 @@ class Peaks:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is inside does not count."""
+        """Bytes inside the context do not count."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.process = max(self.process, used.ru_maxrss * 1024)
         now = self._device.peak_bytes()
@@ -209,12 +206,12 @@ class Peaks:
 
     def _reset(self) -> None:
         self._device.peak_bytes(reset=True)
-        with suppress(OSError):  # then the process' own peak counts everything
+        with suppress(OSError):  # then the peak of the process counts everything
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def drift_problems(found: Mapping[str, Any]) -> list[str]:
-    """What in the summary says that the machine was not the same all the time, a sentence each."""
+    """Signs in the summary that the machine changed during the run, a sentence each."""
     problems = []
     low, high = (found["compute"]["each_time_seconds"][key] for key in ("lowest", "highest"))
     if high > _DRIFT * low:
@@ -247,71 +244,15 @@ def summary(
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """What follows from the measurements: `rates` by name, and compute `alone`."""
-    report, shape, seconds = trained.report, trained.shape, trained.seconds
-    operations = flops.count(shape, work.tokens, work.length, work.recomputes)
-    nbytes = {
-        "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
-        "nvme_write": round(report.written_per_parameter * report.parameters)
-        + report.activations_written,
-        "host_to_device": report.copied_to_device,
-        "device_to_host": report.copied_from_device,
-    }
+    """The summary of the measurements: `rates` by name, and compute `alone`."""
+    report = trained.report
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    passes, (one, two) = alone.passes(shape.layers), alone.of_blocks()
-    compute = sum(passes) * work.accumulate
-    takes = bounds(compute, nbytes, parts_updated(report), middle)
-    if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
-        # In vertical order every unit is used by all micro-batches before the next one is.
-        hiding = passes.forward * (work.accumulate if work.vertical else 1)
-        takes["clipped"] = clipped(compute, hiding, report, takes, middle)
-    longest = max(takes, key=lambda name: takes[name])
-    per_step = [1 / each for each in seconds]
-    limited = report.limits
     return {
-        "model": work.source.name,
-        "parameters_count": report.parameters,
-        "layers_count": shape.layers,
-        "dtype": formats.param,
-        "placement": {
-            "parameters": work.config.parameters,
-            "gradients": work.config.gradients,
-            "optimizer": work.config.optimizer,
-            "moment_precision": work.config.moment_precision,
-            "copy_on_write": work.config.tuning.copy_on_write,
-            "update": work.config.tuning.update,
-        },
-        "gpu_direct": report.gpu_direct,
-        "sequence_length_tokens": work.length,
-        "batch_windows": work.batch_size,
-        "accumulate_count": work.accumulate,
-        "tokens_per_step_count": work.tokens,
-        "recomputes_activations": work.recomputes,
-        "steps_count": len(seconds),
-        "discarded_steps_count": len(trained.losses) - len(seconds),
-        "step_seconds": spread(seconds),
-        "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
-        "model_tflop_per_second": spread([operations.model * rate / 1e12 for rate in per_step]),
-        "hardware_tflop_per_second": spread(
-            [operations.hardware * rate / 1e12 for rate in per_step]
-        ),
-        "model_flop_utilisation_ratio": spread(
-            [operations.model * rate / middle["matmul"] for rate in per_step]
-        ),
-        "hardware_flop_utilisation_ratio": spread(
-            [operations.hardware * rate / middle["matmul"] for rate in per_step]
-        ),
-        "flops": {
-            "formula": FORMULA,
-            "model_per_step_count": operations.model,
-            "hardware_per_step_count": operations.hardware,
-            "parameters_that_multiply_count": shape.multiplied,
-            "parameters_in_blocks_count": shape.in_blocks,
-        },
-        "matmul_tflop_per_second": spread([rate / 1e12 for rate in rates["matmul"]]),
+        **_workload(work, trained, formats),
+        **_speeds(work, trained, rates["matmul"]),
         "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
         "adam_busy_seconds": spread(trained.adam_seconds),
-        "bytes_per_step": nbytes
+        "bytes_per_step": _moved(report)
         | {
             "optimizer_states_updated": report.updated,
             "optimizer_states_updated_on_gpu": report.updated_on_gpu,
@@ -328,32 +269,122 @@ def summary(
         **{
             where: _kernels(formats, rates[where]) if where in rates else None for where in _KERNELS
         },
-        "compute": {
-            "method": COMPUTE,
-            "seconds": compute,
-            "forward_seconds": passes.forward,
-            "backward_seconds": passes.backward,
-            "one_block_seconds": spread(one),
-            "two_blocks_seconds": spread(two),
-            "each_time_seconds": spread(
-                [each * work.accumulate for each in alone.times(shape.layers)]
-            ),
-        },
-        "roofline": {
-            "seconds": takes,
-            "bound": longest,
-            "bound_seconds": takes[longest],
-            "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
-            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"]
-            if on_cpu and "adam" in takes
-            else None,
-        },
+        "compute": _compute(work, trained, alone),
+        "roofline": _roofline(work, trained, middle, alone, on_cpu),
         "tiers": {
-            tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)}
+            tier: {"peak_bytes": peak, "budget_bytes": report.limits.get(tier)}
             for tier, peak in report.peaks.items()
         },
         "cached_bytes": report.cached,
         "gpu_resident_bytes": report.gpu_resident,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
+    }
+
+
+def _workload(work: Workload, trained: Trained, formats: Formats) -> dict[str, Any]:
+    """The model, its placement, and the steps."""
+    config = work.config
+    return {
+        "model": work.source.name,
+        "parameters_count": trained.report.parameters,
+        "layers_count": trained.shape.layers,
+        "dtype": formats.param,
+        "placement": {
+            "parameters": config.parameters,
+            "gradients": config.gradients,
+            "optimizer": config.optimizer,
+            "moment_precision": config.moment_precision,
+            "copy_on_write": config.tuning.copy_on_write,
+            "update": config.tuning.update,
+        },
+        "gpu_direct": trained.report.gpu_direct,
+        "sequence_length_tokens": work.length,
+        "batch_windows": work.batch_size,
+        "accumulate_count": work.accumulate,
+        "tokens_per_step_count": work.tokens,
+        "recomputes_activations": work.recomputes,
+        "steps_count": len(trained.seconds),
+        "discarded_steps_count": len(trained.losses) - len(trained.seconds),
+    }
+
+
+def _speeds(work: Workload, trained: Trained, matmul: Sequence[float]) -> dict[str, Any]:
+    """Seconds of a step, and its tokens and operations per second, beside those of `matmul`."""
+    shape = trained.shape
+    operations = flops.count(shape, work.tokens, work.length, work.recomputes)
+    counts = {"model": operations.model, "hardware": operations.hardware}
+    per_step = [1 / each for each in trained.seconds]
+    fastest = statistics.median(matmul)
+    return {
+        "step_seconds": spread(trained.seconds),
+        "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
+        **{
+            f"{name}_tflop_per_second": spread([count * rate / 1e12 for rate in per_step])
+            for name, count in counts.items()
+        },
+        **{
+            f"{name}_flop_utilisation_ratio": spread([count * rate / fastest for rate in per_step])
+            for name, count in counts.items()
+        },
+        "flops": {
+            "formula": FORMULA,
+            "model_per_step_count": operations.model,
+            "hardware_per_step_count": operations.hardware,
+            "parameters_that_multiply_count": shape.multiplied,
+            "parameters_in_blocks_count": shape.in_blocks,
+        },
+        "matmul_tflop_per_second": spread([rate / 1e12 for rate in matmul]),
+    }
+
+
+def _moved(report: Report) -> dict[str, int]:
+    """Bytes that a step moves over each link."""
+    return {
+        "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
+        "nvme_write": round(report.written_per_parameter * report.parameters)
+        + report.activations_written,
+        "host_to_device": report.copied_to_device,
+        "device_to_host": report.copied_from_device,
+    }
+
+
+def _compute(work: Workload, trained: Trained, alone: bare_compute.BareCompute) -> dict[str, Any]:
+    layers = trained.shape.layers
+    passes, (one, two) = alone.passes(layers), alone.of_blocks()
+    return {
+        "method": COMPUTE,
+        "seconds": sum(passes) * work.accumulate,
+        "forward_seconds": passes.forward,
+        "backward_seconds": passes.backward,
+        "one_block_seconds": spread(one),
+        "two_blocks_seconds": spread(two),
+        "each_time_seconds": spread([each * work.accumulate for each in alone.times(layers)]),
+    }
+
+
+def _roofline(
+    work: Workload,
+    trained: Trained,
+    rates: Mapping[str, float],
+    alone: bare_compute.BareCompute,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """See [Note: the roofline]."""
+    report, passes = trained.report, alone.passes(trained.shape.layers)
+    compute = sum(passes) * work.accumulate
+    takes = bounds(compute, _moved(report), parts_updated(report), rates)
+    if trained.updates_kept == 0 and work.config.tuning.update in ("auto", "exact", "speculative"):
+        # In vertical order all micro-batches use a unit before the next unit.
+        hiding = passes.forward * (work.accumulate if work.vertical else 1)
+        takes["clipped"] = clipped(compute, hiding, report, takes, rates)
+    longest = max(takes, key=lambda name: takes[name])
+    return {
+        "seconds": takes,
+        "bound": longest,
+        "bound_seconds": takes[longest],
+        "step_over_bound_ratio": spread([each / takes[longest] for each in trained.seconds]),
+        "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"]
+        if on_cpu and "adam" in takes
+        else None,
     }

@@ -1,8 +1,8 @@
-"""The steps themselves: a model under the engine, trained on synthetic tokens, and what each step
-took.
+"""The steps of a benchmark: a model under the engine, trained on synthetic tokens, and the times of
+each step.
 
 [Note: random weights]
-A model without weights gets a million normal numbers over and over: drawing each of billions would
+A model without weights gets a million normal numbers over and over. To draw each of billions would
 take minutes, and neither time nor traffic of a step depends on them. Norms get ones, biases zeros.
 """
 
@@ -21,6 +21,7 @@ from torch import nn
 import infinity
 from infinity.bench.step.flops import Shape
 from infinity.config import Config
+from infinity.engine import Engine
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
 from infinity.observe import Span
@@ -29,13 +30,13 @@ from infinity.weights.tensors import INDEX, SINGLE
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
 _REST = 4
-"""Timed steps from which on the engine rests amid them."""
+"""From this many timed steps on, the engine rests amid them."""
 _PATTERN = 1_000_003  # a prime, so that rows of a matrix differ
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, and how; sizes in tokens and windows."""
+    """The training of a benchmark. Sizes are in tokens and windows."""
 
     source: ModelSource
     config: Config
@@ -47,7 +48,7 @@ class Workload:
     steps: int
     discard: int
     most_seconds: float
-    """No further step begins after so many seconds of them, when one was timed."""
+    """After so many seconds of steps, no further step begins, unless none was timed."""
     lr: float
     seed: int
     clip: str = "global"
@@ -59,8 +60,8 @@ class Workload:
         return self.length * self.batch_size * self.accumulate
 
     def batch(self, number: int, device: torch.device) -> dict[str, Any]:
-        """Micro-batch `number` of every step: the same tokens again and again, so that the loss has
-        to fall."""
+        """Micro-batch `number` of every step. It has the same tokens each time, so that the loss
+        must fall."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + number)
         ids = torch.randint(
             0, self.source.config.vocab_size, (self.batch_size, self.length), generator=generator
@@ -69,8 +70,8 @@ class Workload:
 
 
 def find_source(name: str, precision: str) -> ModelSource:
-    """As `find_model`; also a `config.json`, or a directory with nothing else, whose model gets
-    random weights."""
+    """Like `find_model`. Also finds a `config.json`, or a directory with nothing else, whose model
+    gets random weights."""
     path = Path(name)
     bare = path if path.is_file() else path / "config.json"
     if not bare.is_file() or (
@@ -92,7 +93,7 @@ def find_source(name: str, precision: str) -> ModelSource:
 
 
 def shape_of(model: nn.Module, config: Any) -> Shape:
-    """What the count of operations depends on."""
+    """The inputs of the count of operations."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tied = None if head is None else head.weight
     looked_up = {
@@ -118,7 +119,7 @@ def shape_of(model: nn.Module, config: Any) -> Shape:
 
 
 def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
-    """Give `model` values as the note above says; inside of `infinity.init()`."""
+    """Fill `model` as in [Note: random weights], inside of `infinity.init()`."""
     pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(seed)) * scale
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -131,11 +132,10 @@ def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's
-    report after the last one.
+    """The results: seconds, losses and waits (by cause) of each timed step, and the engine's report
+    after the last one.
 
-    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the
-    parameters.
+    `losses` are those of all steps, discarded ones included. `dtype` is that of the parameters.
     """
 
     seconds: list[float]
@@ -146,7 +146,7 @@ class Trained:
     """Unit updates of the timed steps that began in backward."""
     report: Report
     spans: list[Span]
-    """What the engine did, and when."""
+    """The spans of the engine."""
     shape: Shape
     dtype: torch.dtype
 
@@ -156,24 +156,16 @@ def train(
     say: Callable[[str], None],
     rest: Callable[[torch.dtype], None] = lambda dtype: None,
 ) -> Trained:
-    """Build the model without memory, wrap it and train; the engine is closed afterwards.
+    """Build the model without memory, wrap it, train, and close the engine.
 
-    A step lasts from its beginning to that of the next, so what runs beside the next one is paid
-    there. `rest`, given the dtype of the parameters, is called before the steps, and amid them
-    where there are four. The engine does nothing meanwhile. The step after it is not timed, because
-    nothing runs beside that.
+    A step lasts from its beginning to that of the next, so work beside the next step counts there.
+    `rest`, called with the dtype of the parameters, runs before the steps, and amid them if there
+    are four. The engine does nothing meanwhile. The step after it is not timed, because nothing
+    runs beside it.
     """
-    torch.manual_seed(work.seed)
-    with infinity.init(exact=False):
-        model = work.source.build(work.recomputes)
-        if work.source.directory is None:
-            fill_randomly(
-                model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02))
-            )
-    shape = shape_of(model, work.source.config)
-    model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
+    model, shape = _wrapped(work)
     with infinity.engine(model) as engine:
-        engine.discard_committed()  # nobody goes on from it
+        engine.discard_committed()  # no run resumes from it
         optimizer = infinity.AdamW(
             model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm, clip=work.clip
         )
@@ -181,14 +173,7 @@ def train(
         order: Any = "vertical" if work.vertical else "horizontal"
         batches = [work.batch(number, engine.device) for number in range(work.accumulate)]
         model.train()
-
-        def counts() -> dict[str, float]:
-            lanes = {lane: engine.recorder.seconds(lane) for lane in (*WAITS, "adam")}
-            kept = engine.recorder.counters().get("updates kept", 0)
-            found = {lane: sum(seconds.values()) for lane, seconds in lanes.items()}
-            return found | {"seconds": time.perf_counter(), "updates kept": kept}
-
-        # Timed steps, in parts, with others before each that are not.
+        # Parts of timed steps. Untimed steps precede each part.
         parts = [(work.discard, work.steps)]
         if work.steps >= _REST:
             half = work.steps // 2
@@ -201,7 +186,7 @@ def train(
                 break
             engine.drain()
             rest(dtype)
-            before = counts()
+            before = _counts(engine)
             for number in range(untimed + count):
                 if timed and spent > work.most_seconds:
                     break
@@ -209,7 +194,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(sum(output.item() for output in outputs) / len(outputs))
-                now = counts()
+                now = _counts(engine)
                 step = {name: now[name] - before[name] for name in now}
                 before, spent = now, spent + step["seconds"]
                 if number >= untimed:
@@ -228,3 +213,24 @@ def train(
             shape=shape,
             dtype=dtype,
         )
+
+
+def _wrapped(work: Workload) -> tuple[nn.Module, Shape]:
+    """The model under the engine, and its shape before it was wrapped."""
+    torch.manual_seed(work.seed)
+    source = work.source
+    with infinity.init(exact=False):
+        model = source.build(work.recomputes)
+        if source.directory is None:
+            scale = float(getattr(source.config, "initializer_range", 0.02))
+            fill_randomly(model, work.seed, scale)
+    shape = shape_of(model, source.config)
+    return infinity.wrap(model, work.config, weights=source.directory, seed=work.seed), shape
+
+
+def _counts(engine: Engine) -> dict[str, float]:
+    """The time, and seconds and counts of the engine since its start."""
+    recorder = engine.recorder
+    lanes = {lane: sum(recorder.seconds(lane).values()) for lane in (*WAITS, "adam")}
+    kept = recorder.counters().get("updates kept", 0)
+    return lanes | {"seconds": time.perf_counter(), "updates kept": kept}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +17,9 @@ from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.options import Debug, parse_size
 from infinity.cli.output import write_file
+
+if TYPE_CHECKING:
+    from infinity.bench.io.plan import Mode
 
 _WHERE = "Where"
 _WHAT = "What is measured"
@@ -314,22 +318,15 @@ def io(
     """
     with plain_failures(debug):
         from infinity.bench.io.benchmark import Benchmark
-        from infinity.bench.io.plan import MODES, Mode, Plan
+        from infinity.bench.io.plan import Plan
         from infinity.cli.bench.io.table import print_table
 
-        directories = tuple(nvme or ())
-        if not directories:
-            raise ValueError(
-                "no directory is given: add --nvme DIR, a directory on the drive to be measured"
-            )
+        paths = _directories(nvme)
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report, config=config)
-        left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
-        named = tuple(dict.fromkeys(name.value for name in mode or ()))
-        asked: tuple[Mode, ...] = cast(tuple[Mode, ...], named) or MODES
         plan = Plan(
-            paths=directories,
+            paths=paths,
             size=size,
             reserve=reserve,
             engine=engine,
@@ -337,7 +334,7 @@ def io(
             request_bytes=request_bytes,
             threads=threads,
             search_seconds=search_seconds,
-            modes=tuple(name for name in asked if name not in left_out),
+            modes=_modes(mode or (), no_read, no_write),
             rounds=rounds,
             round_seconds=round_seconds,
             tensor_bytes=tensor_bytes,
@@ -353,10 +350,29 @@ def io(
             summary = Benchmark(plan, say).run()
         if config is not None:
             write_file(config, json.dumps(summary["config"], indent=2) + "\n")
+        delivery.deliver(
+            summary, lambda: _page(summary), lambda console: print_table(summary, console)
+        )
 
-        def page() -> str:
-            from infinity.cli.bench.io.page import render
 
-            return render(summary)
+def _directories(nvme: list[Path] | None) -> tuple[Path, ...]:
+    if not nvme:
+        raise ValueError(
+            "no directory is given: add --nvme DIR, a directory on the drive to be measured"
+        )
+    return tuple(nvme)
 
-        delivery.deliver(summary, page, lambda console: print_table(summary, console))
+
+def _modes(named: Sequence[ModeName], no_read: bool, no_write: bool) -> tuple[Mode, ...]:
+    """The modes in the options, each once."""
+    from infinity.bench.io.plan import MODES
+
+    asked = cast("tuple[Mode, ...]", tuple(dict.fromkeys(name.value for name in named))) or MODES
+    left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
+    return tuple(name for name in asked if name not in left_out)
+
+
+def _page(summary: dict[str, Any]) -> str:
+    from infinity.cli.bench.io.page import render  # needs matplotlib
+
+    return render(summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from rich import box
@@ -51,85 +52,83 @@ def setting_words(setting: dict[str, Any]) -> str:
 def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Facts around the table of modes, as (name, text)."""
     search = summary["search"]
-    rows = []
-    for place in summary["paths"]:
-        known = [place["file_system"], place["device"], place["model"]]
-        known += [
-            place["pcie_link"] and f"PCIe {place['pcie_link']}",
-            place["numa_node"] and f"NUMA node {place['numa_node']}",
-        ]
-        known += [
-            place["direct_io_problem"] or "O_DIRECT",
-            f"{format_bytes(place['free_bytes'])} free",
-        ]
-        rows.append((place["path"], ", ".join(str(part) for part in known if part)))
-    machine = summary["machine"]
-    limit = (
-        "no limit" if machine["memlock_bytes"] is None else format_bytes(machine["memlock_bytes"])
-    )
-    ring = "refused" if machine["io_uring_problem"] else "works"
-    rows.append(
-        (
-            "machine",
-            f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {ring}, memlock "
-            f"{limit}, huge pages {machine['transparent_huge_pages'] or 'none'}",
-        )
-    )
-    rows.append(("notes", " ".join(summary["notes"])))
-    rows.append(("best setting", setting_words(summary["best"])))
-    rows.append(
+    rows = [
+        *((place["path"], _place_words(place)) for place in summary["paths"]),
+        ("machine", _machine_words(summary["machine"])),
+        ("notes", " ".join(summary["notes"])),
+        ("best setting", setting_words(summary["best"])),
         (
             "search",
-            (
-                f"{search['trials_count']} measurements of {search['settings_count']} "
-                f"settings in {search['seconds']:.1f} s"
-            ),
-        )
+            f"{search['trials_count']} measurements of {search['settings_count']} "
+            f"settings in {search['seconds']:.1f} s",
+        ),
+        *(("limit", sentence) for sentence in summary["limits"]),
+        ("of fio by round", "; ".join(_ratios(summary))),
+        *(
+            ("training step", _step_words(row))
+            for row in summary["rows"]
+            if row["mode"] == "replay"
+        ),
+        *_load_rows(summary),
+        ("wear", wear_words(summary["wear"])),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _place_words(place: dict[str, Any]) -> str:
+    known = [
+        place["file_system"],
+        place["device"],
+        place["model"],
+        place["pcie_link"] and f"PCIe {place['pcie_link']}",
+        place["numa_node"] and f"NUMA node {place['numa_node']}",
+        place["direct_io_problem"] or "O_DIRECT",
+        f"{format_bytes(place['free_bytes'])} free",
+    ]
+    return ", ".join(str(part) for part in known if part)
+
+
+def _machine_words(machine: dict[str, Any]) -> str:
+    locked = machine["memlock_bytes"]
+    return (
+        f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, "
+        f"io_uring {'refused' if machine['io_uring_problem'] else 'works'}, "
+        f"memlock {'no limit' if locked is None else format_bytes(locked)}, "
+        f"huge pages {machine['transparent_huge_pages'] or 'none'}"
     )
-    rows += [("limit", sentence) for sentence in summary["limits"]]
-    ratios = [
-        (
-            f"{row_name(row, len(summary['paths']))} "
-            f"{row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f}"
-        )
+
+
+def _ratios(summary: dict[str, Any]) -> list[str]:
+    return [
+        f"{row_name(row, len(summary['paths']))} "
+        f"{row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f}"
         for row in summary["rows"]
         if "fio_median_ratio" in row
     ]
-    rows.append(("of fio by round", "; ".join(ratios)))
-    for row in summary["rows"]:
-        if row["mode"] == "replay":
-            beside = f" beside {row['load']}" if row["load"] else ""
-            rows.append(
-                (
-                    "training step",
-                    f"{row['io_per_training_step_seconds']:.3g} s of I/O{beside} for "
-                    f"{row['model_parameters_count']:,} parameters, from "
-                    f"{row['replayed_parameters_count']:,} replayed",
-                )
-            )
-    if summary["load"]:
-        rows.append(
-            (
-                "load",
-                (
-                    f"Adam updated {summary['load']['adam_gigaparameters_per_second']:.2f} "
-                    "billion parameters per second"
-                ),
-            )
-        )
-    sustained = summary["sustained"]
+
+
+def _step_words(row: dict[str, Any]) -> str:
+    beside = f" beside {row['load']}" if row["load"] else ""
+    return (
+        f"{row['io_per_training_step_seconds']:.3g} s of I/O{beside} for "
+        f"{row['model_parameters_count']:,} parameters, from "
+        f"{row['replayed_parameters_count']:,} replayed"
+    )
+
+
+def _load_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    load, sustained = summary["load"], summary["sustained"]
+    if load:
+        speed = load["adam_gigaparameters_per_second"]
+        yield "load", f"Adam updated {speed:.2f} billion parameters per second"
     if sustained:
-        rows.append(
-            (
-                "sustained",
-                f"{sustained['last_half_gb_per_second']:.2f} GB/s in the last half of "
-                f"{sustained['seconds']:.0f} s, {sustained['first_tenth_gb_per_second']:.2f} at "
-                f"first, {format_bytes(sustained['written_bytes'])} written over "
-                f"{format_bytes(sustained['write_set_bytes'])}",
-            )
+        yield (
+            "sustained",
+            f"{sustained['last_half_gb_per_second']:.2f} GB/s in the last half of "
+            f"{sustained['seconds']:.0f} s, {sustained['first_tenth_gb_per_second']:.2f} at "
+            f"first, {format_bytes(sustained['written_bytes'])} written over "
+            f"{format_bytes(sustained['write_set_bytes'])}",
         )
-    rows.append(("wear", wear_words(summary["wear"])))
-    return [(name, text) for name, text in rows if text]
 
 
 def wear_words(wear: dict[str, Any]) -> str:
