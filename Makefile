@@ -89,7 +89,7 @@ queued-test: export OMP_WAIT_POLICY := passive
 queued-test: $(VENV)/installed  ## Run tests of the engine on a simulated device that computes beside the host
 	@mkdir -p build/empty
 	cd build/empty
-	INFINITY_TEST_DEVICE=queued "$(BIN)/pytest" -c ../../pyproject.toml -n $$(nproc) --dist load $(PYTEST_ARGS) $(addprefix ../../tests/,$(QUEUED))
+	INFINITY_TEST_DEVICE=queued "$(BIN)/pytest" -c ../../pyproject.toml -n $$(nproc) --dist load -m "not long" $(PYTEST_ARGS) $(addprefix ../../tests/,$(QUEUED))
 
 long-test:  ## Run the long versions of the tests for a night (LONG="words of some"), and write tests/long.md
 	@.ci/long $(LONG)

@@ -20,7 +20,7 @@ from hypothesis import settings
 from torch import nn
 
 import infinity
-from support import elsewhere, roads, threads
+from support import covering, elsewhere, roads, threads
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
@@ -43,8 +43,9 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the roads of all tests. On another device than the CPU leave out what cannot run
-    there."""
+    """Keep the roads of all tests, and mark what `make test` leaves out. On another device than the
+    CPU leave out what cannot run there."""
+    covering.mark_the_rest(items)
     config.stash[roads.COLLECTED] = roads.marked(items)
     for item in items:
         if not elsewhere.runs(item.path.relative_to(TESTS).as_posix(), item.name):

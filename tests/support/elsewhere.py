@@ -46,8 +46,12 @@ QUEUED_FILES = (
 NOT_ON_QUEUED = (
     "test_sparse_gradients_are_taken",
     "test_a_model_that_is_only_called_in_parts_is_traced_step_by_step",
+    "test_pieces_of_any_length",
+    "test_io_engine_copy_on_write_and_stripes",
+    "test_instruction_sets_and_threads",
 )
-"""Tests with sparse tensors, which `queued` lacks, and that bring no inputs to the device."""
+"""Tests with sparse tensors, which `queued` lacks. Tests that bring no inputs to the device. Tests
+whose parameters change what the host does with its drives and kernels, and no copy that queues."""
 PACE: dict[str, Any] = {"random": True, "compute_us": 20, "copy_us": 100}
 REASON = (
     f"INFINITY_TEST_DEVICE={KIND}: compares with numbers of the CPU, or runs no model "
