@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import tempfile
@@ -287,4 +288,64 @@ def test_a_family_of_transformers_is_saved_and_loaded(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
     again = type(plain).from_pretrained(tmp_path / "saved")
     assert same_weights(again, plain)
+    infinity.engine(model).close()
+
+
+def _assigned(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    self.weight.data = state[prefix + "weight"]
+    self.bias = nn.Parameter(state[prefix + "bias"])
+
+
+def _copied(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    self.weight.data.copy_(state[prefix + "weight"])
+    self.bias.data.copy_(self.weight.detach()[:, 0])
+
+
+def _merged(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    weight = self.weight.data.clone()
+    weight[:4] = state[prefix + "weight"][:4]
+    state = state | {prefix + "weight": weight, prefix + "bias": self.bias}
+    nn.Linear._load_from_state_dict(self, state, prefix, *rest)
+
+
+def _rescaled(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    nn.Linear._load_from_state_dict(self, state, prefix, *rest)
+    with torch.no_grad():
+        self.weight.mul_(2)
+        self.bias[:4].fill_(1)
+
+
+@pytest.mark.parametrize("load", [_assigned, _copied, _merged, _rescaled])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_module_with_a_loader_of_its_own(load: Any, swaps: bool, tmp_path: Path) -> None:
+    """It writes and reads its parameters as in plain PyTorch."""
+    kind = type("Own", (nn.Linear,), {"_load_from_state_dict": load})
+    plain = nn.Sequential(kind(8, 8), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
+    state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for each in (plain, model):
+            each.load_state_dict({name: value.clone() for name, value in state.items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same_weights(model, plain)
+    infinity.engine(model).close()
+
+
+def test_a_loader_that_writes_a_part_is_refused(tmp_path: Path) -> None:
+    def load(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight[:4] = state[prefix + "weight"][:4]
+
+    kind = type("Own", (nn.Linear,), {"_load_from_state_dict": load})
+    model = nn.Sequential(kind(8, 8))
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
+    with pytest.raises(infinity.ShardedParameterError, match=r"0\.weight .*gathered\(.*write=True"):
+        model.load_state_dict(state)
+    with infinity.gathered(model, write=True):
+        model.load_state_dict(state)
+    assert torch.equal(model[0].weight.detach()[:4], state["0.weight"][:4])
     infinity.engine(model).close()
