@@ -8,6 +8,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def goes_on(model: nn.Module) -> bool:
         lambda model: model.to(torch.zeros(1)),
         lambda model: model.cpu(),
         lambda model: model.float(),
+        lambda model: model.type(torch.float32),
         lambda model: model.blocks[0].to("cpu"),
         lambda model: nn.Sequential(model).cpu()[0],
     ],
@@ -80,6 +82,17 @@ def test_a_move_converts_what_is_not_the_engines(wrapped: Transformer) -> None:
     assert wrapped.scale.dtype == wrapped.added.weight.dtype == torch.float32
     del wrapped.added
     assert goes_on(wrapped)
+
+
+def test_a_parameter_of_the_class_of_a_parameter(wrapped: Transformer) -> None:
+    """Libraries make parameters that way. It is a plain one."""
+    for context in (nullcontext(), infinity.gathered(wrapped)):
+        with context:
+            made = type(wrapped.norm.weight)(torch.ones(3), requires_grad=False)
+        assert type(made) is nn.Parameter
+        assert torch.equal(made * 2, torch.full((3,), 2.0))
+    with infinity.gathered(wrapped), pytest.raises(infinity.ShardedParameterError, match="a copy"):
+        nn.Parameter(wrapped.norm.weight)
 
 
 def test_a_module_may_convert_its_own_things() -> None:
@@ -291,6 +304,10 @@ def test_a_family_of_transformers_is_saved_and_loaded(tmp_path: Path) -> None:
     infinity.engine(model).close()
 
 
+LOAD = "_load_from_state_dict"
+"""The method of a module that loads its own parameters."""
+
+
 def _assigned(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     self.weight.data = state[prefix + "weight"]
     self.bias = nn.Parameter(state[prefix + "bias"])
@@ -305,11 +322,11 @@ def _merged(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     weight = self.weight.data.clone()
     weight[:4] = state[prefix + "weight"][:4]
     state = state | {prefix + "weight": weight, prefix + "bias": self.bias}
-    nn.Linear._load_from_state_dict(self, state, prefix, *rest)
+    getattr(nn.Linear, LOAD)(self, state, prefix, *rest)
 
 
 def _rescaled(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    nn.Linear._load_from_state_dict(self, state, prefix, *rest)
+    getattr(nn.Linear, LOAD)(self, state, prefix, *rest)
     with torch.no_grad():
         self.weight.mul_(2)
         self.bias[:4].fill_(1)
@@ -319,7 +336,7 @@ def _rescaled(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None
 @pytest.mark.parametrize("swaps", [False, True])
 def test_a_module_with_a_loader_of_its_own(load: Any, swaps: bool, tmp_path: Path) -> None:
     """It writes and reads its parameters as in plain PyTorch."""
-    kind = type("Own", (nn.Linear,), {"_load_from_state_dict": load})
+    kind = type("Own", (nn.Linear,), {LOAD: load})
     plain = nn.Sequential(kind(8, 8), nn.Linear(8, 4))
     model = copy.deepcopy(plain)
     infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
@@ -339,7 +356,7 @@ def test_a_loader_that_writes_a_part_is_refused(tmp_path: Path) -> None:
         with torch.no_grad():
             self.weight[:4] = state[prefix + "weight"][:4]
 
-    kind = type("Own", (nn.Linear,), {"_load_from_state_dict": load})
+    kind = type("Own", (nn.Linear,), {LOAD: load})
     model = nn.Sequential(kind(8, 8))
     state = {name: value * 2 for name, value in model.state_dict().items()}
     infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
