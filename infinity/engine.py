@@ -50,6 +50,7 @@ from infinity.sharding.parameter import TRAINED
 from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.tiles import JoinedTiles, TiledWeight, named_wholes, pieces_of
 from infinity.sharding.unit import Unit
+from infinity.sharding.use import described
 from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap
 from infinity.weights.load import buffer_names, persistent_buffers
@@ -256,11 +257,12 @@ class Engine:
             for name, value in self.weights()
         }
         names = self._first_names() | buffer_names(self.model)
-        return {name: values[first] for name, first in names.items()}
+        later = {name: p.detach().to("cpu", copy=True) for name, p in self._later().items()}
+        return {name: values[first] for name, first in names.items()} | later
 
     def _first_names(self) -> dict[str, str]:
-        """By every name of a parameter the one that its unit knows; tied ones have several. What
-        was added to the model after `wrap` has no unit."""
+        """By every name of a parameter the one that its unit knows; tied ones have several.
+        Parameters that came after `wrap` have no unit: see `_later`."""
         known = {
             id(p): key
             for unit in self._units
@@ -268,6 +270,21 @@ class Engine:
         }
         named = [(name, pieces_of([p])[0]) for name, p in named_wholes(self.model)]
         return {name: known[id(p)] for name, p in named if id(p) in known}
+
+    def _later(self) -> dict[str, torch.Tensor]:
+        """The parameters that came to the model after `wrap`, by name."""
+        known = self._first_names()
+        return {name: p for name, p in named_wholes(self.model) if name not in known}
+
+    def _check_complete(self) -> None:
+        """Raise `ConfigError` if a checkpoint would lack parameters of the model."""
+        later = self._later()
+        if later:
+            raise ConfigError(
+                f"{described(list(later))} came to the model after infinity.wrap, and a checkpoint "
+                "of the engine would lack it: wrap the model once more, infinity.wrap(model, "
+                "config), before it is trained; model.state_dict() has it"
+            )
 
     @property
     def _state_directory(self) -> Path | None:
@@ -298,9 +315,11 @@ class Engine:
         `progress(done, total)` is called again and again with bytes of this rank; what it raises
         ends the save.
 
-        Raises `ConfigError` for arguments of other kinds, and `CheckpointError` when it cannot be
-        written; what was there is as it was, and training can go on.
+        Raises `ConfigError` for arguments of other kinds, and where parameters came to the model
+        after `wrap`. Raises `CheckpointError` when it cannot be written; what was there is as it
+        was, and training can go on.
         """
+        self._check_complete()
         self._checkpoints.save(
             self._buffers(),
             self._tied(),
@@ -346,6 +365,7 @@ class Engine:
             path = _path_of(directory)
             given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
             durability.snapshots.check()
+            self._check_complete()
         return durability.snapshot(
             lambda committed: self._checkpoints.snapshot(
                 committed, self._tied(), path, given, progress

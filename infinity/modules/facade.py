@@ -11,7 +11,7 @@ inside a module that contains the model. The class of a module does not change.
 | `to`, `cuda`, `half` and their kin | none if no parameter would change, else it raises |
 | `state_dict` | returns ordinary tensors, mapped from files (`directories/mapped`) |
 | `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
-| `pickle`, `torch.save(model)`, `copy.deepcopy` | raises an error that says what to do instead |
+| `pickle`, `torch.save`, `copy` | raises an error that says what to do instead |
 | `torch.jit.script` | the same |
 | `resize_token_embeddings` | the same, if the number of tokens would change |
 
@@ -21,6 +21,7 @@ state dict, and passes the same one.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -263,7 +264,9 @@ class Facade:
                 self._loads.add(loaded.parameter, loaded.value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """The method that `pickle` and `torch.save` call."""
+        """The method that `pickle`, `torch.save` and `copy.copy` call."""
+        if sys._getframe(1).f_globals["__name__"] == "copy":
+            raise ShardedParameterError(self._refused("copied", COPIED))
         raise ShardedParameterError(self._refused("pickled", SAVED))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

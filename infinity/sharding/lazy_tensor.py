@@ -77,12 +77,17 @@ _COPY = "use a copy: .clone()"
 _WRITE = "write what it is to be: .copy_(values)"
 
 
-class _NoSlots(list[str]):
-    """`torch.utils.swap_tensors` reads this of a class first."""
+class NoSlots(list[str]):
+    """`torch.utils.swap_tensors` reads this of a class first. `way_out` returns the way out for the
+    functions under way, or ""."""
+
+    def __init__(self, way_out: Callable[[], str] = str) -> None:
+        self._way_out = way_out
 
     def __iter__(self) -> NoReturn:
+        way = self._way_out() or _WRITE
         raise ShardedParameterError(
-            f"a tensor of a wrapped model {_NO_MEMORY.format(what='swap_tensors', way=_WRITE)}"
+            f"a tensor of a wrapped model {_NO_MEMORY.format(what='swap_tensors', way=way)}"
         )
 
 
@@ -100,11 +105,11 @@ class LazyTensor(InGraphs):
     """Whether other tensors may share its memory."""
     answers_backwards: ClassVar[bool] = False
     """Whether the class takes part in backwards with other tensors in its place."""
-    __slotnames__ = _NoSlots()
+    __slotnames__ = NoSlots()
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        cls.__slotnames__ = LazyTensor.__slotnames__  # torch looks in the class only
+        cls.__slotnames__ = cls.__slotnames__  # torch looks in the class only
 
     @classmethod
     def without_data(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
 from infinity.sharding.copied import flattened, writes
-from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.lazy_tensor import LazyTensor, NoSlots
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
 from infinity.sharding.twins import passing
 from infinity.sharding.value import WRITE, LazyValue, ParameterSource, closed
@@ -76,7 +76,10 @@ _MEMORY = {
 }
 """Functions that return the memory of a parameter, or replace it."""
 
-_BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
+_BEFORE = (
+    "do that before infinity.wrap, which then manages what it makes of the parameters, or call "
+    "infinity.engine(model).unwrap(), then that, and wrap the model once more"
+)
 MOVED = (
     "the engine moves the model: Config(precision=..., tuning=Tuning(device=...)) say "
     "its dtype and where it runs"
@@ -89,10 +92,8 @@ COPIED = (
     "for a copy build the model again, and let it "
     "load_state_dict(infinity.engine(model).state_dict())"
 )
-MADE = (
-    "a parameter of a wrapped model shares no memory with a new one: make that of a copy, "
-    "torch.nn.Parameter(parameter.detach().clone())"
-)
+_APART = "a parameter of a wrapped model shares no memory with a new one"
+MADE = f"{_APART}: make that of a copy, torch.nn.Parameter(parameter.detach().clone())"
 _AVERAGED = (
     "leave that out: infinity.wrap(model, config) averages gradients over all "
     "ranks of torch.distributed"
@@ -120,9 +121,9 @@ _WAYS = {
     ("torch.nn.modules.module", "_apply"): MOVED,
     ("torch.nn.parallel.distributed", "__init__"): _AVERAGED,
     ("torch.nn.utils.parametrize", "register_parametrization"): _BEFORE,
+    ("torch.nn.utils.parametrize", "remove_parametrizations"): _BEFORE,
     ("torch.nn.utils.weight_norm", "apply"): _BEFORE,
     ("torch.nn.utils.spectral_norm", "apply"): _BEFORE,
-    ("torch.nn.utils.prune", "apply"): _BEFORE,
     ("torch.distributed.pipelining._backward", "stage_backward_input"): _SPLIT_BACKWARD,
     ("torch.distributed.pipelining._backward", "stage_backward_weight"): _SPLIT_BACKWARD,
     ("torch.optim.optimizer", "wrapper"): _UPDATED,
@@ -134,6 +135,10 @@ _WAYS = {
 """The ways out for functions that touch parameters, by module and name."""
 
 
+_TAKEN_OUT = ("torch.nn.utils.weight_norm", "apply")
+"""A function that takes a parameter out of its module before it touches it."""
+
+
 class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     """A parameter that is not gathered, or its local tensor. Each unit has its own subclasses, so
     the type knows the unit."""
@@ -141,6 +146,11 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
     source: ClassVar[ParameterSource]
     ds_status = ZeroStatus.NOT_AVAILABLE
     way = WRITE
+    __slotnames__ = NoSlots(lambda: way_out())
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        """`type(parameter)(data)` is a plain parameter, which no engine manages."""
+        return nn.Parameter(*given, **named)
 
     def described(self) -> str:
         """Its text: as of a parameter, with its place."""
@@ -231,7 +241,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
                 return func(*args, **(kwargs or {}))
         if args and isinstance(args[0], ShardedParameter) and _keeps(args[0], name, args, kwargs):
             return args[0]
-        if name in _LIKE and isinstance(args[0], ShardedParameter) and not _way_out():
+        if name in _LIKE and isinstance(args[0], ShardedParameter) and not way_out():
             return func(_without_data(args[0]), *args[1:], **(kwargs or {}))
         owner, parameter = next(
             ((type(a), a) for a in flat if isinstance(a, ShardedParameter)),
@@ -251,7 +261,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         if name in _SAME and len(args) == 2 and args[0] is args[1] and source.facts.is_alone:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)  # callers need its place in the graph
-        way = _way_out()
+        way = way_out()
         if not way and _reads(name, accessor, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         raise ShardedParameterError(
@@ -331,6 +341,8 @@ def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
     elif name in ("cpu", "cuda"):
         found = (others[0] if others else named.get("device")) or name
         device = torch.device(name, found) if isinstance(found, int) else torch.device(found)
+    elif name == "type" and others and isinstance(others[0], torch.dtype):
+        dtype = others[0]
     elif dtype is None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -367,15 +379,32 @@ def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _way_out() -> str:
-    """The way out for the function that touches a parameter, if it is known; else ""."""
+def way_out() -> str:
+    """The way out for the functions under way that touch a parameter; "" if it is not known."""
     frame: FrameType | None = sys._getframe()
+    found = ""
     while frame is not None:
-        way = _WAYS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-        if way is not None:
-            return way
+        place = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        found = _WAYS.get(place, found)
+        if place == _TAKEN_OUT:
+            _put_back(**{name: frame.f_locals[name] for name in ("module", "name", "weight")})
+        if found not in ("", MADE):  # a function that makes a parameter has a way of its own
+            break
         frame = frame.f_back
-    return ""
+    return found
+
+
+def refuse_sharing() -> NoReturn:
+    """Raise `ShardedParameterError` for a new parameter of the memory of another one."""
+    way = way_out()
+    raise ShardedParameterError(MADE if way == MADE else f"{_APART}; {way}")
+
+
+def _put_back(module: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Give `module` its parameter again, as the first one."""
+    held = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({name: weight, **held})
 
 
 def guard_for(source: ParameterSource, kind: type[torch.Tensor]) -> type[ShardedParameter]:

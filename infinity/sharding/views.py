@@ -21,6 +21,7 @@ the address of both (`Addresses.block_at`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
@@ -31,6 +32,7 @@ from torch import nn
 
 from infinity.sharding.compiled import makes_graph
 from infinity.sharding.lazy_tensor import brought
+from infinity.sharding.parameter import refuse_sharing
 from infinity.sharding.twins import passing
 from infinity.sharding.value import ParameterSource
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
@@ -101,6 +103,10 @@ class GatheredParameter(nn.Parameter, ZeroNames):
 
     ds_status = ZeroStatus.AVAILABLE
 
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        """`type(parameter)(data)` is a plain parameter, which no engine manages."""
+        return nn.Parameter(*given, **named)
+
     views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
     """The views of all shown units. They are found here, because no attribute may be set on a
     parameter."""
@@ -122,8 +128,11 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         _DATA.__set__(self, brought(value))
 
     def detach(self) -> torch.Tensor:
-        """As of any tensor; see [Note: aliases that scripts keep]."""
+        """As of any tensor; see [Note: aliases that scripts keep]. Raises `ShardedParameterError`
+        inside of `nn.Parameter(parameter)`, which would share the memory."""
         if not torch.compiler.is_compiling():
+            if sys._getframe(1).f_globals["__name__"] == nn.Parameter.__module__:
+                refuse_sharing()
             for views in list(GatheredParameter.views):
                 views.alias(self)
         return super().detach()

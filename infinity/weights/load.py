@@ -308,7 +308,7 @@ def _fill(
         else:
             view.copy_(local(parameter.data))
         del view
-    unit.states.write(kind, facts.shard_of(flat))
+    unit.states.write(kind, unit.facts.shard_of(flat))
 
 
 def _kept_of(

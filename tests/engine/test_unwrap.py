@@ -125,3 +125,23 @@ def test_inside_of_its_use(tmp_path: Path) -> None:
         engine.unwrap()
     train(model, infinity.AdamW(model.parameters()), range(1))
     engine.close()
+
+
+def test_a_parameter_that_came_after_wrap_is_not_lost(tmp_path: Path) -> None:
+    """A checkpoint without it is refused. State dicts have it."""
+    (drive := tmp_path / "drive").mkdir()
+    model = wrapped(transformer(), drive)
+    model.blocks[0].register_parameter("gain", nn.Parameter(torch.ones(3)))
+    engine = infinity.engine(model)
+    assert torch.equal(engine.state_dict()["blocks.0.gain"], torch.ones(3))
+    refused = (
+        r"blocks\.0\.gain came to the model after infinity\.wrap, and a checkpoint of the engine "
+        r"would lack it: wrap the model once more, infinity\.wrap\(model, config\), before it is "
+        r"trained; model\.state_dict\(\) has it"
+    )
+    with pytest.raises(infinity.ConfigError, match=refused):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    engine = infinity.engine(wrapped(model, drive))
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()

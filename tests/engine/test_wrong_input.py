@@ -423,6 +423,7 @@ USES: dict[str, tuple[Callable[[Any], object], str]] = {
     "what holds it": (lambda model: nn.Sequential(model).bfloat16(), MOVED),
     "share_memory": (lambda model: model.share_memory(), MOVED),
     "to_empty": (lambda model: model.to_empty(device="cpu"), MOVED),
+    "copy": (copy.copy, COPIED),
     "deepcopy": (copy.deepcopy, COPIED),
     "average": (torch.optim.swa_utils.AveragedModel, COPIED),
     "deepcopy of a part": (lambda model: copy.deepcopy(model.blocks), COPIED),

@@ -3,10 +3,12 @@ one."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ def goes_on(model: nn.Module) -> bool:
         lambda model: model.to(torch.zeros(1)),
         lambda model: model.cpu(),
         lambda model: model.float(),
+        lambda model: model.type(torch.float32),
         lambda model: model.blocks[0].to("cpu"),
         lambda model: nn.Sequential(model).cpu()[0],
     ],
@@ -79,6 +82,17 @@ def test_a_move_converts_what_is_not_the_engines(wrapped: Transformer) -> None:
     assert wrapped.scale.dtype == wrapped.added.weight.dtype == torch.float32
     del wrapped.added
     assert goes_on(wrapped)
+
+
+def test_a_parameter_of_the_class_of_a_parameter(wrapped: Transformer) -> None:
+    """Libraries make parameters that way. It is a plain one."""
+    for context in (nullcontext(), infinity.gathered(wrapped)):
+        with context:
+            made = type(wrapped.norm.weight)(torch.ones(3), requires_grad=False)
+        assert type(made) is nn.Parameter
+        assert torch.equal(made * 2, torch.full((3,), 2.0))
+    with infinity.gathered(wrapped), pytest.raises(infinity.ShardedParameterError, match="a copy"):
+        nn.Parameter(wrapped.norm.weight)
 
 
 def test_a_module_may_convert_its_own_things() -> None:
@@ -287,4 +301,68 @@ def test_a_family_of_transformers_is_saved_and_loaded(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
     again = type(plain).from_pretrained(tmp_path / "saved")
     assert same_weights(again, plain)
+    infinity.engine(model).close()
+
+
+LOAD = "_load_from_state_dict"
+"""The method of a module that loads its own parameters."""
+
+
+def _assigned(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    self.weight.data = state[prefix + "weight"]
+    self.bias = nn.Parameter(state[prefix + "bias"])
+
+
+def _copied(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    self.weight.data.copy_(state[prefix + "weight"])
+    self.bias.data.copy_(self.weight.detach()[:, 0])
+
+
+def _merged(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    weight = self.weight.data.clone()
+    weight[:4] = state[prefix + "weight"][:4]
+    state = state | {prefix + "weight": weight, prefix + "bias": self.bias}
+    getattr(nn.Linear, LOAD)(self, state, prefix, *rest)
+
+
+def _rescaled(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    getattr(nn.Linear, LOAD)(self, state, prefix, *rest)
+    with torch.no_grad():
+        self.weight.mul_(2)
+        self.bias[:4].fill_(1)
+
+
+@pytest.mark.parametrize("load", [_assigned, _copied, _merged, _rescaled])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_module_with_a_loader_of_its_own(load: Any, swaps: bool, tmp_path: Path) -> None:
+    """It writes and reads its parameters as in plain PyTorch."""
+    kind = type("Own", (nn.Linear,), {LOAD: load})
+    plain = nn.Sequential(kind(8, 8), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
+    state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for each in (plain, model):
+            each.load_state_dict({name: value.clone() for name, value in state.items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same_weights(model, plain)
+    infinity.engine(model).close()
+
+
+def test_a_loader_that_writes_a_part_is_refused(tmp_path: Path) -> None:
+    def load(self: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight[:4] = state[prefix + "weight"][:4]
+
+    kind = type("Own", (nn.Linear,), {LOAD: load})
+    model = nn.Sequential(kind(8, 8))
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    infinity.wrap(model, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
+    with pytest.raises(infinity.ShardedParameterError, match=r"0\.weight .*gathered\(.*write=True"):
+        model.load_state_dict(state)
+    with infinity.gathered(model, write=True):
+        model.load_state_dict(state)
+    assert torch.equal(model[0].weight.detach()[:4], state["0.weight"][:4])
     infinity.engine(model).close()

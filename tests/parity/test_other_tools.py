@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize, prune
 
 import infinity
 from support.configs import config_of
@@ -204,6 +206,92 @@ def test_parametrized_before_wrap(kind: str, tmp_path: Path) -> None:
         torch.equal(engine.gradient(p), plain.get_parameter(name).grad)
         for name, p in model.named_parameters()
     )
+
+
+class Halved(nn.Module):
+    """A parametrization without a right inverse."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+REGISTERED: dict[str, Callable[[nn.Module], object]] = {
+    "custom": lambda linear: parametrize.register_parametrization(linear, "weight", Halved()),
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "weight_norm in hooks": nn.utils.weight_norm,
+    "spectral_norm in hooks": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_parametrized_after_wrap(kind: str, wrapped: Transformer) -> None:
+    """Refused before anything is changed, unless the model is gathered."""
+    names = [name for name, _ in wrapped.named_parameters()]
+    way = r"infinity\.wrap, .*, or call infinity\.engine\(model\)\.unwrap\(\), then that, and wrap"
+    with pytest.raises(infinity.ShardedParameterError, match=way):
+        REGISTERED[kind](wrapped.blocks[0].up)
+    assert sorted(name for name, _ in wrapped.named_parameters()) == sorted(names)
+    assert goes_on(wrapped)
+    if "hooks" in kind:
+        return
+    plain = transformer()
+    refused = pytest.raises(infinity.ShardedParameterError, match=rf"shares no memory.*{way}")
+    with (
+        infinity.gathered(wrapped, write=True),
+        refused if kind == "weight_norm" else nullcontext(),
+    ):
+        for model in (plain, wrapped):
+            torch.manual_seed(0)
+            REGISTERED[kind](model.blocks[0].up)
+    if kind != "weight_norm":
+        assert torch.equal(wrapped(**text_batch(0)).loss, plain(**text_batch(0)).loss)
+
+
+@pytest.mark.parametrize("kind", ["custom", "spectral_norm", "weight_norm"])
+def test_a_parametrization_is_removed(kind: str, tmp_path: Path) -> None:
+    """Refused in a wrapped model, before a buffer is changed, and done after `unwrap`."""
+
+    def make() -> Transformer:
+        torch.manual_seed(0)
+        model = transformer()
+        REGISTERED[kind](model.blocks[0].up)
+        return model
+
+    plain, model = make(), wrap(make(), tmp_path)
+    with pytest.raises(infinity.ShardedParameterError, match=r"unwrap\(\), then that"):
+        parametrize.remove_parametrizations(model.blocks[0].up, "weight")
+    assert all(torch.equal(b, plain.get_buffer(name)) for name, b in model.named_buffers())
+    model = infinity.engine(model).unwrap()
+    for each in (plain, model):
+        parametrize.remove_parametrizations(each.blocks[0].up, "weight")
+    wrap(model, tmp_path)
+    assert torch.equal(model(**text_batch(0)).loss, plain(**text_batch(0)).loss)
+    infinity.engine(model).close()
+
+
+def test_pruned_after_wrap(wrapped: Transformer) -> None:
+    """Twice, between steps."""
+    plain = transformer()
+    optimizers = [
+        kind(model.parameters(), lr=0.01)
+        for kind, model in ((torch.optim.AdamW, plain), (infinity.AdamW, wrapped))
+    ]
+    losses: list[list[torch.Tensor]] = [[], []]
+    for number in range(3):
+        for model, optimizer, found in zip((plain, wrapped), optimizers, losses, strict=True):
+            found.append(model(**text_batch(number)).loss)
+            found[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number < 2:
+                prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    assert set(infinity.engine(wrapped).state_dict()) == set(plain.state_dict())
+    for name, mask in plain.named_buffers():
+        assert torch.equal(wrapped.get_buffer(name), mask)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])

@@ -32,7 +32,8 @@ def _stand_in() -> None:
     """Let the file be imported: a test that uses such a name says so, and others run."""
     module = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     for name in _INTERNALS.split():
-        setattr(module, name, refused(name, f"{name} is internal to DeepSpeed"))
+        sentence = f"{name} is internal to DeepSpeed"
+        setattr(module, name, refused(name, module.__name__, sentence))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
