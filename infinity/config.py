@@ -389,6 +389,15 @@ class Config(_Knobs):
     (`infinity.adapt`).
     """
 
+    accumulation: Literal["batch_major", "layer_major"] = "batch_major"
+    """The order of micro-batches and layers in a Trainer with `gradient_accumulation_steps`.
+
+    "layer_major" takes all micro-batches of a step through a unit before the next unit, like
+    `infinity.accumulate`. So parameters move once a step, not once a micro-batch. The activations
+    of all micro-batches are alive at once. Weights are bitwise the same, unless the model draws
+    random numbers.
+    """
+
     durability: Durability = "off"
     """What outlives the process: nothing, or with "step" every optimizer step, or every N-th step.
 

@@ -20,17 +20,25 @@ Trainer or from `save_only_model=True`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from infinity.accumulation import accumulate
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError, in_words
-from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
+from infinity.integrations.accelerate import (
+    ONE_BACKEND,
+    adopt,
+    begin_backward,
+    is_new_optimizer,
+)
+from infinity.integrations.durable_trainer import DurableTrainerMixin
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.conversion import algorithm_of
@@ -75,13 +83,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
 }
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object  # a Trainer follows the mixin in the bases
-
-
-class InfinityTrainerMixin(Base):  # type: ignore[misc]
+class InfinityTrainerMixin(DurableTrainerMixin):
     """Runs the model of a Trainer on this engine: a base class before a subclass of
     `transformers.Trainer`.
 
@@ -99,12 +101,19 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
     before anything is changed.
     """
 
-    def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
-        self._infinity_config = infinity_config
+    def __init__(
+        self,
+        *args: Any,
+        infinity_config: Config | None = None,
+        resume: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._infinity_config, self._resume = infinity_config, resume
         self._wrapped_model: nn.Module | None = None  # by this trainer
         self._given_optimizer = optimizer_in(kwargs.get("optimizers"))
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
+        self._waiting: list[Any] = []  # micro-batches
         super().__init__(*args, **kwargs)
 
     # The model
@@ -119,6 +128,12 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         adopt(self.accelerator)
         if self.model is not None:
             self._wrap(self.model)
+            self.follow(self.model)
+        elif self._resume:
+            raise ConfigError(
+                "resume=True resumes the model that the trainer is given, and model_init builds "
+                "others; give model=model_init()"
+            )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Like transformers. Closes the engine of the last model, and wraps the new model."""
@@ -140,6 +155,11 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                     "the model is wrapped already, so infinity_config would change nothing; leave "
                     "one of the two out"
                 )
+            if self._resume:
+                raise ConfigError(
+                    "the model is wrapped already, so resume=True would change nothing; give it to "
+                    "infinity.wrap"
+                )
             return
         optimizer = self._given_optimizer
         if optimizer is not None and not trains(optimizer, model):
@@ -148,7 +168,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                 "would train nothing; make it of model.parameters() of this model"
             )
         config = with_device(Config() if config is None else config, self.args.device)
-        wrap_for(model, self._completed(config), () if optimizer is None else [optimizer])
+        given = () if optimizer is None else [optimizer]
+        wrap_for(model, self._completed(config), given, self._resume)
         self._wrapped_model = model
 
     def _completed(self, config: Config) -> Config:
@@ -184,6 +205,30 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             schedulers = [] if self.lr_scheduler is None else [self.lr_scheduler]
             self.optimizer: Any = convert(made, schedulers)
         return self.optimizer
+
+    # Micro-batches
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Like transformers. With `Config(accumulation="layer_major")` all micro-batches of a step
+        run with the last one, which is the one outside of `no_sync`; the others return 0."""
+        count = self.current_gradient_accumulation_steps
+        step = super().training_step
+        if count == 1 or engine(self.model).config.accumulation == "batch_major":
+            return step(model, inputs, num_items_in_batch)
+        self._waiting.append(inputs)
+        if len(self._waiting) < count:
+            return torch.zeros((), device=self.args.device)
+
+        def work(inputs: Any, begin: Callable[[torch.Tensor], None]) -> torch.Tensor:
+            begin_backward.set(begin)
+            loss: torch.Tensor = step(model, inputs, num_items_in_batch)
+            return loss
+
+        batches, self._waiting = self._waiting, []
+        *losses, last = accumulate(self.model, [partial(work, each) for each in batches])
+        for loss in losses:  # in the order of Trainer
+            self._tr_loss += loss
+        return last
 
     # Checkpoints. See [Note: checkpoints of a trainer].
 
