@@ -20,6 +20,7 @@ Trainer or from `save_only_model=True`.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -47,12 +48,16 @@ from infinity.optim.optimizer import Optimizer
 
 with required("transformers", "trainer"):
     from transformers import Trainer
-    from transformers.trainer import SCHEDULER_NAME
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 log = logging.getLogger("infinity")
 
 FOLDER = "infinity"
 """The checkpoint of the engine in `checkpoint-N`."""
+
+DRAFT = ".saving"
+"""Where a checkpoint is until it is whole, in the output directory."""
 
 
 class Counterpart(NamedTuple):
@@ -114,6 +119,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
         self._waiting: list[Any] = []  # micro-batches
+        self._draft: Path | None = None  # the directory of a checkpoint that is being saved
         super().__init__(*args, **kwargs)
 
     # The model
@@ -231,6 +237,40 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         return last
 
     # Checkpoints. See [Note: checkpoints of a trainer].
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self._draft or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        if self.args.push_to_hub:
+            super()._save_checkpoint(model, trial)  # uploads it from where it is written
+            return
+        folder = Path(self._get_output_dir(trial))
+        draft, name = folder / DRAFT, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(draft, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._draft = draft
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._draft = None
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(draft / name):
+            self.state.best_model_checkpoint = str(folder / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(draft / name / TRAINER_STATE_NAME))
+            if (folder / name).exists():
+                (folder / name).rename(draft / "replaced")
+            (draft / name).rename(folder / name)
+            shutil.rmtree(draft)
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.args.should_save or state_dict is not None:

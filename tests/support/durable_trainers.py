@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -35,6 +36,7 @@ class SetUp(NamedTuple):
     trainer: str = "Trainer"
     signal: signal.Signals = signal.SIGKILL
     ranks: int = 1
+    layers: int = 2
 
 
 LAYER_MAJOR = {"accumulation": "layer_major"}
@@ -125,20 +127,20 @@ def noisy(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def model_of(set_up: SetUp) -> Any:
+def model_of(set_up: SetUp, plain: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=set_up.layers,
         num_attention_heads=2,
         max_position_embeddings=64,
         attention_dropout=set_up.dropout,
     )
     torch.manual_seed(7)
-    with infinity.init():
+    with contextlib.nullcontext() if plain else infinity.init():
         model: Any = LlamaForCausalLM(config).to(set_up.dtype)
         if set_up.lora:
             import peft
@@ -216,7 +218,7 @@ def build(set_up: SetUp, folder: Path, resume: bool, plain: bool = False) -> Any
             **{"durability": "step", "tuning": infinity.Tuning(poison=True)} | set_up.config,
         )
         kind = type("Durable", (InfinityTrainerMixin, kind), {})
-    trainer = kind(model=model_of(set_up), args=kinds[1](**usual | set_up.args), **given)
+    trainer = kind(model=model_of(set_up, plain), args=kinds[1](**usual | set_up.args), **given)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
