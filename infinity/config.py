@@ -84,6 +84,10 @@ def _as_durability(value: Any) -> Any:
     )
 
 
+def _as_accumulation(value: Any) -> Any:
+    return "vertical" if value == "layer_major" else value
+
+
 def _as_tuning(value: Any) -> Any:
     odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     if odd:
@@ -102,6 +106,7 @@ ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activatio
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
 Durability = Annotated[Literal["off", "step"] | int, BeforeValidator(_as_durability)]
 """The committed steps: none, every step, or every N-th step."""
+Accumulation = Annotated[Literal["horizontal", "vertical"], BeforeValidator(_as_accumulation)]
 Shares = Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)]
 
 
@@ -389,13 +394,13 @@ class Config(_Knobs):
     (`infinity.adapt`).
     """
 
-    accumulation: Literal["batch_major", "layer_major"] = "batch_major"
-    """The order of micro-batches and layers in a Trainer with `gradient_accumulation_steps`.
+    accumulation: Accumulation = "horizontal"
+    """The order of a Trainer's micro-batches: one after the other, or all through each unit.
 
-    "layer_major" takes all micro-batches of a step through a unit before the next unit, like
-    `infinity.accumulate`. So parameters move once a step, not once a micro-batch. The activations
-    of all micro-batches are alive at once. Weights are bitwise the same, unless the model draws
-    random numbers.
+    It is the order of `infinity.accumulate`, for `gradient_accumulation_steps`. With "vertical",
+    also written "layer_major", parameters move once a step, not once a micro-batch, and the
+    activations of all micro-batches are alive at once. Weights are bitwise the same, unless the
+    model draws random numbers.
     """
 
     durability: Durability = "off"

@@ -462,6 +462,11 @@ class Engine:
         return self._device.torch
 
     @property
+    def compute_device(self) -> ComputeDevice:
+        """The same device, with its streams and random generators."""
+        return self._device
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """The units, in the order of the modules."""
         return tuple(self._units)

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import optimization
 from transformers.trainer_callback import ExportableState
 
+from infinity.durable.record import RandomStates
 from infinity.engine import engine
 from infinity.errors import ConfigError
 from infinity.integrations.trainer_notes import (
@@ -37,10 +38,8 @@ from infinity.integrations.trainer_notes import (
     STEPPED,
     UPDATED,
     Fetches,
-    LogFile,
+    TrainingLog,
     notes_of,
-    random_states,
-    set_random_states,
 )
 from infinity.interrupt import Interrupt
 
@@ -83,7 +82,7 @@ else:
     Base = object  # a Trainer follows the mixin in the bases
 
 
-class _Stopped(Exception):
+class _SignalCame(Exception):
     """A signal came, and the current step is complete."""
 
     def __init__(self, number: int) -> None:
@@ -108,15 +107,18 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._resumed: dict[str, Any] | None = None
         self._rest: dict[str, Any] | None = None  # of a resumed epoch
         self._epoch = self._first_step = 0
-        self._epoch_random: dict[str, Any] | None = None
+        self._epoch_random: RandomStates | None = None
         self._data_seed: int | None = None
         self._last_norm: Any = None
-        self._fetches = Fetches()
-        self._lines = LogFile(None)
+        self._fetches = Fetches(self._engine.compute_device)
+        self._lines = TrainingLog(None)
         self._interrupt: Interrupt | None = None
         self._hook: RemovableHandle | None = None  # before a step of the optimizer
 
-    # Notes
+    # TrainerNotes
+
+    def _random_states(self) -> RandomStates:
+        return RandomStates.of(self._engine.compute_device)
 
     def _kept(self) -> dict[str, Any]:
         found = {name: getattr(self.args, name) for name in KEPT}
@@ -166,10 +168,10 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                     {name: value for name, value in group.items() if name != "params"}
                     for group in self.optimizer.param_groups
                 ],
-                "random": random_states(),
-                "epoch_random": self._epoch_random,
+                "random": _values(self._random_states()),
+                "epoch_random": _values(self._epoch_random),
                 "data_seed": self._data_seed,
-                "ahead": self._fetches.ahead(done * self.args.gradient_accumulation_steps),
+                "ahead": _values(self._fetches.ahead(done * self.args.gradient_accumulation_steps)),
                 "lines": self._lines.length,
             },
         )
@@ -193,7 +195,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 if threading.current_thread() is threading.main_thread():
                     self._interrupt = stack.enter_context(Interrupt(only_defaults=True))
                 return super().train(resume_from_checkpoint, *args, **kwargs)
-        except _Stopped as stopped:
+        except _SignalCame as stopped:
             if stopped.number == signal.SIGINT:
                 raise KeyboardInterrupt from None
             self._engine.close()
@@ -210,7 +212,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         committed, self._notes.committed = self._notes.committed, {}
         self._resumed = committed or None
         is_first = self.args.process_index == 0
-        self._lines = LogFile(Path(self.args.output_dir, METRICS) if is_first else None)
+        self._lines = TrainingLog(Path(self.args.output_dir, METRICS) if is_first else None)
         if not committed:
             self._history = self._lines.begin(0)
             return False
@@ -306,13 +308,13 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         note, self._rest = self._rest, None
         self._epoch = kwargs["epoch"]
         if note is not None:
-            set_random_states(note["random"])
+            _states(note["random"]).restore(self._engine.compute_device)
             self._restore_control(note)
         if note is not None and note["moment"] != EPOCH_ENDED:
             self._resume_epoch(note, kwargs)
         else:
             self.control.should_epoch_stop = False
-            self._first_step, self._epoch_random = self.state.global_step, random_states()
+            self._first_step, self._epoch_random = self.state.global_step, self._random_states()
             self._fetches.begin()
             super()._run_epoch(**kwargs)
         self.note(EPOCH_ENDED)
@@ -321,16 +323,16 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
     def _resume_epoch(self, note: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
         trained = kwargs["steps_trained_in_current_epoch"]
         batches = kwargs["num_update_steps_per_epoch"] * self.args.gradient_accumulation_steps
-        self._epoch_random = note["epoch_random"]
-        self._fetches.begin(trained, note["ahead"])
+        self._epoch_random = _states(note["epoch_random"])
+        self._fetches.begin(trained, note["ahead"] and _states(note["ahead"]))
         if note["moment"] == UPDATED:
             self._finish_step(note, kwargs)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 trained = batches
-        self._fetches.continue_from(random_states())
+        self._fetches.continue_from(self._random_states())
         if trained < batches:
             # The sampler and the seeds of workers are drawn again as the epoch began.
-            set_random_states(note["epoch_random"])
+            self._epoch_random.restore(self._engine.compute_device)
         kwargs |= {"steps_trained_in_current_epoch": trained, "resume_from_checkpoint": METRICS}
         super()._run_epoch(**kwargs | {"epochs_trained": kwargs["epoch"]})
 
@@ -389,17 +391,25 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         return super()._finalize_training(*args, **kwargs)
 
     def _stop_if_asked(self) -> None:
-        """Raise `_Stopped` if a signal came to any rank."""
+        """Raise `_SignalCame` if a signal came to any rank."""
         number = 0 if self._interrupt is None else self._interrupt.signal or 0
         if self.args.world_size > 1:
             most = torch.tensor(number, device=self.args.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             number = int(most)
         if number:
-            raise _Stopped(number)
+            raise _SignalCame(number)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Like transformers, and append the entry to `metrics.jsonl` if the training is durable."""
         super().log(logs, *args, **kwargs)
         if self._is_durable and self.is_in_train:
             self._lines.write(self.state.log_history[-1])
+
+
+def _values(states: RandomStates | None) -> dict[str, Any] | None:
+    return None if states is None else states.values()
+
+
+def _states(values: dict[str, Any]) -> RandomStates:
+    return RandomStates.model_validate(values)

@@ -1,4 +1,4 @@
-"""What a record of the engine has of a Trainer: its last note, with random states, and the log.
+"""The state of a Trainer in a record of the engine: notes, random states, and the log.
 
 [Note: batches ahead]
 accelerate fetches batch N + 1 before it hands out batch N. So what datasets and collators draw for
@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from infinity.device import ComputeDevice
+from infinity.durable.record import RandomStates
 from infinity.engine import Engine
 
 log = logging.getLogger("infinity")
@@ -29,10 +27,8 @@ UPDATED, STEPPED, EPOCH_ENDED = "updated", "stepped", "epoch ended"
 """The moments of notes. A note has all of the step up to there: the update of the weights;
 scheduler, callbacks, log, evaluation and checkpoint; the end of the epoch."""
 
-RandomStates = dict[str, Any]
 
-
-class Notes:
+class TrainerNotes:
     """Holds the last note of the trainers of one engine. The engine may ask for it at any time, and
     commits it with its states.
 
@@ -76,42 +72,16 @@ class Notes:
         self._last = self.committed = state
 
 
-_NOTES: weakref.WeakKeyDictionary[Engine, Notes] = weakref.WeakKeyDictionary()
+_NOTES: weakref.WeakKeyDictionary[Engine, TrainerNotes] = weakref.WeakKeyDictionary()
 
 
-def notes_of(engine: Engine) -> Notes:
+def notes_of(engine: Engine) -> TrainerNotes:
     """The notes of the trainers of `engine`, which it commits from the first call on."""
     if engine not in _NOTES:
-        notes = Notes(engine)
+        notes = TrainerNotes(engine)
         engine.track(trainer=notes)
         _NOTES[engine] = notes
     return _NOTES[engine]
-
-
-def random_states() -> RandomStates:
-    """The states of the generators of Python, numpy and torch."""
-    version, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = numpy
-    found = {
-        "python": [version, torch.tensor(words), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def set_random_states(states: RandomStates) -> None:
-    """Continue to draw from `states`."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 class Fetches:
@@ -120,7 +90,8 @@ class Fetches:
     See [Note: batches ahead]. Batches are counted from the begin of their epoch, on this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
         self.begin()
 
     def begin(self, first: int = 0, ahead: RandomStates | None = None) -> None:
@@ -136,7 +107,7 @@ class Fetches:
     def settle(self) -> None:
         """Continue from the states of `continue_from`, once."""
         if self._then is not None:
-            set_random_states(self._then)
+            self._then.restore(self._device)
             self._then = None
 
     def before(self, batch: int) -> None:
@@ -144,10 +115,10 @@ class Fetches:
         if batch < self._first:
             return  # it is skipped
         if batch == self._first and self._ahead is not None:
-            set_random_states(self._ahead)
+            self._ahead.restore(self._device)
         elif batch > self._first:
             self.settle()
-        self._before[batch] = random_states()
+        self._before[batch] = RandomStates.of(self._device)
 
     def ahead(self, trained: int) -> RandomStates | None:
         """The state before batch number `trained`, or None if it is not fetched or comes from a
@@ -170,7 +141,7 @@ class Fetches:
             sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": batches})
 
 
-class LogFile:
+class TrainingLog:
     """The log of a training as JSON lines, of which a note has the length alone. Without a path it
     has no lines."""
 

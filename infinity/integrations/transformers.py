@@ -215,11 +215,11 @@ class InfinityTrainerMixin(DurableTrainerMixin):
     # Micro-batches
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Like transformers. With `Config(accumulation="layer_major")` all micro-batches of a step
+        """Like transformers. With `Config(accumulation="vertical")` all micro-batches of a step
         run with the last one, which is the one outside of `no_sync`; the others return 0."""
         count = self.current_gradient_accumulation_steps
         step = super().training_step
-        if count == 1 or engine(self.model).config.accumulation == "batch_major":
+        if count == 1 or engine(self.model).config.accumulation == "horizontal":
             return step(model, inputs, num_items_in_batch)
         self._waiting.append(inputs)
         if len(self._waiting) < count:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from support.durable_trainers import (
     SET_UPS,
@@ -31,7 +32,7 @@ from support.durable_trainers import (
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
-KILLED = ["dataset that draws, accumulation", "two ranks, layer-major, evaluation"]
+KILLED = ["dataset that draws, accumulation", "two ranks, vertical, evaluation"]
 """The set-ups whose processes are killed each time."""
 
 
@@ -96,7 +97,7 @@ def test_both_orders_of_accumulation_train_like_a_plain_trainer(
     """Without dropout both orders have the same bits. The last step of an epoch is smaller."""
     set_up = set_up._replace(dropout=0.0)
     logs, digests = {}, {}
-    for kind in ("plain", "batch_major", "layer_major"):
+    for kind in ("plain", "horizontal", "vertical"):
         order = {"accumulation": kind} if kind != "plain" else {}
         trainer = build(
             set_up._replace(config=order), tmp_path / kind, False, plain=kind == "plain"
@@ -106,15 +107,15 @@ def test_both_orders_of_accumulation_train_like_a_plain_trainer(
         digests[kind] = digest_of(trainer.model)
         if kind != "plain":
             infinity.engine(trainer.model).close()
-    assert logs["batch_major"] == pytest.approx(logs["plain"], rel=1e-6)
-    assert logs["layer_major"] == logs["batch_major"]
-    assert digests["layer_major"] == digests["batch_major"]
+    assert logs["horizontal"] == pytest.approx(logs["plain"], rel=1e-6)
+    assert logs["vertical"] == logs["horizontal"]
+    assert digests["vertical"] == digests["horizontal"]
 
 
-def test_layer_major_order_moves_fewer_bytes(tmp_path: Path) -> None:
+def test_vertical_order_moves_fewer_bytes(tmp_path: Path) -> None:
     """On budgets below the model a step reads its parameters once, not once a micro-batch."""
     read = {}
-    for order in ("batch_major", "layer_major"):
+    for order in ("horizontal", "vertical"):
         set_up = SetUp(
             {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1} | {"max_steps": 3},
             {"accumulation": order, "gpu_memory": "160KiB", "cpu_memory": "4MiB"}
@@ -126,7 +127,7 @@ def test_layer_major_order_moves_fewer_bytes(tmp_path: Path) -> None:
         trainer.train()
         with infinity.engine(trainer.model) as engine:
             read[order] = engine.io.counters()["bytes_read"]
-    assert read["layer_major"] < 0.6 * read["batch_major"]
+    assert read["vertical"] < 0.6 * read["horizontal"]
 
 
 def test_what_a_resume_refuses(tmp_path: Path) -> None:
@@ -217,15 +218,15 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(
         "metrics.jsonl",
     ]
     trainer = build(set_up, tmp_path / "cut", False)
-    real, saves = type(trainer)._save_rng_state, []
+    real, saves = Engine.save_checkpoint, []
 
-    def cut(self: Any, output: str) -> None:
+    def cut(self: Any, output: Path, *args: Any, **kwargs: Any) -> None:
         saves.append(output)
         if len(saves) == 2:
             raise Cut
-        real(self, output)
+        real(self, output, *args, **kwargs)
 
-    monkeypatch.setattr(type(trainer), "_save_rng_state", cut)
+    monkeypatch.setattr(Engine, "save_checkpoint", cut)
     with infinity.engine(trainer.model), pytest.raises(Cut):
         trainer.train()
     last = get_last_checkpoint(str(tmp_path / "cut" / "out"))

@@ -39,7 +39,7 @@ class SetUp(NamedTuple):
     layers: int = 2
 
 
-LAYER_MAJOR = {"accumulation": "layer_major"}
+VERTICAL = {"accumulation": "vertical"}
 SET_UPS = {
     "dropout": SetUp({"weight_decay": 0.1}),
     "accumulation, odd last step": SetUp({"gradient_accumulation_steps": 3, "num_train_epochs": 3}),
@@ -54,14 +54,12 @@ SET_UPS = {
         | {"learning_rate": 0.05, "num_train_epochs": 5, "save_total_limit": 2},
         patience=2,
     ),
-    "layer-major, SIGTERM": SetUp(
+    "vertical, SIGTERM": SetUp(
         {"gradient_accumulation_steps": 3, "num_train_epochs": 3},
-        LAYER_MAJOR,
+        VERTICAL,
         signal=signal.SIGTERM,
     ),
-    "layer-major, bf16": SetUp(
-        {"gradient_accumulation_steps": 2}, LAYER_MAJOR, dtype=torch.bfloat16
-    ),
+    "vertical, bf16": SetUp({"gradient_accumulation_steps": 2}, VERTICAL, dtype=torch.bfloat16),
     "collator that draws, groups by length": SetUp(
         {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "polynomial"},
         draws="collator",
@@ -72,10 +70,10 @@ SET_UPS = {
         | {"lr_scheduler_kwargs": {"patience": 0}, "eval_strategy": "steps", "eval_steps": 3},
         signal=signal.SIGINT,
     ),
-    "two ranks, layer-major, evaluation": SetUp(
+    "two ranks, vertical, evaluation": SetUp(
         {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
         | {"per_device_train_batch_size": 1},
-        LAYER_MAJOR,
+        VERTICAL,
         ranks=2,
     ),
     "SFTTrainer, LoRA, packing": SetUp(
@@ -83,8 +81,8 @@ SET_UPS = {
         lora=True,
         trainer="SFTTrainer",
     ),
-    "DPOTrainer, layer-major": SetUp(
-        {"gradient_accumulation_steps": 2, "max_length": 24}, LAYER_MAJOR, trainer="DPOTrainer"
+    "DPOTrainer, vertical": SetUp(
+        {"gradient_accumulation_steps": 2, "max_length": 24}, VERTICAL, trainer="DPOTrainer"
     ),
 }
 
