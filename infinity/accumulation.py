@@ -44,6 +44,10 @@ def accumulate(
     module remembers from one forward to the next (running statistics) it sees unit by unit. Of
     several errors the first one is raised.
 
+    A callable instead of a batch does forward and backward itself: `work(begin_backward)` calls
+    `begin_backward(loss)` right before the backward, and returns the loss. Then all are callables,
+    and `loss`, `reduction` and `scale` have no part in it.
+
     Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not
     wrapped; `RuntimeError` inside of a forward or backward of the model, or of another call.
     """
@@ -63,6 +67,16 @@ def accumulate(
             "torch.inference_mode()"
         )
     losses: list[torch.Tensor] = [torch.empty(0)] * len(batches)
+    if any(map(callable, batches)):
+        _check_callables(batches, loss, scale)
+
+        def call(index: int, micro_batch: MicroBatch) -> None:
+            losses[index] = batches[index](micro_batch.begin_backward).detach()
+
+        interleaver.run(
+            [functools.partial(call, index) for index in range(len(batches))], order == "vertical"
+        )
+        return losses
     autocast = [
         _autocast_of(kind)
         for kind in dict.fromkeys(("cpu", interleaver.device.torch.type))
@@ -115,6 +129,20 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
     `model.no_sync()`.
     """
     return (wrapped if isinstance(wrapped, Engine) else engine(wrapped)).no_sync()
+
+
+def _check_callables(works: list[Any], loss: object, scale: object) -> None:
+    if not all(map(callable, works)):
+        other = next(each for each in works if not callable(each))
+        raise ConfigError(
+            f"infinity.accumulate: some micro-batches are callables and one is {in_words(other)}; "
+            "give callables only, or batches only"
+        )
+    if loss is not None or scale is not None:
+        raise ConfigError(
+            "infinity.accumulate: micro-batches that are callables compute and scale their losses "
+            "themselves; leave out loss and scale"
+        )
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -85,6 +85,10 @@ def _as_durability(value: Any) -> Any:
     )
 
 
+def _as_accumulation(value: Any) -> Any:
+    return "vertical" if value == "layer_major" else value
+
+
 def _as_tuning(value: Any) -> Any:
     odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     if odd:
@@ -102,6 +106,7 @@ ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activatio
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
 Durability = Annotated[Literal["off", "step"] | int, BeforeValidator(_as_durability)]
 """The committed steps: none, every step, or every N-th step."""
+Accumulation = Annotated[Literal["horizontal", "vertical"], BeforeValidator(_as_accumulation)]
 Shares = Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)]
 
 
@@ -387,6 +392,15 @@ class Config(_Knobs):
     There are three moments for "ademamix", two for "adam" (`infinity.Adam`, `AdamW`), and one for
     "adagrad", "lion" and "momentum" (`infinity.SGD`). There are none for "sgd" and "other"
     (`infinity.adapt`).
+    """
+
+    accumulation: Accumulation = "horizontal"
+    """The order of a Trainer's micro-batches: one after the other, or all through each unit.
+
+    It is the order of `infinity.accumulate`, for `gradient_accumulation_steps`. With "vertical",
+    also written "layer_major", parameters move once a step, not once a micro-batch, and the
+    activations of all micro-batches are alive at once. Weights are bitwise the same, unless the
+    model draws random numbers.
     """
 
     durability: Durability = "off"

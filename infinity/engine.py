@@ -446,6 +446,11 @@ class Engine:
         """
         return None if self._durability is None else self._durability.committed_step
 
+    @property
+    def posted_step(self) -> int:
+        """The last step of an optimizer, counted like `committed_step`, or that was left out."""
+        return self._updater.posted_steps + self._updater.skipped_steps
+
     def track(self, **objects: Any) -> None:
         """Commit with every step what `state_dict()` of these gives, as the next forward begins;
         schedulers, or the position in the data.
@@ -477,6 +482,11 @@ class Engine:
     def device(self) -> torch.device:
         """Where the model runs: inputs go there."""
         return self._device.torch
+
+    @property
+    def compute_device(self) -> ComputeDevice:
+        """The same device, with its streams and random generators."""
+        return self._device
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -18,7 +18,6 @@ import torch
 from infinity.cli.checkpoints import CheckpointFolders
 from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
-from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
 from infinity.cli.options import FinetuneOptions
 from infinity.cli.output import prepare_output, save_description, save_model
@@ -28,6 +27,7 @@ from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
 from infinity.directories.directory import Directory
 from infinity.errors import BudgetError, ConfigError
+from infinity.interrupt import Interrupt
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model

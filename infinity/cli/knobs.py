@@ -37,8 +37,9 @@ OF_A_NODE = ("cpu_memory", "nvme_memory", "activation_memory")
 rank."""
 DEFAULTS: dict[str, Any] = {"precision": "bf16"}
 """Defaults that differ from those of `Config`."""
+_WITHOUT_OPTION = ("tuning", "accumulation")  # commands have --accumulation-order
 _FIELDS = {
-    name: field for name, field in Config.model_fields.items() if name != "tuning"
+    name: field for name, field in Config.model_fields.items() if name not in _WITHOUT_OPTION
 } | Tuning.model_fields
 _TYPES = get_type_hints(Config, include_extras=True) | get_type_hints(Tuning, include_extras=True)
 

@@ -31,8 +31,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from infinity.cli.failure import explained, plain_failures, say
-from infinity.cli.interrupt import interrupted_by_signals
 from infinity.errors import InfinityError, sentence
+from infinity.interrupt import interrupted_by_signals
 from infinity.sharding.ranks import join
 from infinity_command import launched
 

@@ -25,10 +25,10 @@ from infinity.cli.history import (
     unpacked_steps,
     unpacked_validations,
 )
-from infinity.cli.interrupt import Interrupt
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
+from infinity.interrupt import Interrupt
 from infinity.models.data import Windows
 from infinity.models.samples import unpacked
 from infinity.models.schedule import learning_rate_factor

@@ -11,7 +11,8 @@ model. On several ranks it would put the model into `DistributedDataParallel`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ with required("accelerate", "trainer"):
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
+
+begin_backward: ContextVar[Callable[[torch.Tensor], object]] = ContextVar(
+    "begin_backward", default=lambda loss: None
+)
+"""Called with each loss right before its backward. Every micro-batch of `infinity.accumulate` has a
+context of its own."""
 
 ONE_BACKEND = (
     "{other} and infinity both decide where the model's states live; leave out {other}, or train "
@@ -88,6 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Like accelerate's `backward`. For fp16 parameters, the optimizer scales the loss."""
         ours = [each.optimizer for each in self._optimizers]
+        begin_backward.get()(loss)
         super().backward(scaled(loss, ours), **kwargs)
 
 

@@ -20,17 +20,26 @@ Trainer or from `save_only_model=True`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from infinity.accumulation import accumulate
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError, in_words
-from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
+from infinity.integrations.accelerate import (
+    ONE_BACKEND,
+    adopt,
+    begin_backward,
+    is_new_optimizer,
+)
+from infinity.integrations.durable_trainer import DurableTrainerMixin
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.conversion import algorithm_of
@@ -39,12 +48,16 @@ from infinity.optim.optimizer import Optimizer
 
 with required("transformers", "trainer"):
     from transformers import Trainer
-    from transformers.trainer import SCHEDULER_NAME
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 log = logging.getLogger("infinity")
 
 FOLDER = "infinity"
 """The checkpoint of the engine in `checkpoint-N`."""
+
+DRAFT = ".saving"
+"""Where a checkpoint is until it is whole, in the output directory."""
 
 
 class Counterpart(NamedTuple):
@@ -75,13 +88,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
 }
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object  # a Trainer follows the mixin in the bases
-
-
-class InfinityTrainerMixin(Base):  # type: ignore[misc]
+class InfinityTrainerMixin(DurableTrainerMixin):
     """Runs the model of a Trainer on this engine: a base class before a subclass of
     `transformers.Trainer`.
 
@@ -99,12 +106,20 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
     before anything is changed.
     """
 
-    def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
-        self._infinity_config = infinity_config
+    def __init__(
+        self,
+        *args: Any,
+        infinity_config: Config | None = None,
+        resume: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._infinity_config, self._resume = infinity_config, resume
         self._wrapped_model: nn.Module | None = None  # by this trainer
         self._given_optimizer = optimizer_in(kwargs.get("optimizers"))
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
+        self._waiting: list[Any] = []  # micro-batches
+        self._draft: Path | None = None  # the directory of a checkpoint that is being saved
         super().__init__(*args, **kwargs)
 
     # The model
@@ -119,6 +134,12 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         adopt(self.accelerator)
         if self.model is not None:
             self._wrap(self.model)
+            self.follow(self.model)
+        elif self._resume:
+            raise ConfigError(
+                "resume=True resumes the model that the trainer is given, and model_init builds "
+                "others; give model=model_init()"
+            )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Like transformers. Closes the engine of the last model, and wraps the new model."""
@@ -140,6 +161,11 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                     "the model is wrapped already, so infinity_config would change nothing; leave "
                     "one of the two out"
                 )
+            if self._resume:
+                raise ConfigError(
+                    "the model is wrapped already, so resume=True would change nothing; give it to "
+                    "infinity.wrap"
+                )
             return
         optimizer = self._given_optimizer
         if optimizer is not None and not trains(optimizer, model):
@@ -148,7 +174,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                 "would train nothing; make it of model.parameters() of this model"
             )
         config = with_device(Config() if config is None else config, self.args.device)
-        wrap_for(model, self._completed(config), () if optimizer is None else [optimizer])
+        given = () if optimizer is None else [optimizer]
+        wrap_for(model, self._completed(config), given, self._resume)
         self._wrapped_model = model
 
     def _completed(self, config: Config) -> Config:
@@ -185,7 +212,65 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             self.optimizer: Any = convert(made, schedulers)
         return self.optimizer
 
+    # Micro-batches
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Like transformers. With `Config(accumulation="vertical")` all micro-batches of a step
+        run with the last one, which is the one outside of `no_sync`; the others return 0."""
+        count = self.current_gradient_accumulation_steps
+        step = super().training_step
+        if count == 1 or engine(self.model).config.accumulation == "horizontal":
+            return step(model, inputs, num_items_in_batch)
+        self._waiting.append(inputs)
+        if len(self._waiting) < count:
+            return torch.zeros((), device=self.args.device)
+
+        def work(inputs: Any, begin: Callable[[torch.Tensor], None]) -> torch.Tensor:
+            begin_backward.set(begin)
+            loss: torch.Tensor = step(model, inputs, num_items_in_batch)
+            return loss
+
+        batches, self._waiting = self._waiting, []
+        *losses, last = accumulate(self.model, [partial(work, each) for each in batches])
+        for loss in losses:  # in the order of Trainer
+            self._tr_loss += loss
+        return last
+
     # Checkpoints. See [Note: checkpoints of a trainer].
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self._draft or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        if self.args.push_to_hub:
+            super()._save_checkpoint(model, trial)  # uploads it from where it is written
+            return
+        folder = Path(self._get_output_dir(trial))
+        draft, name = folder / DRAFT, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(draft, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._draft = draft
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._draft = None
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(draft / name):
+            self.state.best_model_checkpoint = str(folder / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(draft / name / TRAINER_STATE_NAME))
+            if (folder / name).exists():
+                (folder / name).rename(draft / "replaced")
+            (draft / name).rename(folder / name)
+            shutil.rmtree(draft)
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.args.should_save or state_dict is not None:

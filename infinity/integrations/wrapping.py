@@ -16,13 +16,16 @@ from infinity.sharding.parameter import ShardedParameter
 
 
 def wrap_for(
-    model: nn.Module, config: Config, optimizers: Sequence[torch.optim.Optimizer] = ()
+    model: nn.Module,
+    config: Config,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    resume: bool = False,
 ) -> None:
     """Wrap `model` for `optimizers`, with the algorithm that they need unless `config` sets one.
     Then update their parameters, because `wrap` creates new parameters for a model without
     memory."""
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    wrap(model, _config_for(config, optimizers))
+    wrap(model, _config_for(config, optimizers), resume=resume)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for optimizer in optimizers:
         for group in optimizer.param_groups:

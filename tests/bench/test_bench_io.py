@@ -37,11 +37,11 @@ from infinity.bench.io.rig import Drive, Measured, Rig, percentile
 from infinity.bench.io.search import AS_GOOD, DEPTHS, REQUEST_BYTES, THREADS, Setting, Space, search
 from infinity.bench.io.verdict import Evidence, lasting, verdict
 from infinity.cli import gc
-from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.main import app
 from infinity.device import HostMemory
 from infinity.directories.lock import LOCK_NAME, lock_directory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
+from infinity.interrupt import interrupted_by_signals
 from infinity.placement.calibrate import levelled
 from infinity.placement.spec import Kind
 from infinity.tiers.extents import STRIPE_BYTES

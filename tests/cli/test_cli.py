@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 import infinity
 from infinity.cli import doctor, failure, gc, job, output, progress, training
 from infinity.cli.history import History
-from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
 from infinity.cli.perfetto import write_trace
 from infinity.errors import EngineClosedError, InfinityError, NvmeError, sentence
+from infinity.interrupt import Interrupt
 from infinity.models.schedule import learning_rate_factor
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import ByteTokenizer

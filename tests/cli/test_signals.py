@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.cli import job, output, training
-from infinity.cli.interrupt import SIGNALS, Interrupt, interrupted_by_signals
 from infinity.cli.main import app
+from infinity.interrupt import SIGNALS, Interrupt, interrupted_by_signals
 from infinity.models.source import ModelSource
 from infinity.tiers.manifest import MANIFEST_NAME
 from infinity.weights import load

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # A module imports from its own line and from lines with a lower number. A line is a package, or
 # modules of `infinity` itself.
 LAYERS = """\
-0 infinity: config errors quantities tier version
+0 infinity: config errors interrupt quantities tier version
 1 infinity: free_memory
 1 directories
 2 infinity: backward compilation device native observe pinning

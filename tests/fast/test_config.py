@@ -18,8 +18,8 @@ from support.configs import config_of
 
 KEYS = (
     "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, recompute, "
-    "stage, precision, moment_precision, algorithm, durability, deterministic, inference, tuning; "
-    "and in tuning: "
+    "stage, precision, moment_precision, algorithm, accumulation, durability, deterministic, "
+    "inference, tuning; and in tuning: "
     "nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, "
     "partition_activations, gradient_precision, split_master, copy_on_write, update, "
     "delayed_after, collective_timeout, verify, poison, device, io_engine, gpu_direct, "

@@ -37,6 +37,7 @@ CONFIG = {
         "'adam' | 'adagrad' | 'lion' | 'ademamix' | 'momentum' | 'sgd' | 'other'",
         "adam",
     ),
+    "accumulation": ("'horizontal' | 'vertical'", "horizontal"),
     "durability": ("'off' | 'step' | int", "off"),
     "deterministic": ("bool", False),
     "inference": ("bool", False),
@@ -208,8 +209,8 @@ def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
 
-def test_config_has_at_most_16_fields() -> None:
-    assert len(Config.model_fields) <= 16
+def test_config_has_at_most_17_fields() -> None:
+    assert len(Config.model_fields) <= 17
     assert not Config.model_fields.keys() & Tuning.model_fields.keys()
 
 
@@ -254,7 +255,7 @@ def given(app: typer.Typer, *options: str) -> dict[str, Any]:
 
 def test_an_option_has_the_default_and_the_type_of_its_field(made: typer.Typer) -> None:
     defaults = {name: default for name, (_, default) in (CONFIG | TUNING).items()}
-    for name in ("tuning", "poison", "collective_timeout"):
+    for name in ("tuning", "accumulation", "poison", "collective_timeout"):
         del defaults[name]
     defaults |= {"first": 1, "last": 2, "nvme": None, "precision": "bf16", "delayed_after": 7}
     assert given(made) == defaults

@@ -14,9 +14,9 @@ from typer.core import TyperCommand
 from infinity.cli.bench.delivery import Delivery, say
 from infinity.cli.bench.options import OUTPUT, Json, ReportFile, naming_options, parse_count
 from infinity.cli.failure import plain_failures, require_extras
-from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.options import Debug, parse_size
 from infinity.cli.output import write_file
+from infinity.interrupt import interrupted_by_signals
 
 if TYPE_CHECKING:
     from infinity.bench.io.plan import Mode

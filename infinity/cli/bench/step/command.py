@@ -13,8 +13,8 @@ from infinity.cli import options as o
 from infinity.cli.bench.delivery import Delivery, say
 from infinity.cli.bench.options import OUTPUT, Json, ReportFile
 from infinity.cli.failure import plain_failures, require_extras
-from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.knobs import configured, mirrors
+from infinity.interrupt import interrupted_by_signals
 from infinity.observe import Span
 
 _TIMING = "Timing"

@@ -14,21 +14,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a run: from Ctrl-C, from a scheduler or torchrun, and from a closed
 terminal."""
 
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
 
 class Interrupt:
     """A context manager that notes the first of `SIGNALS` in `signal`. The second raises
     `KeyboardInterrupt` with its number.
 
     Main thread only. The exit restores the previous handlers. If a `KeyboardInterrupt` passes,
-    signals stay ignored instead, so that they cannot interrupt the cleanup outside.
+    signals stay ignored instead, so that they cannot interrupt the cleanup outside. With
+    `only_defaults` it leaves signals alone that have a handler of the program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only_defaults: bool = False) -> None:
         self.signal: int | None = None
+        self._only_defaults = only_defaults
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        self._previous = _catch(self._note)
+        self._previous = _catch(self._note, self._only_defaults)
         return self
 
     def __exit__(
@@ -57,8 +61,9 @@ def interrupted_by_signals() -> Iterator[None]:
         _restore(previous)
 
 
-def _catch(act: Callable[[int], None]) -> dict[int, Any]:
-    """Pass the signals to `act`. Returns the previous handlers.
+def _catch(act: Callable[[int], None], only_defaults: bool = False) -> dict[int, Any]:
+    """Pass the signals to `act`, with `only_defaults` those without a handler of the program.
+    Returns the previous handlers.
 
     Under nohup SIGHUP stays ignored. If all signals are ignored, a cleanup is in progress, and they
     stay ignored.
@@ -77,6 +82,7 @@ def _catch(act: Callable[[int], None]) -> dict[int, Any]:
         each: signal.signal(each, handle)
         for each in SIGNALS
         if each != signal.SIGHUP or each not in ignored
+        if not only_defaults or signal.getsignal(each) in _DEFAULTS
     }
 
 

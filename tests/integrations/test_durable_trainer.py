@@ -1,0 +1,238 @@
+"""Trainings of a Trainer that are killed or cut off, and resumed: the same weights and the same log
+as of one that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from support.durable_trainers import (
+    SET_UPS,
+    Cut,
+    SetUp,
+    build,
+    compare,
+    digest_of,
+    figures,
+    in_processes,
+    train,
+)
+
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+KILLED = ["dataset that draws, accumulation", "two ranks, vertical, evaluation"]
+"""The set-ups whose processes are killed each time."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in KILLED)) for name in SET_UPS],
+)
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    """At random events, twice in a row."""
+    set_up, dice = SET_UPS[name], random.Random(name)
+    assert in_processes(name, tmp_path / "whole", port=free_port()) == 0
+    expected = json.loads((tmp_path / "whole" / "result.json").read_text())
+    for _ in range(2):
+        event = dice.randrange(expected["events"] // 2)
+        ended = in_processes(name, tmp_path / "killed", event=event, port=free_port())
+        assert ended in (-set_up.signal, 128 + set_up.signal)
+    assert in_processes(name, tmp_path / "killed", port=free_port()) == 0
+    compare(json.loads((tmp_path / "killed" / "result.json").read_text()), expected)
+
+
+ALONE = [name for name, each in SET_UPS.items() if each.ranks == 1 and each.trainer == "Trainer"]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_exception_in_any_callback_costs_no_bit(tmp_path: Path, name: str) -> None:
+    """The engine is closed then, and commits a step of which the trainer has done a part."""
+    set_up, dice = SET_UPS[name], random.Random(name)
+    expected = train(set_up, tmp_path / "whole")
+    for event in sorted(dice.sample(range(expected["events"] // 2), 2)):
+        with pytest.raises(Cut):
+            train(set_up, tmp_path / "cut", event=event, cuts=True)
+    compare(train(set_up, tmp_path / "cut"), expected)
+
+
+@pytest.mark.parametrize(
+    ("set_up", "model"),
+    [
+        pytest.param(SetUp({"gradient_accumulation_steps": 4}), "full", id="full"),
+        pytest.param(SetUp({"gradient_accumulation_steps": 4}, lora=True), "LoRA", id="LoRA"),
+    ],
+)
+def test_both_orders_of_accumulation_train_like_a_plain_trainer(
+    tmp_path: Path, set_up: SetUp, model: str
+) -> None:
+    """Without dropout both orders have the same bits. The last step of an epoch is smaller."""
+    set_up = set_up._replace(dropout=0.0)
+    logs, digests = {}, {}
+    for kind in ("plain", "horizontal", "vertical"):
+        order = {"accumulation": kind} if kind != "plain" else {}
+        trainer = build(
+            set_up._replace(config=order), tmp_path / kind, False, plain=kind == "plain"
+        )
+        trainer.train()
+        logs[kind] = [entry["loss"] for entry in figures(trainer.state.log_history)[:-1]]
+        digests[kind] = digest_of(trainer.model)
+        if kind != "plain":
+            infinity.engine(trainer.model).close()
+    assert logs["horizontal"] == pytest.approx(logs["plain"], rel=1e-6)
+    assert logs["vertical"] == logs["horizontal"]
+    assert digests["vertical"] == digests["horizontal"]
+
+
+def test_vertical_order_moves_fewer_bytes(tmp_path: Path) -> None:
+    """On budgets below the model a step reads its parameters once, not once a micro-batch."""
+    read = {}
+    for order in ("horizontal", "vertical"):
+        set_up = SetUp(
+            {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1} | {"max_steps": 3},
+            {"accumulation": order, "gpu_memory": "160KiB", "cpu_memory": "4MiB"}
+            | {"gradients": "nvme", "tuning": infinity.Tuning(cache=0)},
+            layers=8,
+            dropout=0.0,
+        )
+        trainer = build(set_up, tmp_path / order, False)
+        trainer.train()
+        with infinity.engine(trainer.model) as engine:
+            read[order] = engine.io.counters()["bytes_read"]
+    assert read["vertical"] < 0.6 * read["horizontal"]
+
+
+def test_what_a_resume_refuses(tmp_path: Path) -> None:
+    set_up = SET_UPS["dropout"]
+    with pytest.raises(Cut):
+        train(set_up, tmp_path, event=20, cuts=True)
+
+    def refused(changed: SetUp, text: str, **more: Any) -> None:
+        trainer = build(changed, tmp_path, True)
+        with infinity.engine(trainer.model), pytest.raises(ConfigError, match=text):
+            trainer.train(**more)
+
+    more = set_up.args | {"per_device_train_batch_size": 2}
+    refused(set_up._replace(args=more), "has per_device_train_batch_size 3, and here it is 2")
+    refused(set_up._replace(patience=1), r"\['TrainerControl'\], and here they are \['EarlyStop")
+    trainer = build(set_up, tmp_path, True)
+    with infinity.engine(trainer.model):
+        trainer.train()
+        trainer.train()  # a second training, of the trained model
+    trainer = build(set_up, tmp_path, True)
+    with (
+        infinity.engine(trainer.model),
+        pytest.raises(ConfigError, match=r"is of train\(\) call 2"),
+    ):
+        trainer.train()
+
+
+def test_a_resume_that_nothing_can_be_resumed_for_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from infinity.integrations.transformers import InfinityTrainer
+
+    set_up = SET_UPS["dropout"]
+    config = infinity.Config(nvme=tmp_path, durability="step")
+    plain = build(set_up, tmp_path / "plain", False, plain=True)
+    assert type(plain) is Trainer
+    given = {"args": plain.args, "infinity_config": config, "resume": True}
+    with pytest.raises(ConfigError, match="give model=model_init"):
+        InfinityTrainer(model_init=lambda: plain.model, **given)
+    with pytest.raises(ConfigError, match="durability"):
+        InfinityTrainer(plain.model, **given | {"infinity_config": infinity.Config(nvme=tmp_path)})
+    infinity.wrap(plain.model, config)
+    with pytest.raises(ConfigError, match=re.escape("give it to infinity.wrap")):
+        InfinityTrainer(plain.model, **given | {"infinity_config": None})
+
+
+def test_a_complete_training_is_resumed_as_complete(tmp_path: Path) -> None:
+    """It trains no step more, whatever the script asks for."""
+    expected = train(SET_UPS["dropout"], tmp_path)
+    trainer = build(SET_UPS["dropout"], tmp_path, True)
+    with infinity.engine(trainer.model):
+        trainer.train(resume_from_checkpoint=True)
+        assert digest_of(trainer.model) == expected["weights"]
+        assert trainer.state.global_step == expected["steps"]
+
+
+def test_a_log_that_lost_its_end_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a power cut, which may take bytes that no flush has made durable."""
+    set_up = SET_UPS["dropout"]
+    expected = train(set_up, tmp_path / "whole")
+    with pytest.raises(Cut):
+        train(set_up, tmp_path / "cut", event=30, cuts=True)
+    path = tmp_path / "cut" / "out" / "metrics.jsonl"
+    os.truncate(path, path.stat().st_size - 10)
+    found = train(set_up, tmp_path / "cut")
+    assert found["weights"] == expected["weights"]
+    assert "lost its last" in caplog.text
+    assert found["log"][-3:] == expected["log"][-3:]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no directory that looks like a checkpoint."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    set_up = SET_UPS["evaluation, checkpoints, cosine"]
+    whole = build(set_up, tmp_path / "whole", False)
+    with infinity.engine(whole.model):
+        whole.train()
+        expected = digest_of(whole.model)
+    assert sorted(path.name for path in (tmp_path / "whole" / "out").glob("*")) == [
+        "checkpoint-10",
+        "checkpoint-9",
+        "metrics.jsonl",
+    ]
+    trainer = build(set_up, tmp_path / "cut", False)
+    real, saves = Engine.save_checkpoint, []
+
+    def cut(self: Any, output: Path, *args: Any, **kwargs: Any) -> None:
+        saves.append(output)
+        if len(saves) == 2:
+            raise Cut
+        real(self, output, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "save_checkpoint", cut)
+    with infinity.engine(trainer.model), pytest.raises(Cut):
+        trainer.train()
+    last = get_last_checkpoint(str(tmp_path / "cut" / "out"))
+    assert Path(last).name == "checkpoint-3"
+    assert (tmp_path / "cut" / "out" / "checkpoint-3" / "trainer_state.json").exists()
+    again = build(set_up._replace(config={"durability": "off"}), tmp_path / "cut", False)
+    with infinity.engine(again.model):
+        again.train(resume_from_checkpoint=True)
+        assert digest_of(again.model) == expected
