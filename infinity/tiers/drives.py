@@ -16,11 +16,11 @@ from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
-from infinity.observe import Meter, Recorder
+from infinity.observe import Recorder
 from infinity.tiers.extents import Extents, Shares
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.places import Places, check_directories
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 
 log = logging.getLogger("infinity")
 
@@ -76,12 +76,12 @@ class NvmeTier:
         return self.extents.measure()
 
     def open(self) -> None:
-        """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
+        """Lock, reclaim, measure and preallocate. After an error no file of ours remains.
 
         Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process),
         `BudgetError` (space), `NvmeError` (a drive that fails when it is measured).
         """
-        # A mistake in a path is told even if all states fit elsewhere.
+        # A wrong path is an error even if all states fit elsewhere.
         check_directories(self.places.paths)
         if self.extents.reserved == 0:
             return
@@ -120,8 +120,8 @@ class NvmeTier:
             raise
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
-        needless, so it may be refused."""
+        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU. An
+        engine may refuse."""
         if memory.numel() > 0:
             for engine in filter(None, (*self.engines, self.originals.engine)):
                 try:
@@ -135,8 +135,8 @@ class NvmeTier:
         """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for
         `read` with `direct`.
 
-        A block of a file beside each is written and read so to see that it arrives. Raises
-        `RuntimeError` that says why it cannot be, and then nothing has changed.
+        Tries each drive with a file of its own. Raises `RuntimeError` with the reason if a drive
+        cannot write there; then nothing has changed.
         """
         with ExitStack() as undo:
             cufile = native.cufile()
@@ -159,8 +159,8 @@ class NvmeTier:
             self._parts.enter_context(undo.pop_all())
 
     def _try_direct(self, number: int, file: Any, engine: Any, place: torch.Tensor) -> None:
-        """Raise `RuntimeError` unless a block of `file`, on drive `number`, arrives in `place`,
-        which is as before then."""
+        """Raise `RuntimeError` unless a block of `file`, on drive `number`, arrives in `place`.
+        `place` keeps its content."""
         before = place.cpu().clone()
         block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
         try:
@@ -176,54 +176,33 @@ class NvmeTier:
         finally:
             place.copy_(before)
 
-    def read(
-        self,
-        extent: Extent | FileExtent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        meter: Meter | None = None,
-        direct: bool = False,
-        background: bool = False,
-    ) -> Ticket:
-        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in
-        the memory that was attached; in the `background` when nobody waits for it. `name` labels
-        the span, `meter` counts."""
-        if meter is not None:
-            meter.add(read=nbytes)
-        self._recorder.count("nvme bytes read", nbytes)
+    def read(self, transfer: ExtentTransfer, direct: bool = False) -> Ticket:
+        """Start reading the bytes of `transfer`, with `direct` to the attached memory."""
+        extent, name = transfer.extent, transfer.name
+        if transfer.meter is not None:
+            transfer.meter.add(read=transfer.nbytes)
+        self._recorder.count("nvme bytes read", transfer.nbytes)
         if isinstance(extent, FileExtent):
-            requests = self.originals.requests(extent, begin, nbytes, address, name)
-            return Ticket(requests, self._spanning("nvme read", name))
-        _check_within(extent, begin, nbytes)
-        engines = self.direct if direct else self.engines
-        requests = self._states.read(extent, begin, nbytes, address, name, engines, background)
+            where = (transfer.begin, transfer.nbytes, transfer.address, name)
+            requests = self.originals.requests(extent, *where)
+        else:
+            engines = self.direct if direct else self.engines
+            requests = self._states.read(_start_of(extent, transfer), transfer, engines)
         return Ticket(requests, self._spanning("nvme read", name))
 
-    def write(
-        self,
-        extent: Extent | FileExtent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        meter: Meter | None = None,
-        background: bool = False,
-    ) -> Ticket:
-        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in
-        the `background` when nobody waits for it: reads then go first.
+    def write(self, transfer: ExtentTransfer) -> Ticket:
+        """Start writing the bytes of `transfer`.
 
-        Raises `RuntimeError`, and writes nothing, where the bytes were not given out or a commit
-        speaks of them.
+        Raises `RuntimeError`, and writes nothing, if the bytes were not given out or a commit
+        includes them.
         """
+        extent, name = transfer.extent, transfer.name
         if isinstance(extent, FileExtent):
             raise RuntimeError(f"{name} is at home in files of the user, which are only read")
-        _check_within(extent, begin, nbytes)
-        requests = self._states.write(extent, begin, nbytes, address, name, background)
-        if meter is not None:
-            meter.add(written=nbytes)
-        self._recorder.count("nvme bytes written", nbytes)
+        requests = self._states.write(_start_of(extent, transfer), transfer)
+        if transfer.meter is not None:
+            transfer.meter.add(written=transfer.nbytes)
+        self._recorder.count("nvme bytes written", transfer.nbytes)
         return Ticket(requests, self._spanning("nvme write", name))
 
     def where(self, extent: Extent, begin: int) -> tuple[str, int]:
@@ -231,10 +210,10 @@ class NvmeTier:
         return self._states.where(extent.start + begin)
 
     def flush(self) -> None:
-        """Return when all that was written, and has ended, would survive a power cut.
+        """Return when all writes that have ended would survive a power cut.
 
-        Where that failed once it fails from then on: the system may have dropped what it could not
-        write, and the next flush of that file would succeed all the same.
+        After a failure, each later flush fails too. The system may have dropped the bytes that it
+        could not write, and its next flush of that file would still succeed.
         """
         if self._unflushed is not None:
             reason = "an earlier flush failed, and what was written there may be lost"
@@ -247,7 +226,7 @@ class NvmeTier:
                 raise
 
     def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
-        """Begin a span that ends with a ticket; what fails is not recorded."""
+        """Begin a span that ends with a ticket. A failed transfer is not recorded."""
         start = time.perf_counter()
         shown = self._recorder.show(lane, name)
 
@@ -259,11 +238,14 @@ class NvmeTier:
         return ended
 
     def close(self) -> None:
-        """Wait for what is in flight, then remove the files and the locks, all of it whatever
-        fails. May be called twice."""
+        """Wait for transfers in flight, then remove the files and the locks, even after failures.
+        May be called twice."""
         self._parts.close()
 
 
-def _check_within(extent: Extent, begin: int, nbytes: int) -> None:
-    if begin < 0 or begin + nbytes > extent.nbytes:
-        raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
+def _start_of(extent: Extent, transfer: ExtentTransfer) -> int:
+    """The address of the first byte of `transfer`. Raises `ValueError` beyond `extent`."""
+    begin, end = transfer.begin, transfer.begin + transfer.nbytes
+    if begin < 0 or end > extent.nbytes:
+        raise ValueError(f"bytes {begin}..{end} are not in an extent of {extent.nbytes}")
+    return extent.start + begin

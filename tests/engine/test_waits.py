@@ -946,10 +946,10 @@ def test_activations_end_though_a_copy_of_them_fails(
 
     monkeypatch.setattr(SavedStorage, "await_idle", await_idle)
     activations = run.store.activations
-    assert activations is not None and activations.used > 0
+    assert activations is not None and activations.memory.used > 0
     with pytest.raises(Odd):
         run.engine.close()
-    assert activations.used == 0 and not left
+    assert activations.memory.used == 0 and not left
     with pytest.raises(EngineClosedError):
         loss.backward()
 

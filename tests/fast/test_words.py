@@ -51,7 +51,6 @@ UNREAD = {
     "durable",
     "optim",
     "sharding",
-    "tiers",
 }
 """Rooms whose words were not yet read once through."""
 

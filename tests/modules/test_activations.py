@@ -49,7 +49,7 @@ from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import Places
 from infinity.tiers.saved_copies import AHEAD
 from infinity.tiers.saved_storage import SavedStorage, StorageState
-from infinity.tiers.states_files import StatesFiles
+from infinity.tiers.states_files import ExtentTransfer, StatesFiles
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.machine import PAGE
@@ -453,14 +453,14 @@ def test_the_drive_grows_without_moving_what_is_there(
             if extent is None:
                 break
             memory.copy_(content(5, number))
-            nvme.write(extent, 0, extent.nbytes, memory.data_ptr(), "").wait()
+            nvme.write(ExtentTransfer(extent, 0, extent.nbytes, memory.data_ptr(), "")).wait()
             extents.append(extent)
         assert len(extents) == 11, "62 of 64 pages"
         assert [end for _, end in [(e.start, e.start + e.nbytes) for e in extents]] == [
             12 * PAGE + 5 * PAGE * n for n in range(11)
         ]
         for number, extent in enumerate(extents):
-            nvme.read(extent, 0, extent.nbytes, memory.data_ptr(), "").wait()
+            nvme.read(ExtentTransfer(extent, 0, extent.nbytes, memory.data_ptr(), "")).wait()
             assert torch.equal(memory, content(5, number)), number
         sizes = [(folder / STATES_NAME).stat().st_size for folder in folders]
         assert sizes[1] <= 6 * PAGE
@@ -753,7 +753,7 @@ def test_a_loss_that_is_dropped_frees_what_its_forward_saved() -> None:
 def test_without_gradients_nothing_is_moved() -> None:
     with wrapped(transformer(), activations="nvme") as engine, torch.no_grad():
         engine.model(**text_batch(0))
-        assert tier_of(engine).peak == 0
+        assert tier_of(engine).counts.peak == 0
 
 
 @pytest.mark.parametrize("place", ["host memory", "nvme"])
@@ -893,7 +893,7 @@ def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
     ):
         loss.backward()
     del loss
-    assert tier.used == 0
+    assert tier.memory.used == 0
 
 
 def test_an_engine_that_is_collected_takes_its_activations_along() -> None:
@@ -930,7 +930,7 @@ def test_after_the_first_step_no_more_space_is_taken() -> None:
 def test_memory_for_activations_is_part_of_cpu_memory() -> None:
     for config in ({"activations": "nvme"}, {"activations": "cpu", "discrete": True}):
         with wrapped(transformer(), **config, activation_memory="3MiB") as engine:
-            assert tier_of(engine)._capacity == 3 << 20
+            assert tier_of(engine).memory.capacity == 3 << 20
         text = (
             r"saved activations 20 MiB \(activation_memory\) and staging .*; the "
             r"smallest cpu_memory that works is (\d+) "
