@@ -246,7 +246,7 @@ class Reporter:
         cached, on_nvme = self._store.cached()
         treatments = self._recomputation.treatments
         activations = self._store.activations
-        moved = ActivationTraffic() if activations is None else activations.last_step
+        moved = ActivationTraffic() if activations is None else activations.counts.last_step
         traffic, copied = self.meter.traffic, self.meter.copied
         return Report(
             parameters=count,
@@ -271,7 +271,7 @@ class Reporter:
             activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,
             activations_read=moved.read,
-            activations_peak=0 if activations is None else activations.peak,
+            activations_peak=0 if activations is None else activations.counts.peak,
             activations_partitioned=self.meter.divided.whole,
             activations_parts=self.meter.divided.parts,
             recomputed=self._recomputation.recomputed,

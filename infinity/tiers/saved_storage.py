@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
 
@@ -40,8 +43,11 @@ IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
 
 
 class SavedStorage:
-    """One storage of `nbytes` bytes that autograd saved. `Activations` alone uses the other
-    attributes, under its lock."""
+    """One storage of `nbytes` bytes that autograd saved. Only `Activations` and its parts use the
+    other attributes, under its lock.
+
+    One class, because each state of the storage decides which of its places are in use.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,12 @@ class SavedStorage:
         self.above: SavedStorage | None = None
         self.below: SavedStorage | None = None
 
+    def to_away(self) -> None:
+        """-> AWAY: the bytes are on the drive only."""
+        self.state = StorageState.AWAY
+        if self.stack is not None:
+            self.stack.went_away(self)
+
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself, if it is still alive with the same address and size; else None."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
@@ -102,7 +114,7 @@ class SavedStorage:
 
 
 def _end(going: Copy | Ticket) -> None:
-    with suppress(NvmeError):  # nobody needs the bytes
+    with suppress(NvmeError):  # the bytes are not needed
         going.wait()
 
 
@@ -151,3 +163,32 @@ class Stack:
         while self.away is not None and self.away.state is not StorageState.AWAY:
             self.away = self.away.below
         return self.away
+
+
+class Stacks:
+    """The stacks of all threads that saved storages which autograd still keeps."""
+
+    def __init__(self) -> None:
+        self._by_thread: dict[int, Stack] = {}
+        self._ranks = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._by_thread)
+
+    def __iter__(self) -> Iterator[Stack]:
+        return iter(list(self._by_thread.values()))
+
+    def push(self, saved: SavedStorage) -> None:
+        """Put `saved` on top of the stack of the calling thread."""
+        stack = self._by_thread.setdefault(threading.get_ident(), Stack())
+        stack.push(saved, next(self._ranks))
+
+    def remove(self, saved: SavedStorage) -> None:
+        """Take `saved` out of its stack, if it is in one."""
+        stack = saved.stack
+        if stack is not None:
+            stack.remove(saved)
+            if stack.top is None:
+                self._by_thread = {
+                    thread: other for thread, other in self._by_thread.items() if other is not stack
+                }

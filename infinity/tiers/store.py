@@ -360,7 +360,7 @@ class Store:
         """Bytes in use now, per tier."""
         with self._changed:
             self.latch.check_open()
-            saved = self.activations.used if self.activations is not None else 0
+            saved = self.activations.memory.used if self.activations is not None else 0
             host = self._arenas.cpu.used + self._arenas.staging.used + saved
             device, nvme = self._arenas.gpu.used, self._nvme.extents.reserved
             return {GPU.name: device, CPU.name: host, NVME.name: nvme}
@@ -369,7 +369,7 @@ class Store:
         """The most bytes in use at any time since `open`, per tier."""
         with self._changed:
             self.latch.check_open()
-            saved = self.activations.used_peak if self.activations is not None else 0
+            saved = self.activations.memory.used_peak if self.activations is not None else 0
             host = self._arenas.cpu.peak + self._arenas.staging.peak + saved
             device, nvme = self._arenas.gpu.peak, self._nvme.extents.reserved
             return {GPU.name: device, CPU.name: host, NVME.name: nvme}

@@ -234,14 +234,14 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/access.py Checkout.wait": DRIVE,
     "tiers/access.py Checkout.release": DRIVE,
     "tiers/saved_storage.py _end": DRIVE,
-    "tiers/activations.py Activations._land": NEVER,
-    "tiers/activations.py Activations._await_landing": DEVICE,
+    "tiers/saved_copies.py SavedCopies.land": NEVER,
+    "tiers/saved_copies.py SavedCopies.await_landing": DEVICE,
+    "tiers/saved_copies.py SavedCopies.use": NEVER,
+    "tiers/saved_copies.py SavedCopies.keep_ahead": NEVER,
+    "tiers/saved_memory.py SavedMemory.free": DEVICE,
+    "tiers/saved_drive.py SavedDrive.finish_reading": DRIVE,
     "tiers/activations.py Activations._send_away": DRIVE,
-    "tiers/activations.py Activations._free_slot": DEVICE,
-    "tiers/activations.py Activations.fetch": NEVER,
     "tiers/activations.py Activations._bring_to_slot": DRIVE,
-    "tiers/activations.py Activations._finish_reading": DRIVE,
-    "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/store.py Store.fill_from_files": DRIVE,
@@ -943,10 +943,10 @@ def test_activations_end_though_a_copy_of_them_fails(
 
     monkeypatch.setattr(SavedStorage, "await_idle", await_idle)
     activations = run.store.activations
-    assert activations is not None and activations.used > 0
+    assert activations is not None and activations.memory.used > 0
     with pytest.raises(Odd):
         run.engine.close()
-    assert activations.used == 0 and not left
+    assert activations.memory.used == 0 and not left
     with pytest.raises(EngineClosedError):
         loss.backward()
 

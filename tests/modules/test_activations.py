@@ -40,13 +40,14 @@ from infinity.device import ComputeDevice, Copy, Mark, copy_alone
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
-from infinity.tiers import activations as tier_module
 from infinity.tiers import extents as nvme_extents
-from infinity.tiers.activations import AHEAD, Activations
+from infinity.tiers import saved_drive
+from infinity.tiers.activations import Activations
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import Places
+from infinity.tiers.saved_copies import AHEAD
 from infinity.tiers.saved_storage import SavedStorage, StorageState
 from infinity.tiers.states_files import StatesFiles
 from support.configs import config_of
@@ -156,7 +157,7 @@ class Rig:
         self.stack = ExitStack()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(nvme_extents, "STRIPE_BYTES", 2 * PAGE)
-        patch.setattr(tier_module, "GROWTH_BYTES", 4 * PAGE)
+        patch.setattr(saved_drive, "GROWTH_BYTES", 4 * PAGE)
         self.device = WatchedDevice() if discrete else ComputeDevice("cpu")
         self.stack.callback(self.device.close)
         self.nvme: NvmeTier | None = None
@@ -194,19 +195,14 @@ class Rig:
 
     def assert_empty(self) -> None:
         settle(self.tier)
-        assert self.tier.used == self.tier._unwritten_bytes == self.tier._live == 0
-        for left in (
-            "_stacks",
-            "_in_memory",
-            "_unwritten",
-            "_leaving",
-            "_reading",
-            "_ahead",
-            "_dropped",
-        ):
-            assert not getattr(self.tier, left), left
+        tier = self.tier
+        assert tier.memory.used == tier.memory.unwritten_bytes == tier.counts.live == 0
+        copies, drive = tier._copies, tier._drive
+        assert not (tier._stacks or tier.memory.held or tier.memory.unwritten or tier._dropped)
+        assert not (copies.leaving or copies.ahead)
         if self.nvme is not None:
-            assert self.tier._extents.free == self.nvme.extents.reserved - 2 * PAGE
+            assert drive is not None and not drive.reading
+            assert drive.free == self.nvme.extents.reserved - 2 * PAGE
 
 
 def content(pages: float, seed: int) -> torch.Tensor:
@@ -247,7 +243,7 @@ class Machine(RuleBasedStateMachine):
         tensor = content(pages, self.seeds)
         saved = self.rig.tier.save(tensor.untyped_storage())
         if saved is None:
-            assert self.rig.nvme is None or self.rig.tier._full or pages > self.pages, (
+            assert self.rig.nvme is None or self.rig.tier._drive.is_full or pages > self.pages, (
                 "only for want of room"
             )
             # In the bundle all the same: what finds room on a small drive depends on time.
@@ -303,10 +299,10 @@ class Machine(RuleBasedStateMachine):
         ):
             ranges.sort()
             assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
-        assert tier.used == sum(
+        assert tier.memory.used == sum(
             s.slot.numel() for s in everything if s.slot is not None and s.start is not None
         )
-        assert len(tier._ahead) <= 2 * max(AHEAD, len(tier._stacks))
+        assert len(tier._copies.ahead) <= 2 * max(AHEAD, len(tier._stacks))
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -333,7 +329,7 @@ def test_the_end_of_a_forward_stays_in_memory_and_its_beginning_moves_once() -> 
             assert torch.equal(rig.fetch(saved[seed]), content(1, seed))
             rig.tier.drop(saved.pop())
         rig.tier.stepped()
-        assert rig.tier.last_step == (32 * PAGE, 0, 28 * PAGE, 24 * PAGE)
+        assert rig.tier.counts.last_step == (32 * PAGE, 0, 28 * PAGE, 24 * PAGE)
         rig.assert_empty()
 
 
@@ -362,10 +358,10 @@ def test_each_thread_that_saves_has_an_order_of_its_own() -> None:
     with Rig(discrete=True, pages=16, drive="no") as rig:
         saved: list[SavedStorage] = []
         in_turns([lambda n=n: saved.append(rig.save(1, n)) for n in range(3)] * 4)
-        for each in rig.tier._leaving:
+        for each in rig.tier._copies.leaving:
             each.leaving.wait()  # type: ignore[union-attr]
         rig.fetch(saved[9])
-        assert [saved.index(each) for each in rig.tier._ahead] == [6, 10, 11], (
+        assert [saved.index(each) for each in rig.tier._copies.ahead] == [6, 10, 11], (
             "the next of this thread, the tops of the others"
         )
         for each in saved:
@@ -400,7 +396,7 @@ def test_what_is_dropped_on_its_way_keeps_its_place_until_it_is_there() -> None:
     with Rig(discrete=True, pages=2, drive="no") as rig:
         rig.tier.drop(rig.save(1, 0))
         gc.collect()
-        assert rig.tier.used == PAGE
+        assert rig.tier.memory.used == PAGE
         assert isinstance(rig.device, WatchedDevice)
         rig.device.queue[0].wait()
         rig.assert_empty()
@@ -426,7 +422,7 @@ def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_t
         saved = [rig.tier.save(tensor.untyped_storage()) for tensor in tensors]
         assert [each is None for each in saved] == [False] * 8 + [True] * 2
         rig.tier.stepped()
-        assert rig.tier.last_step.not_offloaded == 2 * PAGE
+        assert rig.tier.counts.last_step.not_offloaded == 2 * PAGE
         del tensors
         # In the order in which nobody has room for them.
         for seed, each in enumerate(filter(None, saved)):
@@ -533,7 +529,7 @@ def assert_nothing_is_held(engine: infinity.Engine) -> None:
     tier = Probe(engine).activations
     if tier is not None:
         settle(tier)
-        assert tier.used == tier._live == 0 and not tier._stacks and not tier._ending
+        assert tier.memory.used == tier.counts.live == 0 and not tier._stacks and not tier._ending
 
 
 def settle(tier: Activations) -> None:
@@ -679,7 +675,7 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
     with wrapped(Fused(), activations="nvme") as engine:
         engine.model(torch.randn(16, 64)).backward()
         tier_of(engine).stepped()
-        assert tier_of(engine).last_step.offloaded == 3 * 16 * 64 * 4
+        assert tier_of(engine).counts.last_step.offloaded == 3 * 16 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -757,7 +753,7 @@ def test_a_loss_that_is_dropped_frees_what_its_forward_saved() -> None:
 def test_without_gradients_nothing_is_moved() -> None:
     with wrapped(transformer(), activations="nvme") as engine, torch.no_grad():
         engine.model(**text_batch(0))
-        assert tier_of(engine).peak == 0
+        assert tier_of(engine).counts.peak == 0
 
 
 @pytest.mark.parametrize("place", ["host memory", "nvme"])
@@ -897,7 +893,7 @@ def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
     ):
         loss.backward()
     del loss
-    assert tier.used == 0
+    assert tier.memory.used == 0
 
 
 def test_an_engine_that_is_collected_takes_its_activations_along() -> None:
@@ -934,7 +930,7 @@ def test_after_the_first_step_no_more_space_is_taken() -> None:
 def test_memory_for_activations_is_part_of_cpu_memory() -> None:
     for config in ({"activations": "nvme"}, {"activations": "cpu", "discrete": True}):
         with wrapped(transformer(), **config, activation_memory="3MiB") as engine:
-            assert tier_of(engine)._capacity == 3 << 20
+            assert tier_of(engine).memory.capacity == 3 << 20
         text = (
             r"saved activations 20 MiB \(activation_memory\) and staging .*; the "
             r"smallest cpu_memory that works is (\d+) "

@@ -184,7 +184,7 @@ def test_a_loss_that_is_dropped_frees_what_its_forward_kept() -> None:
     with wrapped(transformer(), True, gpu_cache=0, activations="cpu", recompute="all") as engine:
         loss = engine.model(**text_batch(0)).loss
         tier = Probe(engine).activations
-        assert tier is not None and tier.used > 0
+        assert tier is not None and tier.memory.used > 0
         del loss
         for _ in range(3):
             engine.model(**text_batch(1))
@@ -192,7 +192,7 @@ def test_a_loss_that_is_dropped_frees_what_its_forward_kept() -> None:
         with torch.no_grad():
             engine.model(**text_batch(0))
         engine.close()
-        assert tier.used == 0
+        assert tier.memory.used == 0
 
 
 # Which forwards
