@@ -57,8 +57,9 @@ from infinity.optim.step import StepRun
 from infinity.optim.updater import StepListeners, Updater
 from infinity.own_engines import beside_own_engines
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Machine, describe_choice
+from infinity.placement.decide import Machine
 from infinity.placement.demand import Demand, UnitShape, demand_of, in_one_pool
+from infinity.placement.stay import describe_choice
 from infinity.placement.treatment import ActivationRoom
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime

@@ -83,63 +83,64 @@ def spread(budget: int, sizes: Sequence[int]) -> list[int]:
     return sorted(taken)
 
 
-def choose(
-    blocks: Sequence[BlockSpec],
-    budget: int,
-    granule: int,
-    speculative: bool,
-    resident: float,
-    write_through: float = 0.0,
-    never: Collection[Kind] = (),
-) -> dict[BlockSpec, int]:
-    """The number of first elements of each NVMe block to cache in `budget` bytes of host memory:
-    all, or a multiple of `granule`.
+class CacheRules(NamedTuple):
+    """The facts of a run that the choice of the cache depends on."""
 
-    `speculative`: updates may begin before their step. `resident`: the share of the travelling
-    parameters that the compute device has room for. `write_through`: the share of steps that also
-    write cached elements to NVMe. `never`: kinds that are not cached.
-    """
+    granule: int
+    """A part of a block is a multiple of this many elements."""
+    speculative: bool
+    """Whether updates may begin before their step."""
+    resident: float
+    """The share of the travelling parameters that the compute device has room for."""
+    write_through: float = 0.0
+    """The share of steps that also write cached elements to NVMe."""
+    never: Collection[Kind] = ()
+    """The kinds that are not cached."""
+
+
+def choose(blocks: Sequence[BlockSpec], budget: int, rules: CacheRules) -> dict[BlockSpec, int]:
+    """The number of first elements of each NVMe block to cache in `budget` bytes of host memory:
+    all, or a multiple of `rules.granule`."""
     units = units_of(blocks)
-    groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
-    candidates = [
-        _candidate(group, units[group[0].unit], granule, resident, write_through)
-        for group in groups
-    ]
+    groups = [group for unit in units.values() for group in _groups(unit, rules)]
+    candidates = [_candidate(group, units[group[0].unit], rules) for group in groups]
     shares = zip(groups, distribute(budget, candidates), strict=True)
     return {block: min(cached, block.elements) for group, cached in shares for block in group}
 
 
-def _groups(
-    unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]
-) -> list[list[BlockSpec]]:
+def _groups(unit: Mapping[Kind, BlockSpec], rules: CacheRules) -> list[list[BlockSpec]]:
     """The blocks of one unit that may be cached, in groups. Blocks of a group cache the same
     elements."""
     on_nvme = {
         kind: block
         for kind, block in unit.items()
-        if block.tier.needs_staging and kind not in never
+        if block.tier.needs_staging and kind not in rules.never
     }
     parameter, gradient = (
         [on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD)
     )
     states = [block for kind, block in on_nvme.items() if kind not in (Kind.PARAM, Kind.GRAD)]
     found = (
-        [parameter + states, gradient] if speculative and states else [parameter, gradient, states]
+        [parameter + states, gradient]
+        if rules.speculative and states
+        else [parameter, gradient, states]
     )
     return [group for group in found if group]
 
 
 def _candidate(
-    group: Sequence[BlockSpec],
-    unit: Mapping[Kind, BlockSpec],
-    granule: int,
-    resident: float,
-    write_through: float,
+    group: Sequence[BlockSpec], unit: Mapping[Kind, BlockSpec], rules: CacheRules
 ) -> Candidate:
     saved = sum(
-        (traffic(b.kind, unit, resident) - write_through * written(b.kind, unit)) * b.nbytes
-        for b in group
+        (
+            traffic(block.kind, unit, rules.resident)
+            - rules.write_through * written(block.kind, unit)
+        )
+        * block.nbytes
+        for block in group
     )
     nbytes = sum(block.nbytes for block in group)
-    piece = sum(block.format.bytes_of(granule) for block in group)
-    return Candidate(max(block.elements for block in group), granule, piece, nbytes, saved / nbytes)
+    piece = sum(block.format.bytes_of(rules.granule) for block in group)
+    return Candidate(
+        max(block.elements for block in group), rules.granule, piece, nbytes, saved / nbytes
+    )

@@ -3,29 +3,17 @@ allocated.
 
 The configuration leaves three decisions:
 
-- the units that keep all states on the compute device (`Placement.with_gpu_cache`)
+- the units that keep all states on the compute device (`infinity.placement.stay`)
 - the parts of NVMe blocks that host memory caches (`infinity.placement.cache`)
 - the units in host memory with shadow copies, so that their updates may begin before their step
 
 All follow from sizes, the configuration, and rates that ranks agree on.
-
-[Note: units that stay for inference]
-Every forward uses the units in the same order. Look-ahead always finds a unit that is needed sooner
-than the unit just used. So every travelling unit is fetched once per forward, however many copies
-fit. Units at home on the compute device are never fetched. Of n equal units with room for k, k - 2
-stay: one place is for the unit in use, and one for the next. So a forward reads n - k + 2 units.
-
-The largest travelling unit, mostly the embeddings, sets the size of these two places. So it may be
-better to keep it. The units that stay are spread evenly over the model, so that the drive always
-has something to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,15 +28,11 @@ from infinity.placement.budget import (
     Staged,
     divide_with_activations,
 )
-from infinity.placement.cache import choose, fill, spread
-from infinity.placement.calibrate import Rates
+from infinity.placement.cache import CacheRules, choose, fill
 from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
 from infinity.placement.traffic import Moves, moves
 from infinity.quantities import format_bytes, round_up
 from infinity.tier import CPU, GPU, TIERS, Tier
-
-MOST_CANDIDATES = 32
-"""At most about so many choices of the units that stay on the compute device are weighed."""
 
 
 class Machine(NamedTuple):
@@ -135,128 +119,46 @@ class Placement:
     machine: Machine
     specs: tuple[BlockSpec, ...]
     gpu_cache_bytes: int = 0
-    """Bytes of states that `with_gpu_cache` or `with_kept` moved to the compute device."""
+    """Bytes of states that `infinity.placement.stay` moved to the compute device."""
 
     # The compute device
 
-    def needs_rates(self, concurrent: int, reserve: int) -> bool:
-        """Whether `with_gpu_cache` needs rates: it may choose how many units stay, and some but not
-        all fit. Its arguments are those of `with_gpu_cache`."""
-        some_fit = any(_home_bytes(unit) <= self._room(reserve) for unit in self._units())
-        return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
-
-    def with_gpu_cache(
-        self, concurrent: int, reserve: int, rates: Rates | None = None
-    ) -> Placement:
-        """Move all states of the first units to the compute device, as `Tuning.gpu_cache` says.
-
-        "auto" moves all units if they fit beside `concurrent` bytes for gathered units and
-        `reserve` bytes for gradient buffers. Otherwise it moves the number that makes a step
-        shortest by `rates`, or none without `rates`.
-        """
-        units, wanted = self._units(), self.config.tuning.gpu_cache
-        everything = [spec for unit in units for spec in unit]
-        if wanted != "auto":
-            return self._with(_those_that_fit(units, wanted))
-        if not self._may_choose():
-            return self
-        if self._all_fit(concurrent, reserve):
-            return self._with(everything)
-        return (
-            self._with(self._fastest(units, concurrent, reserve, rates))
-            if rates is not None
-            else self
-        )
-
-    def _with(self, resident: Sequence[BlockSpec]) -> Placement:
+    def with_resident(self, resident: Sequence[BlockSpec]) -> Placement:
         """This placement with the blocks `resident` on the compute device."""
         moved = set(resident)
         specs = tuple(spec.on(GPU) if spec in moved else spec for spec in self.specs)
         nbytes = self.gpu_cache_bytes + sum(spec.nbytes for spec in resident)
         return dataclasses.replace(self, specs=specs, gpu_cache_bytes=nbytes)
 
-    def _units(self) -> list[list[BlockSpec]]:
+    def with_first(self, nbytes: int) -> Placement:
+        """This placement with the first trainable units that fit into `nbytes` on the compute
+        device."""
+        return self.with_resident(those_that_fit(self.trainable_units(), nbytes))
+
+    def trainable_units(self) -> list[list[BlockSpec]]:
         """The trainable blocks that are not on the compute device, by unit."""
         units = units_of(spec for spec in self.specs if not spec.frozen and not spec.tier.is_device)
         return [list(unit.values()) for unit in units.values()]
 
-    def _room(self, reserve: int) -> int:
-        return max(self.budgets.gpu - self.home_bytes(GPU) - reserve, 0)
-
-    def _may_choose(self) -> bool:
+    @property
+    def may_choose(self) -> bool:
+        """Whether the engine may move trainable units to the compute device."""
         can_update = (
             not self.config.inference
             and self.machine.has_kernels
             and self.config.algorithm != "other"
             and not self._shadowed_kinds
-            and not self._is_durable
+            and self.config.durability == "off"
         )
         return self.config.tuning.gpu_cache == "auto" and can_update
 
     def fixed(self) -> str:
         """A text for an error that suggests another `gpu_memory`: the `gpu_cache` that keeps as
         much on the compute device as now. "" if `gpu_cache` is no choice of the engine."""
-        chooses = self._may_choose() or (
+        chooses = self.may_choose or (
             self.config.inference and self.config.tuning.gpu_cache == "auto"
         )
         return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if chooses else ""
-
-    def with_kept(self, concurrent: Callable[[Placement], int]) -> Placement:
-        """For inference: move as many bytes of parameters to the compute device as fit and
-        `Tuning.gpu_cache` allows. See [Note: units that stay for inference].
-
-        `concurrent` gives the bytes that a placement needs there for gathered units.
-        """
-        most = self.config.tuning.gpu_cache
-        units = self._movable()
-        sizes = sorted({_home_bytes(unit) for unit in units}, reverse=True)
-        best = self
-        for size in [math.inf, *sizes[:: -(-len(sizes) // MOST_CANDIDATES) or 1]]:
-            larger = [unit for unit in units if _home_bytes(unit) >= size]
-            place = self._with([spec for unit in larger for spec in unit])
-            room = self.budgets.gpu - place.home_bytes(GPU) - concurrent(place)
-            if most != "auto":
-                room = min(room, most - place.gpu_cache_bytes)
-            if room < 0:
-                continue
-            others = place._movable()
-            kept = place._with(
-                [s for i in spread(room, list(map(_home_bytes, others))) for s in others[i]]
-            )
-            best = max(best, kept, key=lambda each: each.gpu_cache_bytes)
-        return best
-
-    def _movable(self) -> list[list[BlockSpec]]:
-        """The blocks that are not on the compute device, by unit."""
-        units = units_of(spec for spec in self.specs if not spec.tier.is_device)
-        return [list(unit.values()) for unit in units.values()]
-
-    def _all_fit(self, concurrent: int, reserve: int) -> bool:
-        return self._with([spec for unit in self._units() for spec in unit]).fits(
-            concurrent, reserve
-        )
-
-    def _fastest(
-        self, units: Sequence[Sequence[BlockSpec]], concurrent: int, reserve: int, rates: Rates
-    ) -> list[BlockSpec]:
-        """The first of `units`, as many as make the busiest part of a step shortest.
-
-        Example: a GPU with 50 GB/s each way, and a CPU that updates 6e9 parameters per second. A GB
-        of GPU memory holds the bf16 states of 71 million parameters. They save 12 ms of updates, 6
-        ms of uploads and 3 ms of downloads per step. The same GB holds copies of 500 million
-        parameters, which save 20 ms of uploads only. So the choice depends on which part is
-        longest.
-        """
-        room = self._room(reserve)
-        ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
-        longest = math.inf
-        chosen: list[BlockSpec] = []
-        for size in [0, *ends[:: max(1, -(-len(ends) // MOST_CANDIDATES))], room]:
-            resident = _those_that_fit(units, size)
-            moved = self._with(resident).moved(room - _home_bytes(resident), concurrent)
-            if moved is not None and max(moved.seconds(rates)) < longest:
-                longest, chosen = max(moved.seconds(rates)), resident
-        return chosen
 
     def moved(self, passing: int, concurrent: int) -> Moves | None:
         """The work of a step if the compute device has `passing` bytes for travelling parameters.
@@ -305,14 +207,9 @@ class Placement:
         return {Kind.PARAM} if delays else set()
 
     @property
-    def _is_durable(self) -> bool:
-        """Whether steps are committed to NVMe."""
-        return self.config.durability != "off"
-
-    @property
     def _written_through(self) -> float:
         """The share of steps that also write cached elements to NVMe."""
-        return 1 / self.config.steps_per_commit if self._is_durable else 0.0
+        return 1 / self.config.steps_per_commit if self.config.steps_per_commit else 0.0
 
     def _steps_per_commit(self, spec: BlockSpec) -> int:
         """One of so many steps also writes the cached elements of `spec` to NVMe, for a commit; 0
@@ -367,7 +264,7 @@ class Placement:
             - saved
         )
         shadowed = self._shadowed(free + (saved // 2 if tuning.activation_memory == "auto" else 0))
-        more = _home_bytes(shadowed)
+        more = home_bytes_of(shadowed)
         cached = self._choose(
             plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1))
         )
@@ -396,8 +293,8 @@ class Placement:
 
     def least(self, concurrent: int, reserve: int) -> Budgets:
         """The smallest budgets that `layout` accepts with these arguments."""
-        fixed = self.config.tuning.gpu_cache != "auto" and not self.config.inference
-        place = self.with_gpu_cache(concurrent, reserve) if fixed else self
+        wanted = self.config.tuning.gpu_cache
+        place = self if wanted == "auto" or self.config.inference else self.with_first(wanted)
         gpu = place.home_bytes(GPU) + (concurrent if place.travelling() else 0) + reserve
         staged, saved = place._staged()
         fixed_saved = 0 if saved == "auto" else saved
@@ -471,19 +368,12 @@ class Placement:
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """The number of elements of each NVMe block to keep in `cache_bytes` of host memory. The
         share `resident` of the travelling parameters fits on the compute device."""
-        speculative = self.config.tuning.copy_on_write and self.config.tuning.update in (
-            "auto",
-            "speculative",
+        tuning = self.config.tuning
+        speculative = tuning.copy_on_write and tuning.update in ("auto", "speculative")
+        rules = CacheRules(
+            self._granule, speculative, resident, self._written_through, self._shadowed_kinds
         )
-        return choose(
-            self.specs,
-            cache_bytes,
-            self._granule,
-            speculative,
-            resident,
-            self._written_through,
-            never=self._shadowed_kinds,
-        )
+        return choose(self.specs, cache_bytes, rules)
 
     def _shadowed(self, room: int) -> list[BlockSpec]:
         """The blocks in host memory that get shadow copies in `room` bytes. Whole units, the last
@@ -500,27 +390,18 @@ class Placement:
         ):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
-        return _those_that_fit(
+        return those_that_fit(
             [unit for unit in units if all(spec.tier.is_host for spec in unit)], room
         )
 
 
-def describe_choice(placement: Placement, rates: Rates) -> str:
-    """A line for the log: the choice of `with_gpu_cache` and its `rates`."""
-    drives = f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else ""
-    return (
-        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device; "
-        f"measured: {rates.upload / 1e9:.1f} GB/s to it, {rates.download / 1e9:.1f} from "
-        f"it{drives}, and {rates.updates / 1e9:.2f} billion updates of parameters per second on "
-        "the CPU"
-    )
-
-
-def _those_that_fit(units: Sequence[Sequence[BlockSpec]], room: int) -> list[BlockSpec]:
+def those_that_fit(units: Sequence[Sequence[BlockSpec]], room: int) -> list[BlockSpec]:
     """The blocks of the units that fit into `room` bytes: greedy first fit, in order."""
-    return [spec for number in fill(room, list(map(_home_bytes, units))) for spec in units[number]]
+    return [
+        spec for number in fill(room, list(map(home_bytes_of, units))) for spec in units[number]
+    ]
 
 
-def _home_bytes(specs: Sequence[BlockSpec]) -> int:
+def home_bytes_of(specs: Sequence[BlockSpec]) -> int:
     """Bytes of one home in memory for each of `specs`, in whole pages."""
     return sum(round_up(spec.home_bytes, PAGE) for spec in specs)

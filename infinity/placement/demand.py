@@ -14,6 +14,7 @@ from infinity.free_memory import Available, Budgets
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BF16, FP32, INT8, MOMENTS, SPLIT, BlockSpec, Format, Kind
+from infinity.placement.stay import needs_rates, with_gpu_cache, with_kept
 from infinity.tier import TIERS, TierName
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -110,15 +111,15 @@ class Demand:
 
     def needs_rates(self) -> bool:
         """Whether `resident` needs measured rates."""
-        return self.placement.needs_rates(self._concurrent(self.placement), self._reserve)
+        return needs_rates(self.placement, self._concurrent(self.placement), self._reserve)
 
     def resident(self, rates: Rates | None) -> Placement:
         """The placement after the choice of the units that stay on the compute device, by
         `rates`."""
         if self.placement.config.inference:
-            return self.placement.with_kept(self._concurrent)
+            return with_kept(self.placement, self._concurrent)
         concurrent = self._concurrent(self.placement)
-        return self.placement.with_gpu_cache(concurrent, self._reserve, rates)
+        return with_gpu_cache(self.placement, concurrent, self._reserve, rates)
 
     def layout(self, placement: Placement) -> tuple[Layout, int]:
         """The layout of `placement`, and the number of gradient buffers, 1 or 2. Raises

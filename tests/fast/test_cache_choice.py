@@ -15,7 +15,7 @@ from infinity.placement.budget import (
     Staged,
     divide,
 )
-from infinity.placement.cache import Candidate, choose, distribute, spread
+from infinity.placement.cache import CacheRules, Candidate, choose, distribute, spread
 from infinity.placement.spec import FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.tier import NVME
 
@@ -110,7 +110,7 @@ def test_parameters_then_gradients_then_states_where_no_update_is_speculative() 
     blocks = blocks_of(*MIXED) + blocks_of(*MIXED, unit=1)
     parameters, gradients, states = 4 * 2, 4 * 2, 4 * 10
     budget = CHUNK_ELEMENTS * (2 * parameters + 2 * gradients + states + 11)
-    kept = choose(blocks, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0)
+    kept = choose(blocks, budget, CacheRules(CHUNK_ELEMENTS, False, 0.0))
     whole = 4 * CHUNK_ELEMENTS
     assert [kept[b] for b in blocks] == [whole] * 5 + [whole, whole] + [CHUNK_ELEMENTS] * 3
 
@@ -118,7 +118,7 @@ def test_parameters_then_gradients_then_states_where_no_update_is_speculative() 
 def test_parameters_and_states_of_a_unit_together_where_updates_are_speculative() -> None:
     blocks = blocks_of(*MIXED, unit=3) + blocks_of(Kind.PARAM, unit=4)
     kept = choose(
-        blocks, CHUNK_ELEMENTS * (4 * 2 + 3 * 12), CHUNK_ELEMENTS, speculative=True, resident=0.0
+        blocks, CHUNK_ELEMENTS * (4 * 2 + 3 * 12), CacheRules(CHUNK_ELEMENTS, True, 0.0)
     )  # gradients first, for they are worth 3
     assert [kept[b] // CHUNK_ELEMENTS for b in blocks] == [3, 4, 3, 3, 3, 0]
 
@@ -129,9 +129,7 @@ def test_a_parameter_inside_its_master_is_worth_more_than_a_rounded_or_frozen_on
     rounded = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=1, master=FP32)
     split = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=3)
     budget = sum(unit[0].nbytes + unit[1].nbytes for unit in (own, split)) + rounded[1].nbytes
-    kept = choose(
-        frozen + rounded + own + split, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0
-    )
+    kept = choose(frozen + rounded + own + split, budget, CacheRules(CHUNK_ELEMENTS, False, 0.0))
     assert [b.name for b, elements in kept.items() if elements] == [
         "grad of u1", "param of u2", "grad of u2", "param of u3", "grad of u3"
     ]  # fmt: skip
@@ -145,9 +143,7 @@ def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_
         (0.6, Kind.MASTER),
         (1.0, Kind.MASTER),
     ):
-        kept = choose(
-            blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, speculative=False, resident=resident
-        )
+        kept = choose(blocks, 2 * blocks[0].nbytes, CacheRules(CHUNK_ELEMENTS, False, resident))
         assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
 
 
@@ -160,7 +156,7 @@ def test_what_is_written_all_the_same_is_worth_its_reads() -> None:
     blocks = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER)
     for resident, first in ((0.0, Kind.PARAM), (0.4, Kind.PARAM), (0.6, Kind.MASTER)):
         kept = choose(
-            blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, False, resident, write_through=True
+            blocks, 2 * blocks[0].nbytes, CacheRules(CHUNK_ELEMENTS, False, resident, 1.0)
         )
         assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
 

@@ -24,6 +24,7 @@ from infinity.measure import rates
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, Placement
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
+from infinity.placement.stay import needs_rates, with_gpu_cache
 from infinity.placement.traffic import Moves, moves
 from infinity.tier import CPU
 from support.configs import config_of
@@ -89,7 +90,7 @@ MEMORY = 5 * WHOLE + 2 * room_for_two(SIZES)
 
 def chosen(rates: Rates, memory: int = MEMORY, **options: Any) -> list[int]:
     before = placed(SIZES, memory, **options)
-    placement = before.with_gpu_cache(room_for_two(SIZES), 0, rates)
+    placement = with_gpu_cache(before, room_for_two(SIZES), 0, rates)
     assert placement.gpu_cache_bytes == sum(
         spec.nbytes for spec in placement.specs if spec.tier.is_device
     )
@@ -149,18 +150,18 @@ def test_no_other_number_of_units_takes_less_time(
             return math.inf
         return max(moves(blocks, min(1.0, room / max(spans, 1)), {}).seconds(Rates(*rates)))
 
-    found = longest(placed(sizes, memory, tier).with_gpu_cache(concurrent, 0, Rates(*rates)).specs)
+    found = longest(with_gpu_cache(placed(sizes, memory, tier), concurrent, 0, Rates(*rates)).specs)
     assert found < math.inf
     for size in [0, *itertools.accumulate(whole)]:
-        other = placed(sizes, memory, tier, gpu_cache=size).with_gpu_cache(concurrent, 0)
+        other = with_gpu_cache(placed(sizes, memory, tier, gpu_cache=size), concurrent, 0)
         assert found <= longest(other.specs) * (1 + 1e-9)
 
 
 def test_rates_are_asked_for_where_there_is_a_choice_alone() -> None:
     concurrent, everything = room_for_two(SIZES), len(SIZES) * WHOLE
-    assert placed(SIZES, everything // 2, "cpu").needs_rates(concurrent, 0)
-    assert not placed(SIZES, everything, "cpu").needs_rates(concurrent, 0), "all of it fits"
-    assert placed(SIZES, everything, "cpu").needs_rates(concurrent, PAGE)
+    assert needs_rates(placed(SIZES, everything // 2, "cpu"), concurrent, 0)
+    assert not needs_rates(placed(SIZES, everything, "cpu"), concurrent, 0), "all of it fits"
+    assert needs_rates(placed(SIZES, everything, "cpu"), concurrent, PAGE)
     for options in (
         {"gpu_cache": 0},
         {"gpu_cache": WHOLE},
@@ -168,12 +169,12 @@ def test_rates_are_asked_for_where_there_is_a_choice_alone() -> None:
         {"algorithm": "other"},
     ):
         placement = placed(SIZES, everything // 2, "cpu", **options)
-        assert not placement.needs_rates(concurrent, 0)
-        assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(
+        assert not needs_rates(placement, concurrent, 0)
+        assert gpu_resident(with_gpu_cache(placement, concurrent, 0)) == list(
             range(options.get("gpu_cache") == WHOLE)
         )
     placement = placed(SIZES, everything, "cpu")
-    assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(range(len(SIZES)))
+    assert gpu_resident(with_gpu_cache(placement, concurrent, 0)) == list(range(len(SIZES)))
 
 
 def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         Placement, "moved", lambda self, *values: asked.append(values) or inner(self, *values)
     )
-    placement = placement.with_gpu_cache(room_for_two(sizes), 0, slow("updates"))
+    placement = with_gpu_cache(placement, room_for_two(sizes), 0, slow("updates"))
     assert 32 <= len(asked) <= 34
     assert len(gpu_resident(placement)) >= 1000 - 2000 // 32
 
