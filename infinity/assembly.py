@@ -28,7 +28,7 @@ from infinity.measure.rates import DTYPES
 from infinity.modules.execution import Executions
 from infinity.modules.facade import move_buffers
 from infinity.modules.given import GivenTensors
-from infinity.modules.hooks import HookedModel, Hooks, Running, Saving
+from infinity.modules.hooks import ActivationParts, HookedModel, Hooks, RunningParts
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.job_queue import JobQueue
@@ -343,8 +343,8 @@ class Assembly:
         )
         hooks = Hooks(
             HookedModel(basis.model, self._users, self._units, basis.config.inference),
-            Running(runtime, executions, updater, basis.recorder),
-            Saving(offloader, recomputation, first_batch),
+            RunningParts(runtime, executions, updater, basis.recorder),
+            ActivationParts(offloader, recomputation, first_batch),
         )
         basis.undo.callback(hooks.close)
         return hooks

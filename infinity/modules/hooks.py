@@ -50,7 +50,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ from infinity.activations.first_batch import FirstBatch
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.backward import in_backward
-from infinity.compilation import uncompiled
+from infinity.compilation import frames, uncompiled
 from infinity.errors import BudgetError, ConfigError, ShardedParameterError
 from infinity.modules.execution import (
     Call,
@@ -108,7 +108,7 @@ class HookedModel:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningParts:
     """The parts of an engine that hooks drive."""
 
     runtime: Runtime
@@ -118,7 +118,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Saving:
+class ActivationParts:
     """The parts of an engine that keep or recompute what a forward saves."""
 
     offloader: SavedTensorOffloader
@@ -133,7 +133,7 @@ class Hooks(Border):
     passes: any two of them may meet in one forward.
     """
 
-    def __init__(self, hooked: HookedModel, running: Running, saving: Saving) -> None:
+    def __init__(self, hooked: HookedModel, running: RunningParts, saving: ActivationParts) -> None:
         # The model may die before the engine.
         self._model = weakref.ref(hooked.model)
         self._units_of = weakref.WeakKeyDictionary(hooked.units_of)
@@ -466,8 +466,6 @@ class Hooks(Border):
         return output
 
     def packing(self) -> AbstractContextManager[object]:
-        """The context in which views of units that autograd saves are packed, so that units may
-        move."""
         return self._packer.context() or nullcontext()
 
     def _flat(self, unit: Unit) -> torch.Tensor:
@@ -608,24 +606,18 @@ class Hooks(Border):
 
 def _asked_by_hand() -> bool:
     """Whether code of a user, and not torch, asks for a saved tensor."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in frames(sys._getframe(2)):
         name: str = frame.f_globals.get("__name__", "")
         # `uncompiled` adds a frame of torch in between.
         if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
             return name.partition(".")[0] != "torch"
-        frame = frame.f_back
     return False
 
 
 def _in_a_checkpoint() -> bool:
     """Whether the code that runs now is a recomputation of torch's checkpoint."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+    names = (frame.f_globals.get("__name__") for frame in frames(sys._getframe(2)))
+    return "torch.utils.checkpoint" in names
 
 
 def _writes(unit: Unit) -> tuple[int, int]:

@@ -19,14 +19,13 @@ bypasses Python's API gets a copy there, too.
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from infinity.compilation import call_uncompiled
+from infinity.compilation import call_uncompiled, frames
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
@@ -165,11 +164,9 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         return source.part(source.index_of(self))
 
     def kept_gradient(self) -> torch.Tensor | None:
-        """The gradient that the engine has."""
         return _grad(self)
 
     def partition_numel(self) -> int:
-        """The number of its elements that this rank keeps."""
         source = type(self).source
         return source.facts.overlap(source.index_of(self)).length
 
@@ -199,12 +196,10 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         )
 
     def detached(self) -> LazyValue:
-        """A handle of its value, detached."""
         source = type(self).source
         return LazyValue(source, source.index_of(self))
 
     def check_replace(self) -> None:
-        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({type(self).source.name_of(self)})")
 
     @classmethod
@@ -381,16 +376,14 @@ def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
 
 def way_out() -> str:
     """The way out for the functions under way that touch a parameter; "" if it is not known."""
-    frame: FrameType | None = sys._getframe()
     found = ""
-    while frame is not None:
+    for frame in frames(sys._getframe()):
         place = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
         found = _WAYS.get(place, found)
         if place == _TAKEN_OUT:
             _put_back(**{name: frame.f_locals[name] for name in ("module", "name", "weight")})
         if found not in ("", MADE):  # a function that makes a parameter has a way of its own
             break
-        frame = frame.f_back
     return found
 
 

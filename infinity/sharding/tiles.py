@@ -23,13 +23,13 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
+from infinity.compilation import frames
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
@@ -96,14 +96,12 @@ class TiledWeight(LazyTensor):
         return _grad(self)
 
     def fetch(self) -> torch.Tensor:
-        """A copy of its values."""
         pieces = self.pieces
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = [p.values() if isinstance(p, LazyTensor) else p.detach() for p in pieces]
             return torch.cat(values, self.dimension)
 
     def detached(self) -> DetachedTiles:
-        """Its values, detached."""
         made = DetachedTiles(self)
         self.note(made)
         return made
@@ -121,7 +119,6 @@ class TiledWeight(LazyTensor):
                 piece.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles."""
         self.check_replace()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece, part in zip(self.pieces, self.divided(values), strict=True):
@@ -204,7 +201,6 @@ class TiledWeight(LazyTensor):
         return None if tracked else _side_by_side(pieces, self.dimension)
 
     def described(self) -> str:
-        """Its text, as of a parameter."""
         return f"Parameter containing:\nTiledWeight({tuple(self.shape)}, {len(self.tiles)} tiles)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
@@ -320,10 +316,9 @@ def _side_by_side(pieces: Sequence[torch.Tensor], dimension: int) -> torch.Tenso
 
 def _makes_a_parameter() -> bool:
     """Whether the caller of `__torch_function__` is `nn.Parameter(weight)`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+    codes = (frame.f_code for frame in frames(sys._getframe(2)))
+    callers = (code for code in codes if code.co_name != "__torch_function__")
+    return next(callers, None) is nn.Parameter.__new__.__code__
 
 
 def _side_by_side_in(args: Any, kwargs: Any) -> Any:
@@ -428,19 +423,15 @@ class DetachedTiles(LazyTensor):
         self._weight = weight
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values."""
         return self._weight.fetch()
 
     def check_replace(self) -> None:
-        """Raise the error of the weight."""
         self._weight.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles."""
         self._weight.replace(values)
 
     def detached(self) -> DetachedTiles:
-        """Another alias."""
         return self._weight.detached()
 
 
