@@ -48,10 +48,7 @@ TURNS = (
 UNREAD = {
     "",  # the files beside the rooms
     "deepspeed",
-    "durable",
-    "optim",
     "sharding",
-}
 """Rooms whose words were not yet read once through."""
 
 
