@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.activations.first_batch import FirstBatch
-from infinity.activations.gauge import Clock, Gauge
+from infinity.activations.gauge import ForwardClock, Gauge
 from infinity.activations.partitions import Partitions, RankParts, check_partitions
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
@@ -704,7 +704,7 @@ class Build:
             store.activations, self._model, self.device.torch, partitions
         )
         if config.recompute == "auto" and not config.inference:
-            clock = Clock(self.device, lambda: runtime.waited)
+            clock = ForwardClock(self.device, lambda: runtime.waited)
             gauge = Gauge(clock, offloader, lambda: executions.backwards)
             blocks = [*self._blocks.values()]
             treatments = Treatments(blocks, gauge, self._activation_room, self.exchange)
