@@ -1,5 +1,5 @@
-"""Attributes of DeepSpeed's engine beside those that `DeepSpeedEngine` and `Answers` have: some
-values, and for all others the reason why there are none."""
+"""Attributes of DeepSpeed's engine besides those of `DeepSpeedEngine` and `Answers`: some values,
+and for all others the reason why they are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.deepspeed.names import MISSING
 from infinity.deepspeed.parsed import DeepSpeedConfig
 
 _KEYS = ("dataloader_drop_last", "dump_state", "memory_breakdown", "wall_clock_breakdown")
-"""Methods that give the value of a key of their name, at the top of the configuration."""
+"""Methods that return the value of the key of their name, at the top of the configuration."""
 
 
 def _key(name: str, engine: Any) -> Any:
@@ -36,7 +36,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "seq_dp_world_size": lambda engine: engine.world_size,
     "sequence_parallel_size": lambda engine: 1,
 }
-"""By name: a function of the engine that gives the value."""
+"""By name: a function from the engine to the value."""
 
 METHODS: dict[str, Callable[[Any], Any]] = {
     "amp_enabled": lambda engine: False,
@@ -56,15 +56,16 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
     **{name: functools.partial(_key, name) for name in _KEYS},
 }
-"""By name: what a method without arguments gives for the engine."""
+"""By name: a function from the engine to the result of a method without arguments."""
 
 CONFIGURATION = DeepSpeedConfig.instead
 COMMUNICATION = "gradients are reduced unit by unit; communicate through deepspeed.comm"
 INTERNAL = "it is internal to DeepSpeed's engine; docs/deepspeed.md says what this one has"
-"""Reasons that several patterns have."""
+"""Reasons of several patterns."""
 
 Reasons = Sequence[tuple[str, str]]
-"""Patterns, each with why there is no attribute whose name it is in; the first one counts."""
+"""Patterns, each with the reason why attributes with it in their names are missing. The first one
+counts."""
 REASONS: Reasons = (
     ("expert|moe|gate_modules|all_to_all|autoep", MISSING["moe"]),
     ("autotuning", MISSING["autotuning"]),
@@ -88,7 +89,7 @@ OTHERS = "docs/deepspeed.md says what it has"
 
 
 def reason_for(name: str, reasons: Reasons) -> str:
-    """Why there is no attribute `name`."""
+    """The reason why there is no attribute `name`."""
     found = (reason for pattern, reason in reasons if re.search(pattern, name))
     return next(found, OTHERS)
 

@@ -47,7 +47,6 @@ TURNS = (
 )
 UNREAD = {
     "",  # the files beside the rooms
-    "deepspeed",
     "durable",
     "optim",
     "sharding",
