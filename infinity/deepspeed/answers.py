@@ -91,56 +91,15 @@ class Answers:
 
     # Precision and gradients
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of parameters, and the dtype of accumulated gradients."""
-        model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        dtype = model[self.settings.precision]
-        narrow = self.settings.config.tuning.gradient_precision != "fp32"
-        return dtype, dtype if narrow else torch.float32
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
-        scale = self.settings.loss_scale
-        return scale is not None and scale.static is None
-
     def loss_scale(self) -> float:
         """The scale of the next loss. 1 without scaling."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
-
-    def gradient_clipping(self) -> float:
-        """The largest global norm of gradients. 0 means no limit."""
-        return self.settings.gradient_clipping
-
-    def optimizer_name(self) -> str | None:
-        """The type of the optimizer in the configuration, or the class of the script's."""
-        named = self.settings.optimizer
-        if named is not None:
-            return named.type.lower()
-        return None if self.client_optimizer is None else type(self.client_optimizer).__name__
-
-    def scheduler_name(self) -> str | None:
-        """The type of the scheduler in the configuration."""
-        named = self.settings.scheduler
-        return None if named is None else named.type
 
     # ZeRO
 
     def zero_optimization_stage(self) -> int:
         """The stage, 0 to 3."""
         return self.settings.config.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether ranks share anything."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether ranks share gradients."""
-        return self.zero_optimization_stage() >= 2
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Modules with gradients that are exchanged as sparse tensors: none."""
-        return set()
 
     # Ranks
 

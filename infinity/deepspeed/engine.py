@@ -194,11 +194,6 @@ class DeepSpeedEngine(Answers, nn.Module):
             )
         self._given_boundary = bool(is_boundary)
 
-    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Does nothing: it is for several backwards of one forward, and gradients are reduced unit
-        by unit anyway."""
-        return nullcontext()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """`infinity.no_sync`, at any stage. An optimizer step must be outside."""
@@ -271,18 +266,6 @@ class DeepSpeedEngine(Answers, nn.Module):
         if self.optimizer is None:
             return None
         return math.inf if self.optimizer.overflow else self.optimizer.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """The betas of each group, or its momentum."""
-        return self._of_groups("betas") or self._of_groups("momentum")
-
-    def _of_groups(self, name: str) -> list[Any]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group[name] for group in groups if name in group]
 
     def deepspeed_io(
         self,
@@ -407,9 +390,6 @@ class DeepSpeedEngine(Answers, nn.Module):
         allowed = inspect.signature(torch.compile).parameters
         others = {name: value for name, value in others.items() if name in allowed}
         self.module.compile(**options, **others)
-
-    def empty_partition_cache(self) -> None:
-        """Does nothing: the memory of the compute device is planned."""
 
     def offload_states(self, *states: Any, **options: Any) -> None:
         """See `StateMoves.offload_states`: warns if states lie on the GPU."""

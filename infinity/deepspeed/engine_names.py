@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from infinity.deepspeed.errors import MissingNameError
 from infinity.deepspeed.groups import all_ranks
@@ -24,6 +27,27 @@ def _key(name: str, engine: Any) -> Any:
     return KEYS[name].default if value is None else value
 
 
+def _data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of parameters, and the dtype of accumulated gradients."""
+    model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    dtype = model[engine.settings.precision]
+    narrow = engine.settings.config.tuning.gradient_precision != "fp32"
+    return dtype, dtype if narrow else torch.float32
+
+
+def _of_groups(engine: Any, name: str) -> list[Any]:
+    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+    return [group[name] for group in groups if name in group]
+
+
+def _optimizer_name(engine: Any) -> str | None:
+    """The type of the optimizer in the configuration, or the class of the script's."""
+    if engine.settings.optimizer is not None:
+        return str(engine.settings.optimizer.type).lower()
+    client = engine.client_optimizer
+    return None if client is None else type(client).__name__
+
+
 VALUES: dict[str, Callable[[Any], Any]] = {
     "_config": lambda engine: DeepSpeedConfig(engine.settings.raw),
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
@@ -35,24 +59,39 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "seq_data_parallel_group": lambda engine: all_ranks(),
     "seq_dp_world_size": lambda engine: engine.world_size,
     "sequence_parallel_size": lambda engine: 1,
+    "sparse_tensor_module_names": lambda engine: set(),
 }
 """By name: a function from the engine to the value."""
 
 METHODS: dict[str, Callable[[Any], Any]] = {
     "amp_enabled": lambda engine: False,
     "bfloat16_enabled": lambda engine: engine.settings.precision == "bf16",
+    # Gradients are reduced unit by unit anyway.
+    "coalesce_grad_reduction": lambda engine: nullcontext(),
+    "dynamic_loss_scale": lambda engine: (
+        engine.settings.loss_scale is not None and engine.settings.loss_scale.static is None
+    ),
+    "empty_partition_cache": lambda engine: None,  # the memory of the compute device is planned
     "fp16_enabled": lambda engine: engine.settings.precision == "fp16",
     "get_batch_info": lambda engine: dataclasses.astuple(engine.settings.batches),
     "get_data_parallel_rank": lambda engine: engine.global_rank,
+    "get_data_types": _data_types,
+    "get_lr": lambda engine: _of_groups(engine, "lr"),
     "get_model_parallel_rank": lambda engine: 0,
+    "get_mom": lambda engine: _of_groups(engine, "betas") or _of_groups(engine, "momentum"),
     "get_tensor_parallel_rank": lambda engine: 0,
+    "gradient_clipping": lambda engine: engine.settings.gradient_clipping,
     "managed_gradient_accumulation": lambda engine: engine.settings.managed_accumulation,
+    "optimizer_name": _optimizer_name,
+    "scheduler_name": lambda engine: getattr(engine.settings.scheduler, "type", None),
     "steps_per_print": lambda engine: engine.settings.raw.get("steps_per_print") or 10,
     "torch_autocast_dtype": lambda engine: engine.settings.autocast,
     "torch_autocast_enabled": lambda engine: engine.settings.autocast is not None,
     "zero_gather_16bit_weights_on_model_save": lambda engine: (
         engine.settings.gather_16bit_weights_on_save
     ),
+    "zero_optimization": lambda engine: engine.zero_optimization_stage() > 0,
+    "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
     **{name: functools.partial(_key, name) for name in _KEYS},
 }

@@ -112,7 +112,7 @@ class _Names(Optimizer):
     def clip_grad(self) -> float:
         """The norm limit of gradients. 0 means no limit. It can be set between steps."""
         if isinstance(self, ClippedMuon):
-            return self.deepspeed_engine.gradient_clipping()
+            return self.deepspeed_engine.settings.gradient_clipping
         limit = self.max_grad_norm
         return 0.0 if limit is None or limit == math.inf else limit
 
@@ -170,7 +170,7 @@ class _Names(Optimizer):
 
     def needs_scaler(self) -> bool:
         """Whether the loss scale changes."""
-        return self.deepspeed_engine.dynamic_loss_scale()
+        return bool(self.deepspeed_engine.dynamic_loss_scale())
 
     def destroy(self) -> None:
         """Does nothing: `engine.destroy()` frees everything."""
@@ -197,7 +197,7 @@ class Scaler:
     @property
     def dynamic(self) -> bool:
         """Whether the scale changes."""
-        return self._optimizer.deepspeed_engine.dynamic_loss_scale()
+        return bool(self._optimizer.deepspeed_engine.dynamic_loss_scale())
 
     dynamic_loss_scale = dynamic
 

@@ -130,7 +130,6 @@ class LRRangeTest(Iterations):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         ranges = (iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(ranges) if self.staircase else ranges)
         return [rate * growth for rate in self.min_lrs]
@@ -187,7 +186,6 @@ class OneCycle(Iterations):
         return self.up / (self.up + self.down)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         after = self._after(iteration)
         if after:
             decay = 1 + self.decay_lr_rate * self._decays(after)
@@ -220,7 +218,6 @@ class OneCycle(Iterations):
     def step(
         self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
     ) -> None:
-        """Advance by one iteration, or to the given one, under either name."""
         super().step(last_batch_iteration, batch_iteration)
         if self.cycle_momentum:
             self._set_betas(self.momenta(self.last_batch_iteration))
@@ -288,7 +285,6 @@ class WarmupLR(_Warming):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         share = self.share(iteration)
         return [
             low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -323,7 +319,6 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def share(self, iteration: int) -> float:
-        """The position of `iteration` between the lowest and the highest rate."""
         if iteration < self.warmup.steps:
             return self.warmup(iteration)
         left = self.total_num_steps - iteration
@@ -355,7 +350,6 @@ class WarmupCosineLR(_Warming):
         return list(self.base_lrs)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         ratio = self.ratio(iteration)
         return [float(rate) * ratio for rate in self.base_lrs]
 

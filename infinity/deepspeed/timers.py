@@ -118,32 +118,18 @@ class NoopTimer:
     def __call__(self, name: str) -> NoopTimer:
         return self
 
-    def start(self) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         """Does nothing."""
 
-    def stop(self, **options: Any) -> None:
-        """Does nothing."""
-
-    def reset(self) -> None:
-        """Does nothing."""
-
-    def elapsed(self, **options: Any) -> float:
-        """0."""
+    def _zero(self, **_: Any) -> float:
         return 0
 
-    def mean(self) -> float:
-        """0."""
-        return 0
+    start = stop = reset = log = get_mean = _nothing
+    elapsed = mean = _zero
 
     def get_timers(self) -> dict[str, NoopTimer]:
         """None."""
         return {}
-
-    def log(self, names: Sequence[str], **options: Any) -> None:
-        """Does nothing."""
-
-    def get_mean(self, names: Sequence[str], **options: Any) -> None:
-        """Does nothing."""
 
 
 class ThroughputTimer(Lacking):
