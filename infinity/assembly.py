@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.activations.first_batch import FirstBatch
-from infinity.activations.gauge import Clock, Gauge
+from infinity.activations.gauge import ForwardClock, Gauge
 from infinity.activations.partitions import Partitions, RankParts
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
@@ -318,7 +318,7 @@ class Assembly:
         config = self.basis.config
         if config.recompute != "auto" or config.inference:
             return None
-        clock = Clock(self.basis.device, lambda: runtime.waited)
+        clock = ForwardClock(self.basis.device, lambda: runtime.waited)
         gauge = Gauge(clock, offloader, lambda: executions.backwards)
         names = [*self._recomputed.values()]
         return Treatments(names, gauge, self._activation_room, self._exchange)

@@ -90,7 +90,7 @@ class _CountedForward:
         self.inside = 0
 
 
-class Clock:
+class ForwardClock:
     """Times forwards on `device`. `waited` returns the seconds that the model has waited for
     parameters, which do not count where the CPU computes."""
 
@@ -124,7 +124,7 @@ class Gauge:
     have ended. Any thread that runs the model may call it."""
 
     def __init__(
-        self, clock: Clock, offloader: SavedTensorOffloader, backwards: Callable[[], int]
+        self, clock: ForwardClock, offloader: SavedTensorOffloader, backwards: Callable[[], int]
     ) -> None:
         self.clock, self._offloader = clock, offloader
         self._backwards, self._ended = backwards, 0

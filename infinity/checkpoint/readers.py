@@ -86,11 +86,9 @@ class LiveStates:
         return optimizer.header()
 
     def is_written(self, block: Block) -> bool:
-        """Whether an update has written `block`."""
         return block.written
 
     def starts(self, series: Series) -> Sequence[int]:
-        """The first element of every chunk."""
         return series.unit.states.chunks()
 
     def check_out(self, series: Series, begin: int, waits: bool) -> list[Checkout] | None:
@@ -103,7 +101,6 @@ class LiveStates:
     def decode(
         self, series: Series, tensors: Sequence[torch.Tensor], first: int, values: torch.Tensor
     ) -> None:
-        """See `States.decode`."""
         states = series.unit.states
         states.decode(states.source_of(series.kind), tensors, first, values)
 

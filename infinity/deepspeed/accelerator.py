@@ -16,12 +16,12 @@ from infinity.free_memory import read_host
 
 
 def _always(value: Any) -> Any:
-    """A method that gives `value` on every device."""
+    """A method that returns `value` on every device."""
     return lambda self: value
 
 
 def _of_torch(function: Callable[[int | None], Any], on_cpu: Any = None) -> Any:
-    """A method that calls `function` of a device; on CPUs it gives `on_cpu`."""
+    """A method that calls `function` of a device. On CPUs it returns `on_cpu`."""
 
     def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
         return on_cpu if self._kind == "cpu" else function(device_index)
@@ -38,7 +38,7 @@ class DeepSpeedAccelerator:
     def __init__(self) -> None:
         found = torch_accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if found is None else found.type
-        self._name = self._kind  # which scripts read
+        self._name = self._kind  # scripts read it
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:
@@ -51,7 +51,7 @@ class DeepSpeedAccelerator:
     # Which device
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The kind of device, "cpu" or "cuda"; with a number that of one."""
+        """The kind of device, "cpu" or "cuda", with its number if one is given."""
         has_number = device_index is not None and self._kind != "cpu"
         return f"{self._kind}:{device_index}" if has_number else self._kind
 
@@ -75,7 +75,7 @@ class DeepSpeedAccelerator:
             torch_accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """The number of devices; of CPUs, each of which may run a rank, where there is no GPU."""
+        """The number of devices. Without a GPU, the number of CPUs, because each may run a rank."""
         if self._kind == "cpu":
             return len(os.sched_getaffinity(0))
         return torch_accelerator.device_count()
@@ -96,10 +96,10 @@ class DeepSpeedAccelerator:
         return "nccl" if self._kind == "cuda" else "gloo"
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables of the environment that say which devices a process has."""
+        """The environment variables that choose the devices of a process."""
         return [] if self._kind == "cpu" else [f"{self._kind.upper()}_VISIBLE_DEVICES"]
 
-    # What it can
+    # Abilities
 
     def is_triton_supported(self) -> bool:
         """Whether kernels of Triton run."""
@@ -126,20 +126,20 @@ class DeepSpeedAccelerator:
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def empty_cache(self) -> None:
-        """Give back memory that torch keeps."""
+        """Free memory that torch caches."""
         if self._kind != "cpu":
             torch_accelerator.empty_cache()
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """What torch counts of its memory."""
+        """The statistics that torch has of its memory."""
         return {} if self._kind == "cpu" else dict(torch_accelerator.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device; of the host, where there is no other."""
+        """Bytes of the device, or of the host without a GPU."""
         return self._memory(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of them that are free."""
+        """Free bytes of the device, or of the host without a GPU."""
         return self._memory(device_index)[0]
 
     def _memory(self, device_index: int | None) -> tuple[int, int]:
@@ -149,26 +149,26 @@ class DeepSpeedAccelerator:
         return (0, 0) if host is None else (host.free, host.total)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """A context in which `stream` is the one in use."""
+        """A context in which `stream` is the current one."""
         return nullcontext() if stream is None else stream
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The queue of operations of a device; None on CPUs."""
+        """The default stream of a device. None on CPUs."""
         found = getattr(getattr(torch, self._kind), "default_stream", None)
         return None if found is None else found(device_index)
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """What `callback` gives, at once."""
+        """Call `callback` at once, and return its result."""
         return callback()
 
     @property
     def Stream(self) -> Any:
-        """The class of streams; on CPUs a function that gives None."""
+        """The class of streams. On CPUs a function that returns None."""
         return (lambda *_, **__: None) if self._kind == "cpu" else torch.Stream
 
     @property
     def Event(self) -> Any:
-        """The class of events; on CPUs a function that gives None."""
+        """The class of events. On CPUs a function that returns None."""
         return (lambda *_, **__: None) if self._kind == "cpu" else torch.Event
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
@@ -185,17 +185,17 @@ class DeepSpeedAccelerator:
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set what `get_rng_state` gave."""
+        """Set a state of `get_rng_state`."""
         torch.set_rng_state(new_state)
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """Nothing: `INFINITY_NVTX` marks ranges."""
+        """Does nothing: `INFINITY_NVTX` marks ranges."""
 
     def range_pop(self, domain: Any = None) -> None:
-        """Nothing; see `range_push`."""
+        """Does nothing; see `range_push`."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in pinned memory, as all are where there is no GPU."""
+        """Whether a tensor is in pinned memory. True without a GPU."""
         return self._kind == "cpu" or tensor.is_pinned()
 
     def pin_memory(
@@ -205,7 +205,7 @@ class DeepSpeedAccelerator:
         make_copy: bool = True,
         match_shape: bool = True,
     ) -> torch.Tensor:
-        """The tensor in pinned memory, where there is a GPU."""
+        """The tensor in pinned memory, or itself without a GPU."""
         return tensor if self._kind == "cpu" else tensor.pin_memory()
 
 
@@ -218,7 +218,7 @@ _TENSORS = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-"""What makes a tensor of values on the compute device, by dtype."""
+"""The functions that make a tensor of values on the compute device, with their dtypes."""
 
 
 @functools.cache
@@ -228,5 +228,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Always: models run on any device of torch that wrap takes."""
+    """True: models run on any device of torch that wrap takes."""
     return True

@@ -1,5 +1,5 @@
-"""Ranks that find each other, and start from the model of the first one, as with DeepSpeed, however
-they are seeded. They save where the first one does."""
+"""Ranks that find each other. As with DeepSpeed, they start from the model of the first rank,
+whatever their seeds. They save into the directory of the first rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from infinity.weights.taped import as_built
 
 
 def join_ranks(port: int = PORT, required: bool | None = None) -> None:
-    """Initialize torch.distributed where nobody did, also for one rank: scripts ask it for theirs
-    after `initialize`."""
+    """Initialize torch.distributed if the script has not, also for one rank, because scripts ask it
+    for theirs after `initialize`."""
     init_distributed(distributed_port=port, dist_init_required=required)
 
 
 def check_counts() -> None:
-    """Raise `ConfigError` where accelerate, and with it a Trainer, takes each rank for the only
-    one, as it does without a GPU: ranks would train the same data, and wait for each other."""
+    """Raise `ConfigError` if accelerate, and with it a Trainer, takes each rank for the only one,
+    as it does without a GPU. Ranks would train the same data, and wait for each other."""
     state = sys.modules.get("accelerate.state")
     known = {} if state is None else state.PartialState._shared_state
     drives = getattr(known.get("distributed_type"), "value", None) == "DEEPSPEED"
@@ -45,8 +45,8 @@ def several() -> bool:
 
 
 def directory_of_first(directory: Path) -> Path:
-    """The directory of the first rank, for ranks on its machine: a script may have made a temporary
-    one on each rank. Ranks on other machines keep theirs. All ranks call it."""
+    """The directory of the first rank, for ranks on its machine, because a script may have made a
+    temporary one on each rank. Ranks on other machines keep theirs. All ranks call it."""
     if not several():
         return directory
     mine = (socket.gethostname(), str(directory.absolute()))
@@ -57,7 +57,7 @@ def directory_of_first(directory: Path) -> Path:
 
 
 def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:
-    """What `values` are on `rank`: on the host there, of one shape on all ranks; all call it."""
+    """The `values` of `rank`, on the host. They have one shape on all ranks. All ranks call it."""
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
     group = dist.group.WORLD
     device = torch.accelerator.current_accelerator()
@@ -69,8 +69,8 @@ def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def take_model(model: nn.Module) -> None:
-    """Replace parameters and buffers by those of the first rank, where they have memory. Others are
-    built alike (`same_draws`)."""
+    """Replace parameters and buffers that have memory by those of the first rank. Others are built
+    alike (`same_draws`)."""
     if not several():
         return
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -82,7 +82,8 @@ def take_model(model: nn.Module) -> None:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Inside, all ranks draw the numbers of the first one. Then each goes on with its own."""
+    """Inside the context, all ranks draw the numbers of the first one. Then each continues with its
+    own."""
     if not several():
         yield
         return

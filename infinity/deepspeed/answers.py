@@ -1,4 +1,4 @@
-"""The parts of a DeepSpeed engine, and what it answers about its configuration."""
+"""The parts of a DeepSpeed engine, and its answers about its configuration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from infinity.optim.optimizer import Optimizer
 
 
 class Answers:
-    """The parts and counters that a DeepSpeed engine has, and the questions that frameworks ask
-    about them, under the names of DeepSpeed. They change nothing, but for `set_train_batch_size`
-    and its kin."""
+    """The parts and counters of a DeepSpeed engine, and its answers to questions of frameworks,
+    under the names of DeepSpeed. Only `set_train_batch_size` and the similar setters change
+    anything."""
 
     module: nn.Module
     settings: Settings
@@ -28,7 +28,7 @@ class Answers:
     """The optimizer of the script; its groups are those of `optimizer`."""
     lr_scheduler: Any
     global_steps: int
-    """Optimizer steps, those included that were left out."""
+    """Optimizer steps, including steps that were left out."""
     global_samples: int
     micro_steps: int
     """Calls of `step`."""
@@ -47,7 +47,7 @@ class Answers:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as it came."""
+        """The original configuration."""
         return dict(self.settings.raw)
 
     # Batches
@@ -65,8 +65,8 @@ class Answers:
         return self.settings.batches.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of samples of one step, by that of the forwards. Raises `ConfigError`
-        where it is no multiple of those that the ranks take together."""
+        """Set the samples of one step, by changing the number of forwards. Raises `ConfigError`
+        unless it is a multiple of the samples of one forward on all ranks."""
         together = self.settings.batches.micro * self.dp_world_size
         if train_batch_size < together or train_batch_size % together:
             raise DeepSpeedConfigError(
@@ -76,12 +76,12 @@ class Answers:
         self._change(train=train_batch_size, accumulation=train_batch_size // together)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the number of samples of one forward; those of a step follow."""
+        """Set the samples of one forward. Those of a step follow."""
         train = micro_batch_size * self.settings.batches.accumulation * self.dp_world_size
         self._change(train=train, micro=micro_batch_size)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Change the number of forwards of a step; its samples follow."""
+        """Set the number of forwards of a step. Its samples follow."""
         train = self.settings.batches.micro * steps * self.dp_world_size
         self._change(train=train, accumulation=steps)
 
@@ -91,56 +91,15 @@ class Answers:
 
     # Precision and gradients
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of parameters, and that in which gradients are accumulated."""
-        model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        dtype = model[self.settings.precision]
-        narrow = self.settings.config.tuning.gradient_precision != "fp32"
-        return dtype, dtype if narrow else torch.float32
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
-        scale = self.settings.loss_scale
-        return scale is not None and scale.static is None
-
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 where nothing scales it."""
+        """The scale of the next loss. 1 without scaling."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
-
-    def gradient_clipping(self) -> float:
-        """The largest global norm of gradients; 0 is none."""
-        return self.settings.gradient_clipping
-
-    def optimizer_name(self) -> str | None:
-        """The type of the optimizer that the configuration names, or the class of the script's."""
-        named = self.settings.optimizer
-        if named is not None:
-            return named.type.lower()
-        return None if self.client_optimizer is None else type(self.client_optimizer).__name__
-
-    def scheduler_name(self) -> str | None:
-        """The type of the scheduler that the configuration names."""
-        named = self.settings.scheduler
-        return None if named is None else named.type
 
     # ZeRO
 
     def zero_optimization_stage(self) -> int:
         """The stage, 0 to 3."""
         return self.settings.config.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether ranks share anything."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether ranks share gradients."""
-        return self.zero_optimization_stage() >= 2
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients are exchanged as sparse tensors: none."""
-        return set()
 
     # Ranks
 

@@ -1,4 +1,4 @@
-"""Blocks of a configuration as objects, which scripts build to check one or to read it.
+"""Blocks of a configuration as objects, which scripts build to check or read one.
 
 Names, values and defaults are those of `keys`. Sizes that the engine plans are None by default.
 """
@@ -19,7 +19,7 @@ from infinity.deepspeed.rows import AUTO, account
 
 
 class ZeroStageEnum(int, Enum):
-    """What ranks share. Its members are equal to their numbers."""
+    """The stages of ZeRO. Its members are equal to their numbers."""
 
     disabled = 0
     optimizer_states = 1
@@ -29,14 +29,14 @@ class ZeroStageEnum(int, Enum):
 
 
 class ConfigBlock(SimpleNamespace):
-    """The values of one block, as attributes with the names of its keys, old ones too.
+    """The values of one block, as attributes with the names of its keys, old names included.
 
-    Raises `ConfigError` for all that `infinity.initialize` refuses in it. "auto" is the default.
+    Raises `ConfigError` for values that `infinity.initialize` refuses. "auto" is the default.
     """
 
     path: ClassVar[str]
     inner: ClassVar[Mapping[str, type[ConfigBlock]]] = {}
-    """The blocks in it."""
+    """Its inner blocks."""
 
     def __init__(self, **given: Any) -> None:
         place: dict[str, Any] = {
@@ -61,7 +61,7 @@ class ConfigBlock(SimpleNamespace):
             setattr(self, name, None if below is None else kind(**below))
 
     def __getattr__(self, name: str) -> Any:
-        """The value of a key by its other name: `prefetch_bucket_size` has none with "stage3_"."""
+        """The value of a key by its other name. `prefetch_bucket_size` has none with "stage3_"."""
         known = self._today(name)
         if known not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
@@ -92,13 +92,13 @@ def _value(key: Key, given: Any) -> Any:
 
 
 class DeepSpeedZeroOffloadParamConfig(ConfigBlock):
-    """Where parameters live."""
+    """The home of parameters."""
 
     path = "zero_optimization.offload_param"
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
-    """Where states of the optimizer live."""
+    """The home of optimizer states."""
 
     path = "zero_optimization.offload_optimizer"
     pipeline: bool

@@ -1,5 +1,5 @@
-"""The builders of DeepSpeed's native parts, by which scripts ask what works on this machine. All of
-ours are built with the package."""
+"""The builders of DeepSpeed's native parts, which scripts ask whether a part works on this machine.
+The native parts of this engine are built with the package."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class OpBuilder:
 
     NAME: ClassVar[str] = ""
     has: ClassVar[bool] = True
-    """Whether this engine does what the part is for."""
+    """Whether this engine has the feature of the part."""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether it works here."""
+        """Whether it works on this machine."""
         return self.has
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Refused: native parts of this engine have other functions."""
+        """Raises, because native parts of this engine have other functions."""
         raise DeepSpeedConfigError(
             f"{type(self).__name__}.load() is not supported: the native part {self.NAME!r} of this "
             "engine has no functions for scripts; use deepspeed.ops, and infinity.nvme for NVMe"
@@ -64,14 +64,14 @@ class FusedLionBuilder(OpBuilder):
 
 
 class FusedLambBuilder(OpBuilder):
-    """LAMB, which is not there."""
+    """LAMB, which this engine does not have."""
 
     NAME = "fused_lamb"
     has = False
 
 
 class InferenceBuilder(OpBuilder):
-    """Kernels for inference, which are not there."""
+    """Kernels for inference, which this engine does not have."""
 
     NAME = "transformer_inference"
     has = False
@@ -88,4 +88,4 @@ BUILDERS = (
     InferenceBuilder,
 )
 COMPATIBLE = {builder.NAME: builder.has for builder in BUILDERS}
-"""By name, whether it works here."""
+"""By name, whether a part works on this machine."""

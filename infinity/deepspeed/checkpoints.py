@@ -1,7 +1,8 @@
-"""Checkpoints of a DeepSpeed engine: a directory for each tag, and a file `latest` that names one.
+"""Checkpoints of a DeepSpeed engine: a directory for each tag, and a file `latest` with the name of
+one.
 
-A tag's directory is a checkpoint of `Engine.save_checkpoint`. Its `extra` has the counters of the
-DeepSpeed engine, the state of the scheduler, and the `client_state` of the script.
+The directory of a tag is a checkpoint of `Engine.save_checkpoint`. Its `extra` has the counters of
+the DeepSpeed engine, the state of the scheduler, and the `client_state` of the script.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class TaggedCheckpoints:
         return True
 
     def _name_latest(self, directory: Path, name: str) -> None:
-        """Write `latest` on the first rank. Then every rank finds it; where that fails, all say
-        so."""
+        """Write `latest` on the first rank. Then every rank finds it. If the write fails, all ranks
+        raise."""
         self._write_beside(directory / LATEST, name, lambda: write_latest(directory, name))
 
     def _write_beside(self, path: Path, name: str, write: Callable[[], None]) -> None:
-        """Have the first rank write a file beside the checkpoint `name`."""
+        """The first rank writes a file beside the checkpoint `name`."""
         failure = self._on_first(write)
         if failure:
             raise CheckpointError(
@@ -81,7 +82,7 @@ class TaggedCheckpoints:
             )
 
     def _add_script(self, directory: Path, name: str) -> None:
-        """A copy of `zero_to_fp32.py`, which its owner may execute, as DeepSpeed leaves one."""
+        """Write a copy of `zero_to_fp32.py`, executable for its owner, as DeepSpeed does."""
 
         def write() -> None:
             source = Path(zero_to_fp32.__file__).read_bytes()
@@ -92,7 +93,7 @@ class TaggedCheckpoints:
         self._write_beside(directory / _SCRIPT, name, write)
 
     def _on_first(self, write: Callable[[], None]) -> str:
-        """Call it on the first rank; returns on every rank what failed there, or nothing."""
+        """Call `write` on the first rank. Returns its error on every rank, or ""."""
         failure = [""]
         if self._engine.global_rank == 0:
             try:
@@ -104,8 +105,8 @@ class TaggedCheckpoints:
         return failure[0]
 
     def _agreed(self, tag: str) -> str:
-        """The tag of the first rank. Where others have another one, `checkpoint.tag_validation`
-        says whether that is an error."""
+        """The tag of the first rank. If other ranks have another tag, `checkpoint.tag_validation`
+        decides whether that is an error."""
         if self._engine.world_size == 1:
             return tag
         tags: list[str] = [""] * self._engine.world_size
@@ -158,9 +159,9 @@ class TaggedCheckpoints:
         return [name for name, parameter in named if not parameter.requires_grad]
 
     def weights(self, without_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """All weights on the first rank, None on others; all ranks call it. What is left of a model
-        `without_frozen` ones is given even where the configuration does not gather weights on save:
-        transformers would write adapters without weights."""
+        """All weights on the first rank, None on other ranks. All ranks call it. The trained part
+        of a model (`without_frozen`) is returned even if the configuration does not gather weights
+        on save. Otherwise transformers would write adapters without weights."""
         engine, frozen = self._engine, self.frozen() if without_frozen else []
         if (
             engine.zero_optimization_stage() == 3

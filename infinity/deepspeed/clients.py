@@ -1,7 +1,7 @@
 """Optimizers of DeepSpeed that a script builds by itself, before `infinity.initialize`.
 
-They hold parameters, groups and numbers, which `infinity.initialize` takes over. Without it they
-update as those of torch do.
+They hold parameters, groups and numbers, which `infinity.initialize` adopts. Without it they update
+like those of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
 class DeepSpeedCPUAdam(Lacking, torch.optim.Adam):
-    """Adam, or AdamW with `adamw_mode`, where decay acts on the parameter."""
+    """Adam. With `adamw_mode` AdamW, whose decay acts on the parameter."""
 
     computed_by: ClassVar[type[Optimizer]] = Adam
     instead = "step() updates all of its parameters, and a step that was taken stays"
@@ -56,8 +56,8 @@ class DeepSpeedCPUAdam(Lacking, torch.optim.Adam):
                 group.setdefault("bias_correction", False)
 
     def step(self, closure: Any = None) -> Any:
-        """As of torch, which always corrects: raises `ConfigError` before anything is changed where
-        a group is not to be corrected."""
+        """Like that of torch, which always corrects the bias. Raises `ConfigError` before anything
+        is changed if a group turns the correction off."""
         if not all(group.get("bias_correction", True) for group in self.param_groups):
             raise DeepSpeedConfigError(
                 f"{type(self).__name__}(bias_correction=False) steps only in an engine of "
@@ -67,7 +67,7 @@ class DeepSpeedCPUAdam(Lacking, torch.optim.Adam):
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """The same; where updates run follows from the home of the states."""
+    """The same as `DeepSpeedCPUAdam`. The home of the states decides where updates run."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
 
 
 class FusedLion(DeepSpeedCPULion):
-    """The same; where updates run follows from the home of the states."""
+    """The same as `DeepSpeedCPULion`. The home of the states decides where updates run."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Functions of `deepspeed.comm`: those of torch.distributed, which also take the arguments that
-DeepSpeed adds for its log (`prof`, `log_name`, `debug`; they change nothing) and its names for
-tensors. `deepspeed.comm` has every other name of torch.distributed as it is."""
+DeepSpeed adds for its log (`prof`, `log_name`, `debug`, without effect) and its names for tensors.
+`deepspeed.comm` has every other name of torch.distributed unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TODAY = {
     "all_gather_into_tensor": "all_gather_single",
     "reduce_scatter_tensor": "reduce_scatter_single",
 }
-"""Names that torch has given up, and what newer versions have in their place."""
+"""Names that torch has removed, with their replacements."""
 _SAME = (
     *("all_gather", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all"),
     *("barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv"),
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _taking(name: str) -> Callable[..., Any]:
-    """The function of torch.distributed, which takes arguments of DeepSpeed."""
+    """The function of torch.distributed, with the arguments of DeepSpeed."""
     today = getattr(dist, _TODAY.get(name, name), None)
     function, renamed = today or getattr(dist, name), _THEIRS.get(name, {})
 
@@ -46,7 +46,7 @@ def _taking(name: str) -> Callable[..., Any]:
         taken = {renamed.get(key, key): named[key] for key in named if key not in _LOGGED}
         return function(*values, **taken)
 
-    call.__name__ = call.__qualname__ = name  # by which it is pickled
+    call.__name__ = call.__qualname__ = name  # the name for pickles
     call.__doc__ = function.__doc__
     return call
 
@@ -58,8 +58,8 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     """Gather each of `input_tensors` from all ranks into the tensor at its place in
-    `output_tensors`, of as many times its elements; with `async_op` the work of the last one is
-    returned."""
+    `output_tensors`, which has the elements of all ranks. With `async_op`, return the work of the
+    last one."""
     work = None
     for whole, part in zip(output_tensors, input_tensors, strict=True):
         work = _taking("all_gather_into_tensor")(whole, part, group=group, async_op=async_op)
@@ -71,28 +71,28 @@ def _world() -> Any:
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The numbers of the ranks in `group` (default: all), among all ranks."""
+    """The global ranks of `group` (default: all)."""
     return list(dist.get_process_group_ranks(group or _world()))
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The number among all ranks of rank `group_rank` in `group` (default: all ranks)."""
+    """The global rank of rank `group_rank` in `group` (default: all ranks)."""
     number: int = dist.get_global_rank(group or _world(), group_rank)
     return number
 
 
 def has_it() -> bool:
-    """Whether torch has a collective: every version that the engine runs on does."""
+    """Whether torch has a collective. True for every supported version."""
     return True
 
 
 def configure(*settings: Any, **named: Any) -> None:
-    """Nothing: what it sets is DeepSpeed's log of communication; `engine.report()` has bytes and
+    """Does nothing: it sets DeepSpeed's log of communication. `engine.report()` has bytes and
     times."""
 
 
 def reset_log() -> None:
-    """Nothing; see `configure`."""
+    """Does nothing; see `configure`."""
 
 
 def has_comm_data() -> bool:

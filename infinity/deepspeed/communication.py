@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, which is initialized where a launcher has not done it."""
+"""`deepspeed.comm`: torch.distributed, which is initialized if the launcher has not done it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def init_distributed(
     """Initialize torch.distributed for the ranks that torchrun, MPI or Slurm has started, or for
     one rank.
 
-    Does nothing where it is initialized, or for one rank where `dist_init_required` is False; for
-    several it raises `ConfigError` then, and where a process does not know which of them it is, or
-    `infinity run` has started it alone.
-    `verbose`, `auto_mpi_discovery` and `config` change nothing.
+    Does nothing if it is initialized, or for one rank if `dist_init_required` is False. Raises
+    `ConfigError` for several ranks with `dist_init_required` False, if a process does not know its
+    rank, and if `infinity run` has started it alone. `verbose`, `auto_mpi_discovery` and `config`
+    change nothing.
     """
     if dist.is_initialized():
         return
@@ -75,8 +75,8 @@ def _adopt() -> None:
 
 
 def _let_accelerate_count() -> None:
-    """Give accelerate the backend where it initializes torch.distributed through this package: it
-    knows none without a GPU, and would take each of several ranks for the only one."""
+    """Tell accelerate the backend if it initializes torch.distributed through this package. Without
+    a GPU it knows none, and would take each of several ranks for the only one."""
     state = sys.modules.get("accelerate.state")
     known = {} if state is None else state.PartialState._shared_state
     if get_world_size() > 1 and "num_processes" not in known and known.get("backend", "") is None:
@@ -84,8 +84,7 @@ def _let_accelerate_count() -> None:
 
 
 def _backend(asked: str | None) -> str:
-    """The backend for this machine. That of GPUs comes with one for host memory, through which
-    states are read."""
+    """The backend for this machine. With a GPU, a second backend for host memory reads states."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type != "cuda":
         return "gloo"
@@ -94,7 +93,7 @@ def _backend(asked: str | None) -> str:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:
-    """Nothing: `engine.report()` has the bytes and times of communication."""
+    """Does nothing: `engine.report()` has the bytes and times of communication."""
 
 
 def is_initialized() -> bool:
@@ -103,7 +102,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: Any = None) -> int:
-    """The number of this rank; 0 where there is one."""
+    """The number of this rank. 0 for a single rank."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 

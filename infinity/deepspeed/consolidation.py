@@ -31,10 +31,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a checkpoint of `save_checkpoint`, floating-point ones in fp32, in
-    host memory; tied ones are one tensor under each of their names. `lazy_mode` changes nothing.
-    Without frozen parameters, what is trained is left.
+    host memory. Tied parameters are one tensor under each of their names. `lazy_mode` changes
+    nothing. `exclude_frozen_parameters` leaves only trained ones.
 
-    Raises `ValueError` without a tag and a file `latest`, and `CheckpointError` for what is no
+    Raises `ValueError` without a tag and a file `latest`, and `CheckpointError` if it is no
     checkpoint of this engine.
     """
     contents = Contents(_tagged(Path(checkpoint_dir), tag))
@@ -46,10 +46,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> Sequence[str | io.BytesIO]:
-    """What `torch.load` takes in place of the files of optimizer states of a tag's directory: one
-    that names the stage, with which the states were saved. `engine.load_checkpoint` reads states.
-    In a directory that DeepSpeed wrote these are its files, by their numbers.
-    """
+    """Inputs of `torch.load` in place of the files of optimizer states in the directory of a tag:
+    one, with the stage of the save. `engine.load_checkpoint` reads states. In a directory of
+    DeepSpeed these are its files, by their numbers."""
     theirs = _of_deepspeed(checkpoint_dir, "*_optim_states.pt")
     if theirs:
         return theirs
@@ -58,15 +57,15 @@ def get_optim_files(checkpoint_dir: str | Path) -> Sequence[str | io.BytesIO]:
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> Sequence[str | io.BytesIO]:
-    """What `torch.load` takes in place of the files of model states; see `get_model_state_file` and
+    """Inputs of `torch.load` in place of the files of model states; see `get_model_state_file` and
     `get_optim_files`."""
     return _of_deepspeed(checkpoint_dir, _MODEL_STATES) or [get_model_state_file(checkpoint_dir, 0)]
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str | io.BytesIO:
-    """What `torch.load` takes in place of the first rank's file of model states: the counters and
-    the `client_state`, without weights. In a directory that DeepSpeed wrote it is its file at
-    `zero_stage`; raises `FileNotFoundError` where it has another stage."""
+    """The input of `torch.load` in place of the first rank's file of model states: the counters and
+    the `client_state`, without weights. In a directory of DeepSpeed it is the file at `zero_stage`.
+    Raises `FileNotFoundError` if the directory has another stage."""
     if _of_deepspeed(checkpoint_dir, _MODEL_STATES):
         rank = "zero_pp_rank_0_" if zero_stage == 3 else ""
         file = Path(checkpoint_dir) / f"{rank}mp_rank_00_model_states.pt"
@@ -96,7 +95,7 @@ def _in_memory(values: object) -> io.BytesIO:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load these weights into `model`, on the host unless an engine has it; returns it."""
+    """Load these weights into `model`, and return it. Without an engine it is moved to the host."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if ATTRIBUTE not in vars(model):
         model = model.cpu()
@@ -112,9 +111,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write these weights to `output_dir`: as `pytorch_model.bin`, one file of `torch.save`; with
-    `safe_serialization` piece by piece as safetensors, in files of at most `max_shard_size`, tied
-    ones under one name, as transformers saves them."""
+    """Write these weights to `output_dir`. By default this is `pytorch_model.bin`, one file of
+    `torch.save`. With `safe_serialization` it is safetensors, written piece by piece, in files of
+    at most `max_shard_size`, with tied weights under one name, as in transformers."""
     output = Path(output_dir)
     if not safe_serialization:
         state = get_fp32_state_dict_from_zero_checkpoint(

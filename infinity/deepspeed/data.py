@@ -19,7 +19,7 @@ Collate = Callable[[list[Any]], Any]
 def loader(
     settings: Settings, data: Any, collate: Collate | None = None, **options: Any
 ) -> DataLoader[Any] | None:
-    """Micro-batches of this rank, shuffled alike on all ranks, or in the order of a `sampler`; None
+    """Micro-batches of this rank, shuffled alike on all ranks, or in the order of a `sampler`. None
     without `data`. `options` are those of `DataLoader`."""
     if data is None:
         return None

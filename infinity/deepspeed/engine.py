@@ -1,9 +1,9 @@
-"""`DeepSpeedEngine`: DeepSpeed's calling convention around a wrapped model.
+"""`DeepSpeedEngine`: the calling convention of DeepSpeed around a wrapped model.
 
 [Note: a step]
 `engine.step()` is called after every backward. At the boundary of an accumulation it takes an
-optimizer step, forgets the gradients and lets the scheduler go on, unless gradients were not finite
-and the step was left out.
+optimizer step, clears the gradients and steps the scheduler. The scheduler does not step if
+gradients were not finite and the optimizer step was left out.
 """
 
 from __future__ import annotations
@@ -39,44 +39,44 @@ from infinity.errors import InfinityError, in_words
 from infinity.optim.optimizer import Optimizer
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
-"""Options of `backward` in earlier versions, which change nothing here."""
+"""Options of `backward` in earlier versions, without effect."""
 
 
 _DIRECTORIES: weakref.WeakKeyDictionary[Engine, Sequence[Path]] = weakref.WeakKeyDictionary()
-"""Those that were made for an engine of `initialize`, and go with it where they are empty."""
+"""Directories that `initialize` made for an engine. They are removed with it if they are empty."""
 
 
 def _remove_directories(ended: Engine) -> None:
     for directory in _DIRECTORIES.pop(ended, ()):
-        with suppress(OSError):  # somebody keeps something there
+        with suppress(OSError):  # it is not empty
             directory.rmdir()
 
 
 def unwrap(model: nn.Module) -> None:
-    """`Engine.unwrap` of the engine of `model`; all ranks call it."""
+    """`Engine.unwrap` of the engine of `model`. All ranks call it."""
     found = engine(model)
     found.unwrap()
     _remove_directories(found)
 
 
 class Made(NamedTuple):
-    """The parts of an engine, as `infinity.initialize` has made them."""
+    """The parts of an engine, made by `infinity.initialize`."""
 
     model: nn.Module
-    """It is wrapped."""
+    """The wrapped model."""
     settings: Settings
     optimizer: Optimizer | None
     lr_scheduler: Any
     training_dataloader: Any
     directories: Sequence[Path]
-    """They go with the engine where they are empty."""
+    """Directories that are removed with the engine if they are empty."""
 
 
 class DeepSpeedEngine(Answers, nn.Module):
-    """Trains a wrapped model as an engine of DeepSpeed does; made by `infinity.initialize`.
+    """Trains a wrapped model like an engine of DeepSpeed. `infinity.initialize` makes it.
 
-    Attributes that it does not have are those of the model (`infinity.deepspeed.engine_names`).
-    One class, because scripts and trainers call these names of DeepSpeed on one object.
+    Its other attributes are those of the model (`infinity.deepspeed.engine_names`). One class,
+    because scripts and trainers call these names of DeepSpeed on one object.
     """
 
     def __init__(self, made: Made | None = None, *others: Any, **named: Any) -> None:
@@ -102,7 +102,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         self._given_boundary: bool | None = None
         self._stepped = False
-        self._apart = False  # inside of `no_sync`
+        self._apart = False  # whether inside of `no_sync`
         self._losses = Losses(self)
         self._kept = engine(model)
         _DIRECTORIES[self._kept] = made.directories
@@ -128,13 +128,13 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs: inputs go there."""
+        """The device of the model and its inputs."""
         return self.engine.device
 
     # Forward and backward
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The forward of the model, under autocast where the configuration says so."""
+        """The forward of the model, under autocast if the configuration has it."""
         if self.settings.cast_inputs:
             inputs, named = mapped(_as_half, (inputs, named))
         with self._autocast():
@@ -146,8 +146,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """What to call `backward` on instead of `loss`, where `engine.backward` is not used: `loss`
-        times the loss scale. `retain_graph` is for that backward, and nothing here."""
+        """`loss` times the loss scale, for a script that calls `backward` on it instead of
+        `engine.backward`. `retain_graph` has no effect here."""
         return self._trained("scale").scale(checked(loss))
 
     def backward(
@@ -157,8 +157,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         scale_wrt_gas: bool = True,
         **others: Any,
     ) -> torch.Tensor:
-        """Go backward from `loss`, a tensor of one element, divided by the number of forwards of a
-        step if `scale_wrt_gas`; returns what it was divided to."""
+        """Run the backward from `loss`, a tensor of one element. With `scale_wrt_gas` it is first
+        divided by the number of forwards of a step. Returns the divided loss."""
         unknown = [name for name in others if name not in _ANYWAY]
         if unknown:
             raise TypeError(f"engine.backward has no option {unknown[0]!r}")
@@ -177,7 +177,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     # Steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` is one of the optimizer."""
+        """Whether the next `step` is an optimizer step."""
         if self._given_boundary is not None:
             return self._given_boundary
         if not self.settings.managed_accumulation:
@@ -185,7 +185,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say from now on whether the next `step` is one of the optimizer, instead of counting."""
+        """From now on `is_boundary`, and not a count, decides whether `step` is an optimizer
+        step."""
         if not self.settings.managed_accumulation:
             raise DeepSpeedUsageError(
                 "set_gradient_accumulation_boundary has no say where managed_gradient_accumulation "
@@ -193,13 +194,9 @@ class DeepSpeedEngine(Answers, nn.Module):
             )
         self._given_boundary = bool(is_boundary)
 
-    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """For several backwards of one forward: gradients are reduced unit by unit anyway."""
-        return nullcontext()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """`infinity.no_sync`, at any stage. A step of the optimizer has to be outside."""
+        """`infinity.no_sync`, at any stage. An optimizer step must be outside."""
         before, self._apart = self._apart, True
         try:
             with self.engine.no_sync():
@@ -208,7 +205,7 @@ class DeepSpeedEngine(Answers, nn.Module):
             self._apart = before
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """After every backward: at a boundary an optimizer step; see [Note: a step]."""
+        """Called after every backward. An optimizer step at a boundary; see [Note: a step]."""
         optimizer = self._trained("step")
         self._stepped = False
         if self.is_gradient_accumulation_boundary():
@@ -231,12 +228,12 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.micro_steps += 1
 
     def _check_scheduler(self, options: Mapping[str, Any] | None) -> None:
-        """Raise `ConfigError` where the scheduler could not go on after the optimizer has."""
+        """Raise `ConfigError` if the scheduler could not step after the optimizer."""
         if self.lr_scheduler is None:
             return
         try:
             signature = inspect.signature(self.lr_scheduler.step)
-        except ValueError:  # of compiled code, which has none
+        except ValueError:  # compiled code has none
             return
         try:
             signature.bind(**(options or {}))
@@ -260,27 +257,15 @@ class DeepSpeedEngine(Answers, nn.Module):
         return self._stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self.engine.zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:
-        """The L2 norm of all gradients of the last optimizer step, before clipping; None before the
-        first. It is infinite where they were not finite and the step was left out."""
+        """The L2 norm of all gradients of the last optimizer step, before clipping. None before the
+        first step. Infinite if they were not finite and the step was left out."""
         if self.optimizer is None:
             return None
         return math.inf if self.optimizer.overflow else self.optimizer.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """The betas of each group, or its momentum."""
-        return self._of_groups("betas") or self._of_groups("momentum")
-
-    def _of_groups(self, name: str) -> list[Any]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group[name] for group in groups if name in group]
 
     def deepspeed_io(
         self,
@@ -292,7 +277,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         collate_fn: Collate | None = None,
         num_local_io_workers: int = 0,
     ) -> Any:
-        """A loader of micro-batches of this rank, as `training_data` becomes one."""
+        """A loader of micro-batches of this rank, like that of `training_data`."""
         options = {"batch_size": batch_size} if batch_size else {}
         return loader(
             self.settings,
@@ -314,10 +299,10 @@ class DeepSpeedEngine(Answers, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything to `save_dir/tag` (by default `global_step<N>`); all ranks call it.
+        """Write everything to `save_dir/tag` (by default `global_step<N>`). All ranks call it.
 
         `client_state` may have numbers, texts and tensors in dicts, lists and tuples. With
-        `exclude_frozen_parameters` a model that loads this keeps its own frozen parameters.
+        `exclude_frozen_parameters`, a model that loads this keeps its own frozen parameters.
         """
         if not isinstance(client_state, (Mapping, NoneType)):
             raise DeepSpeedConfigError(f"client_state is {in_words(client_state)}; give a dict")
@@ -335,11 +320,12 @@ class DeepSpeedEngine(Answers, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `load_dir/tag`, by default what `latest` there names; all ranks call it.
+        """Resume from `load_dir/tag`, by default from the tag in the file `latest`. All ranks call
+        it.
 
-        Returns the directory and the `client_state` that was saved; (None, None) and a warning
-        where there is no `latest`. Unless `load_module_strict`, weights that only the model or only
-        the checkpoint has stay as they are; optimizer states have to fit, where they are loaded.
+        Returns the directory and the saved `client_state`. Without `latest`, returns (None, None)
+        and warns. Without `load_module_strict`, weights that only the model or only the checkpoint
+        has stay unchanged. Optimizer states must fit if they are loaded.
         """
         if custom_load_fn is not None:
             raise DeepSpeedConfigError(
@@ -358,8 +344,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the weights as `torch.save` does; all ranks call it. False at stage 3 unless the
-        configuration gathers weights on save, or frozen ones are left out."""
+        """Write the weights like `torch.save`. All ranks call it. Returns False at stage 3, unless
+        the configuration gathers weights on save, or frozen ones are left out."""
         return self._checkpoints.save_weights(
             _directory(save_dir) / save_filename, exclude_frozen_parameters
         )
@@ -369,7 +355,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     def module_state_dict(
         self, *args: Any, exclude_frozen_parameters: bool = False, **named: Any
     ) -> dict[str, Any]:
-        """The state dict of the model; every rank gets all of it."""
+        """The whole state dict of the model, on every rank."""
         state: dict[str, Any] = self.module.state_dict(*args, **named)
         if exclude_frozen_parameters:
             for name in self._checkpoints.frozen():
@@ -379,7 +365,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any
     ) -> None:
-        """Load the weights that `checkpoint` has under "module"; all ranks call it."""
+        """Load the weights that `checkpoint` has under "module". All ranks call it."""
         if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
             raise DeepSpeedConfigError(
                 f'load_module_state_dict takes a dict with weights under "module", and this is '
@@ -390,7 +376,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The weights on the first rank, None on others; all ranks call it."""
+        """The weights on the first rank, None on other ranks. All ranks call it."""
         return self._checkpoints.weights(exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
@@ -405,24 +391,21 @@ class DeepSpeedEngine(Answers, nn.Module):
         others = {name: value for name, value in others.items() if name in allowed}
         self.module.compile(**options, **others)
 
-    def empty_partition_cache(self) -> None:
-        """Nothing: what the compute device holds is planned."""
-
     def offload_states(self, *states: Any, **options: Any) -> None:
-        """`StateMoves.offload_states`: a warning where states lie on the GPU."""
+        """See `StateMoves.offload_states`: warns if states lie on the GPU."""
         self._moves.offload_states(*states, **options)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing: states are where the configuration puts them."""
+        """Does nothing: the configuration decides where states are."""
         self._moves.reload_states(non_blocking)
 
     def destroy(self) -> None:
-        """Finish updates, and give back memory, threads and files; all ranks call it. May be called
+        """Finish updates, and free memory, threads and files. All ranks call it. May be called
         twice.
 
-        The model has its weights afterwards, as `Engine.unwrap` leaves them, and may be initialized
-        once more. Where they cannot be had it has no data: the engine has failed, or this is one of
-        several ranks, on which an exception is under way, so that others may not come here.
+        The model then has its weights, as after `Engine.unwrap`, and may be initialized again. It
+        has no data if the engine has failed, or if an exception is raised on one of several ranks,
+        because the other ranks may not call this.
         """
         if not self._kept.is_open:
             return

@@ -1,5 +1,5 @@
-"""What this package refuses. DeepSpeed asserts it, so scripts that expect an `AssertionError` find
-one."""
+"""Errors of this package. DeepSpeed asserts, so they are also an `AssertionError` for scripts that
+expect one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from infinity.errors import ConfigError
 
 
 class DeepSpeedConfigError(ConfigError, AssertionError):
-    """A configuration or an argument cannot work; nothing was changed."""
+    """A configuration or an argument cannot work. Nothing was changed."""
 
 
 class MissingNameError(DeepSpeedConfigError, AttributeError):
-    """A name of DeepSpeed that this package does not have; `hasattr` says so, too."""
+    """This package lacks a name of DeepSpeed. `hasattr` returns False for it."""
 
 
 class DeepSpeedUsageError(RuntimeError, AssertionError):
-    """A call comes at a time when it cannot be made."""
+    """A call is not allowed at this time."""

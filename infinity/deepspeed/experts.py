@@ -1,4 +1,4 @@
-"""What scripts ask about mixtures of experts of `deepspeed.moe`, of which there are none here."""
+"""Answers about mixtures of experts of `deepspeed.moe`. There are none here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has layers of `deepspeed.moe`, and how many experts: none."""
+    """Whether a model has layers of `deepspeed.moe`, and the number of experts: none."""
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter belongs to some ranks only: none does, for all are sharded alike."""
+    """Whether a parameter belongs to only some ranks: never, because all are sharded alike."""
     return False
 
 
@@ -27,5 +27,5 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: int | float | None = None
 ) -> list[dict[str, Any]]:
-    """The groups as they are, in a list."""
+    """The unchanged groups, in a list."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

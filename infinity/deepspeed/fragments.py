@@ -1,9 +1,9 @@
 """DeepSpeed's functions for the states of one parameter, over `infinity.get` and `infinity.set`.
 
-Those with "full" in their names take and give a tensor of the shape of the parameter, and every
-rank calls them. Those with "local" are about what this rank has of the flat parameter, (n,).
-Frozen parameters have no such states: getters give None, and setters do nothing. So there is no
-gradient before a backward.
+Functions with "full" in their names take and return a tensor of the shape of the parameter, and
+every rank calls them. Functions with "local" are about this rank's part of the flat parameter,
+(n,). Frozen parameters have no such states: getters return None, and setters do nothing. The same
+holds for a gradient before a backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def get_full_hp_param(
 def get_local_hp_param(
     param: torch.Tensor, optim_state_key: str | None = None
 ) -> torch.Tensor | None:
-    """What this rank has of `get_full_hp_param`."""
+    """This rank's part of `get_full_hp_param`."""
     return _get(param, optim_state_key or "master", local=True)
 
 
@@ -51,7 +51,7 @@ def set_full_hp_param(
 def set_local_hp_param(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None
 ) -> None:
-    """Replace what this rank has of `get_full_hp_param`."""
+    """Replace this rank's part of `get_full_hp_param`."""
     _set(param, optim_state_key or "master", value, local=True)
 
 
@@ -99,34 +99,34 @@ def safe_set_full_optimizer_state(
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """What this rank has of the fp32 value."""
+    """This rank's part of the fp32 value."""
     return _get(param, "master", local=True)
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace what this rank has of the fp32 value."""
+    """Replace this rank's part of the fp32 value."""
     _set(param, "master", value, local=True)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What this rank has of the gradient. Every rank calls it."""
+    """This rank's part of the gradient. Every rank calls it."""
     return _get(param, "grad", local=True)
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace what this rank has of the gradient. Every rank calls it."""
+    """Replace this rank's part of the gradient. Every rank calls it."""
     _set(param, "grad", value, local=True)
 
 
 def safe_get_local_optimizer_state(
     param: torch.Tensor, optim_state_key: str
 ) -> torch.Tensor | None:
-    """What this rank has of a state of the optimizer."""
+    """This rank's part of a state of the optimizer."""
     return _get(param, optim_state_key, local=True)
 
 
 def safe_set_local_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Replace what this rank has of a state of the optimizer."""
+    """Replace this rank's part of a state of the optimizer."""
     _set(param, optim_state_key, value, local=True)

@@ -1,4 +1,5 @@
-"""Generating text with an engine that trains: what frameworks do before and after."""
+"""Generation of text with an engine that trains: the functions that frameworks call before and
+after."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @contextmanager
 def unwrap_model_for_generation(model: _Model) -> Iterator[_Model]:
-    """Inside, all parameters of an engine are in memory, so that many forwards read them once."""
+    """Inside the context, all parameters of an engine are in memory, so that many forwards read
+    them once."""
     with GatheredParameters(model.parameters()):
         yield model
 
 
 class ParameterOffload:
-    """What an optimizer of DeepSpeed has under `parameter_offload`, as TRL uses it: it takes hooks
-    away before it generates, and brings them back. There are none: hooks of this engine leave
-    gathered parameters alone. So it is also the module without parameters that TRL goes through."""
+    """The `parameter_offload` of an optimizer of DeepSpeed, as TRL uses it. TRL removes its hooks
+    before generation, and restores them. There are none, because hooks of this engine leave
+    gathered parameters alone. So it is also the module without parameters that TRL visits."""
 
     def __init__(self) -> None:
         self.forward_hooks: list[Any] = []
@@ -31,7 +33,7 @@ class ParameterOffload:
 
     @property
     def module(self) -> ParameterOffload:
-        """The module whose hooks are meant."""
+        """The module that TRL visits."""
         return self
 
     def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -43,4 +45,4 @@ class ParameterOffload:
         return iter(())
 
     def _register_deepspeed_module(self, module: object) -> None:
-        """Nothing."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: all ranks share one model, and nothing else divides it."""
+"""`deepspeed.utils.groups`: all ranks share one model. No other group divides it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def zero() -> int:
 
 
 def all_ranks() -> dist.ProcessGroup | None:
-    """The group of all ranks; None where torch.distributed is not initialized."""
+    """The group of all ranks. None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -28,9 +28,9 @@ def all_numbers() -> list[int]:
 
 
 def no() -> bool:
-    """Whether parameters have another group of ranks than all: never."""
+    """Whether parameters have a smaller group of ranks: never."""
     return False
 
 
 def nothing() -> None:
-    """That group."""
+    """The smaller group: None."""

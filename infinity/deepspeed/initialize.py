@@ -1,4 +1,4 @@
-"""`infinity.initialize`: a script written for DeepSpeed gets an engine."""
+"""`infinity.initialize`: makes an engine for a script written for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from infinity.weights.init import outside
 
 log = logging.getLogger("infinity")
 _INFO = "DeepSpeed info: version=%s, git-hash=unknown, git-branch=unknown, with infinity %s"
-"""What DeepSpeed logs first, and this engine adds."""
+"""The start of DeepSpeed's log, with this engine's addition."""
 
 _MOST_ENGINES = 64  # in one NVMe directory
 
@@ -58,25 +58,24 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
-    """Wrap `model` as a configuration of DeepSpeed says; returns `(engine, optimizer, dataloader,
-    scheduler)`, of which those are None that there are not.
+    """Wrap `model` by a configuration of DeepSpeed. Returns `(engine, optimizer, dataloader,
+    scheduler)`. Missing members are None.
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a dict, a path to JSON or HJSON, or
-    base64 text. docs/deepspeed.md says what becomes of each key. `optimizer` is one of torch, built
-    before, or a function of parameters that makes one; its groups, numbers and states are taken
-    over, and its own groups are from now on those of the optimizer that is returned. It comes
-    before the one in the configuration, which trains `model_parameters` (default: all that take
-    gradients). `lr_scheduler` is one for that optimizer, or a function of an optimizer that makes
-    one; a scheduler in the configuration comes before it. Without an optimizer the model is for
-    inference, and takes no memory for gradients and states.
+    base64 text. docs/deepspeed.md has the meaning of each key. `optimizer` is an optimizer of torch
+    that exists already, or a function of parameters that makes one. The engine adopts its groups,
+    numbers and states. From then on its groups are those of the returned optimizer. It takes
+    precedence over the optimizer in the configuration, which trains `model_parameters` (default:
+    all with gradients). `lr_scheduler` is a scheduler of that optimizer, or a function of an
+    optimizer that makes one. A scheduler in the configuration takes precedence. Without an
+    optimizer the model is for inference, and takes no memory for gradients and states.
 
     A model that has an engine, of an earlier call or of `infinity.wrap`, is unwrapped first: it
-    keeps its weights, and that engine ends. Moments do not outlive it, unless a checkpoint has
-    them.
+    keeps its weights, and that engine ends. Moments are lost, unless a checkpoint has them.
 
-    All ranks call it. Where torchrun has started several and torch.distributed is not initialized,
-    that is done. Raises `ConfigError` for all that cannot work, before anything is changed, and
-    what `infinity.wrap` raises.
+    All ranks call it. If torchrun has started several ranks and torch.distributed is not
+    initialized, it is initialized. Raises `ConfigError` for impossible arguments before anything is
+    changed, and the errors of `infinity.wrap`.
     """
     source = _source(args, config, config_params)
     if mpu is not None or mesh_param is not None:
@@ -142,7 +141,7 @@ def _checked(model: object) -> nn.Module:
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """That of a model of transformers, which gives some "auto" values their meaning."""
+    """The hidden size of a model of transformers, on which some "auto" values depend."""
     described = getattr(model, "config", None)
     described = getattr(described, "text_config", described)
     size = getattr(described, "hidden_size", None)
@@ -154,8 +153,8 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 @contextmanager
 def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iterator[list[Path]]:
-    """Wrap the model, and keep it so if the block ends well; gives the directories that were made
-    for it. Without an optimizer it is for inference, with no place for gradients and states."""
+    """Wrap the model, and keep it wrapped if the block succeeds. Yields the directories that were
+    made for it. Without an optimizer it is for inference, without gradients and states."""
     update: dict[str, Any] = {"inference": True}
     if found is not None:
         update = {"algorithm": found.algorithm}
@@ -188,8 +187,8 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _with_own_directories(config: Config, made: list[Path]) -> tuple[Config, list[Path]]:
-    """`config` with the directories on NVMe; where another engine works in these already, with
-    `engine<N>` below them, which are returned. What was missing is added to `made`."""
+    """`config` with the directories on NVMe. If another engine works in them, with `engine<N>`
+    below them. Returns these, too. New directories are added to `made`."""
     if not config.nvme:
         return config, []
     own = find_ranks("auto", config.stage).own
@@ -211,7 +210,7 @@ def _make(path: Path, made: list[Path]) -> None:
     try:
         made += [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise DeepSpeedConfigError(
             f"nvme_path {path} cannot be made: {reason}; name a directory on the drive to be used"
@@ -230,13 +229,13 @@ def _is_taken(path: Path) -> bool:
 
 
 def _remove(directories: Iterable[Path]) -> None:
-    """Those that are empty, the innermost first."""
+    """Remove empty directories, the innermost first."""
     for path in sorted(set(directories), key=lambda each: -len(each.parts)):
         with suppress(OSError, ValueError):
             path.rmdir()
 
 
-# What goes with it
+# Parts beside the model
 
 
 def _check_scheduler(settings: Settings, given: Any, found: Recipe | None) -> None:
@@ -258,7 +257,7 @@ def _check_scheduler(settings: Settings, given: Any, found: Recipe | None) -> No
 
 
 def _scheduler(settings: Settings, given: Any, optimizer: Any) -> Any:
-    """That of the configuration, else that of the script."""
+    """The scheduler of the configuration, or else of the script."""
     if settings.scheduler is not None and optimizer is not None:
         return scheduler(settings.scheduler, optimizer)
     if given is None or (hasattr(given, "step") and not isinstance(given, type)):

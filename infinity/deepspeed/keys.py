@@ -1,17 +1,17 @@
-"""Every key of a DeepSpeed configuration, as data: its values, its default, and what becomes of it.
+"""Every key of a DeepSpeed configuration, as data: its values, its default, and its treatment.
 
 [Note: treatments]
 exact    The engine does what the key says.
-mapped   The engine has another mechanism for the same end, which `becomes` names.
+mapped   The engine has another mechanism with the same purpose, which `becomes` names.
 ignored  The key changes neither numbers nor places, and the engine decides by itself. A notice says
          so.
 refused  The key asks for other numbers, or for a feature that the engine does not have.
 
-A default, and a value in `off`, asks for nothing that the engine does not do anyway. So it is
-`exact` for every key.
+A default, and a value in `off`, asks only for the engine's normal behavior. So it is `exact` for
+every key.
 
-Keys of a block with a switch count where the switch is on. Free blocks have keys that are not
-listed here; they are refused or ignored as a whole.
+Keys of a block with a switch count if the switch is on. Free blocks have keys that are not listed
+here. They are refused or ignored as a whole.
 
 Names, values and defaults follow the documentation of DeepSpeed 0.19.
 """
@@ -45,7 +45,7 @@ from infinity.optim.rules.adam import Adam
 
 
 class Treatment(Enum):
-    """What happens to a key; see [Note: treatments]."""
+    """The treatment of a key; see [Note: treatments]."""
 
     EXACT = "exact"
     MAPPED = "mapped"
@@ -62,15 +62,15 @@ class Key:
     default: Any
     treatment: Treatment
     becomes: str = ""
-    """What the key becomes; `{value}` stands for its value, `{home}` for that of a device."""
+    """The result of the key. `{value}` stands for its value, `{home}` for that of a device."""
     reason: str = ""
-    """Why it is ignored or refused."""
+    """The reason why it is ignored or refused."""
     off: tuple[Any, ...] = ()
-    """Values beside the default that ask for nothing."""
+    """Values besides the default that ask for nothing."""
     auto: Callable[[int], float] | None = None
-    """What "auto" means for a model of that hidden size."""
+    """The meaning of "auto" for a model of that hidden size."""
     needs: tuple[str, Any] | None = None
-    """Another key, and the value of it without which this one has no effect."""
+    """Another key and its value, without which this key has no effect."""
 
     def asks(self, value: Any) -> bool:
         """Whether `value` asks for more than the engine does anyway."""
@@ -79,10 +79,10 @@ class Key:
 
 @dataclass(frozen=True)
 class FreeBlock:
-    """A block that is refused or ignored as a whole, with keys that nobody reads.
+    """A block that is refused or ignored as a whole. Its keys are not read.
 
-    It counts where a key of `switches` in it is true, or a number above 1, at any depth. Without
-    switches it counts where it is not empty, or `empty_counts`.
+    It counts if a key of `switches` in it is true, or a number above 1, at any depth. Without
+    switches it counts if it is not empty, or if `empty_counts`.
     """
 
     path: str
@@ -93,7 +93,7 @@ class FreeBlock:
 
 
 def exact(path: str, kind: ValueKind, default: Any, becomes: str) -> Key:
-    """A key that the engine does as it says."""
+    """A key that the engine honors exactly."""
     return Key(path, kind, default, Treatment.EXACT, becomes)
 
 
@@ -110,12 +110,12 @@ def ignored(
     *off: Any,
     auto: Callable[[int], float] | None = None,
 ) -> Key:
-    """A key that changes nothing; `off` are values that ask for nothing."""
+    """A key that changes nothing. `off` are values that ask for nothing."""
     return Key(path, kind, default, Treatment.IGNORED, reason=reason, off=off, auto=auto)
 
 
 def refused(path: str, kind: ValueKind, default: Any, reason: str, *off: Any) -> Key:
-    """A key that cannot be honored, but for its default and the values `off`."""
+    """A key that cannot be honored, except for its default and the values `off`."""
     return Key(path, kind, default, Treatment.REFUSED, reason=reason, off=off)
 
 
@@ -124,7 +124,7 @@ def _under(block: str, *keys: Key) -> tuple[Key, ...]:
 
 
 def _with(other: str, value: Any, *keys: Key) -> tuple[Key, ...]:
-    """Keys that have an effect where another one has that value."""
+    """Keys that have an effect if another key has that value."""
     return tuple(replace(key, needs=(other, value)) for key in keys)
 
 
@@ -268,7 +268,7 @@ MIXTURES = tuple(
         ("qwen3_moe", "Qwen3Moe"),
     )
 )
-"""Mixtures of experts of transformers, where ranks take different paths."""
+"""Mixtures of experts of transformers, in which ranks take different paths."""
 _ZERO = (
     *_under(
         "zero_optimization",
@@ -394,14 +394,14 @@ _TOOLS = (
     refused("use_data_before_expert_parallelism", FLAG, False, "experts are not spread"),
 )
 
-# The two blocks whose parameters depend on a type
+# Two blocks with parameters that depend on a type
 
 _SAME_NUMBERS = "torch chooses by it how to compute the same numbers"
 _OTHER_NUMBERS = "the kernels do not have it; give an optimizer of torch that has"
 CLIP = refused(
     "optimizer.params.max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"
 )
-"""A parameter that no optimizer takes, whatever its type."""
+"""A parameter that no optimizer takes, of any type."""
 _OPTIMIZER_PARAMS = (
     exact("lr", number(), None, "lr={value}"),
     exact("weight_decay", number(), 0.0, "weight_decay={value}"),
@@ -437,7 +437,7 @@ _MUON = (
 
 @dataclass(frozen=True)
 class KnownOptimizer:
-    """An optimizer that the kernels have, or that DeepSpeed alone has."""
+    """An optimizer of the kernels, or one that only DeepSpeed has."""
 
     becomes: str
     params: tuple[Key, ...]
@@ -452,7 +452,7 @@ _OF_DEEPSPEED = {
     ),
     "adamw": (*_ADAM, ignored("adam_w_mode", FLAG, None, "the type says so", True)),
 }
-"""Parameters that DeepSpeed alone has, by type."""
+"""Parameters that only DeepSpeed has, by type."""
 _VALUES: Mapping[Range, ValueKind] = {
     AMOUNT: number(),
     POSITIVE: number(),
@@ -541,7 +541,7 @@ SCHEDULERS: dict[str, tuple[Key, ...]] = {
 }
 """By type: the keys of its `params`."""
 
-# The own block of this engine, and free blocks
+# The block of this engine, and free blocks
 
 _OWN = _under(
     "infinity",
@@ -566,7 +566,7 @@ KEYS: dict[str, Key] = {
         *_OWN,
     )
 }
-"""All keys with a path of their own. Those of `optimizer.params` and `scheduler.params` depend on
+"""All keys with a path of their own. Keys of `optimizer.params` and `scheduler.params` depend on
 the type."""
 
 _COMPILE = "call torch.compile on blocks of the model"
@@ -608,7 +608,7 @@ FREE: dict[str, FreeBlock] = {
             Treatment.REFUSED,
             "updates that leave out gradients change the numbers",
             (),
-            empty_counts=True,  # DeepSpeed takes its defaults
+            empty_counts=True,  # DeepSpeed uses its defaults
         ),
         FreeBlock("compile", Treatment.REFUSED, _COMPILE, ("enabled", "deepcompile")),
         FreeBlock(
@@ -641,11 +641,11 @@ RENAMED = {
     "aio.num_threads": "aio.intra_op_parallelism",
     **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3},
 }
-"""Old and misplaced names, and those of other tools, with the name that is meant."""
+"""Old and misplaced names, and names of other tools, with the right names."""
 
 
 def params_of(block: str, kind: str) -> tuple[Key, ...] | None:
-    """The keys of `optimizer.params` or `scheduler.params` for a type; None where they are free."""
+    """The keys of `optimizer.params` or `scheduler.params` for a type. None if they are free."""
     if block == "optimizer":
         known = OPTIMIZERS.get(kind.lower())
         keys: Iterable[Key] | None = known.params if known else None

@@ -1,4 +1,4 @@
-"""What the value of a configuration key may be. Imports no torch."""
+"""The allowed values of configuration keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 
 class ValueKind(NamedTuple):
-    """A kind of value: `parse` gives the value that is meant, or raises `ValueError`."""
+    """A kind of value. `parse` returns the intended value, or raises `ValueError`."""
 
     words: str
-    """What is allowed, for messages."""
+    """The allowed values, for messages."""
     parse: Callable[[Any], Any]
 
 
 def _flag(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"  # as the tuner of DeepSpeed prints them
+        return value.lower() == "true"  # printed by the tuner of DeepSpeed
     if value in (0, 1) and isinstance(value, int):
         return bool(value)
     raise ValueError
@@ -28,7 +28,7 @@ def _number(value: Any) -> float:
         raise ValueError
     try:
         is_number = not math.isnan(value)
-    except OverflowError:  # a whole number above all of float
+    except OverflowError:  # a whole number above all floats
         is_number = False
     if not is_number:
         raise ValueError
@@ -107,7 +107,7 @@ def one_of(*names: str) -> ValueKind:
 
 
 def several(each: ValueKind, count: int | None = None) -> ValueKind:
-    """A list of values of one kind; `count` of them, where that is fixed."""
+    """A list of values of one kind, of fixed length if `count` is given."""
 
     def parse(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
@@ -118,7 +118,7 @@ def several(each: ValueKind, count: int | None = None) -> ValueKind:
 
 
 def one_or_several(each: ValueKind) -> ValueKind:
-    """A list of values of one kind, or one of them."""
+    """A list of values of one kind, or a single value."""
     listed = several(each)
 
     def parse(value: Any) -> tuple[Any, ...]:
@@ -143,4 +143,4 @@ def either(first: ValueKind, second: ValueKind) -> ValueKind:
 SCALE = either(
     ValueKind("0, which is a dynamic scale", number(0, 0).parse), number(2.0**-126, 2.0**127)
 )
-"""A loss scale, which is finite in fp32, and so is its inverse."""
+"""A loss scale that is finite in fp32, as is its inverse."""

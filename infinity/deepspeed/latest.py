@@ -1,7 +1,7 @@
-"""The file `latest` of a directory of checkpoints, which names one of them.
+"""The file `latest` of a directory of checkpoints, which has the name of one of them.
 
-The directory may have been anybody's: what lies at that name is looked at before it is read or
-replaced, and what it says is the name of a directory beside it, or an error.
+Another user may have made the directory. So the file is checked before it is read or replaced, and
+its content must be the name of a directory beside it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from infinity.directories.drafts import replacing
 from infinity.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
-"""Its name."""
+"""The name of the file."""
 _MOST_BYTES = 255
-"""A name that a file system takes."""
+"""The longest name of a file system."""
 _WHAT = "directory of checkpoints"
 
 
 def is_name(tag: str) -> bool:
-    """Whether `tag` can name a checkpoint: one name, which stays in its directory."""
+    """Whether `tag` can name a checkpoint: a single name inside its directory."""
     return tag not in ("", ".", "..") and "/" not in tag and "\0" not in tag
 
 
 def read_latest(directory: Path) -> str | None:
-    """The tag that `latest` names; None where there is none. Raises `CheckpointError`."""
+    """The tag in `latest`. None if there is no such file. Raises `CheckpointError`."""
     path = directory / LATEST
     if not directory.is_dir():
         return None
@@ -51,7 +51,7 @@ def read_latest(directory: Path) -> str | None:
 
 
 def write_latest(directory: Path, tag: str) -> None:
-    """Have `latest` name `tag`, all or nothing. Raises `ConfigError` for anything else than a plain
-    file of that name, and `OSError` for what the system refuses."""
+    """Replace `latest` by a file with `tag`, all or nothing. Raises `ConfigError` if it is not a
+    plain file, and `OSError` of the system."""
     with replacing(directory / LATEST, _WHAT) as path:
         path.write_text(tag)

@@ -1,7 +1,7 @@
 """`deepspeed.launcher.runner`.
 
-accelerate imports it in its launcher, right before it starts ranks for a DeepSpeed configuration.
-That is the last place that can see to it that those ranks use DeepSpeed.
+The launcher of accelerate imports it right before it starts ranks for a DeepSpeed configuration.
+That is the last place that can make those ranks use DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ launched.keep_deepspeed_on_cpu(os.environ)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Become torchrun, as `infinity run deepspeed` does. Raises `ConfigError` for what torchrun
-    cannot do."""
+    """Become torchrun, like `infinity run deepspeed`. Raises `ConfigError` for options that
+    torchrun does not have."""
     try:
         deepspeed_launcher.run(sys.argv[1:] if args is None else args)
     except ValueError as error:

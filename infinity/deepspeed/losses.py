@@ -1,12 +1,12 @@
-"""Losses on their way into a model: divided for an accumulation, and scaled in fp16.
+"""Losses before a backward: divided for an accumulation, and scaled in fp16.
 
 [Note: two ways to go backward]
 `engine.backward(loss)` divides the loss by the number of forwards of a step, and scales it in fp16.
-A script may also call `loss.backward()` itself. Then nobody sees the loss, so the division is done
+A script may also call `loss.backward()` itself. Then the engine does not see the loss, and divides
 where gradients enter the model: each output of the engine is another tensor of the same data, whose
-gradient is divided on its way back. `engine.backward` switches that off for its own pass, also of
-other engines whose outputs are in the loss. In fp16
-`engine.scale(loss).backward()` scales; without it a pass raises, because gradients would vanish.
+gradient is divided on its way back. `engine.backward` switches that off for its own pass, also for
+other engines whose outputs are in the loss. In fp16 a script calls `engine.scale(loss).backward()`.
+Without the scale a pass raises, because gradients would vanish.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Losses:
     """Divides and scales the losses of one engine."""
 
     running: ClassVar[weakref.WeakSet[Losses]] = weakref.WeakSet()
-    """Those of all engines whose `backward` runs: its loss is divided."""
+    """The `Losses` of all engines whose `backward` runs and divides the loss itself."""
 
     def __init__(self, engine: Answers) -> None:
         self._engine = engine
 
     def _divisor(self, by_forwards: bool = True) -> float:
-        """What a loss is divided by. Ranks average gradients, so a sum is that of a loss that is as
-        many times larger."""
+        """The divisor of a loss. Ranks average gradients. So for a sum, the loss is multiplied by
+        the number of ranks."""
         engine = self._engine
         ranks = engine.world_size if engine.settings.average == "sum" else 1
         return (engine.gradient_accumulation_steps() if by_forwards else 1) / ranks
@@ -48,7 +48,7 @@ class Losses:
     def backward(
         self, loss: object, optimizer: Optimizer, retain_graph: bool, by_forwards: bool
     ) -> torch.Tensor:
-        """Go backward from `loss`; returns what it was divided to."""
+        """Run the backward from `loss`. Returns the divided loss."""
         wide, divisor = checked(loss), self._divisor(by_forwards)
         divided = wide if divisor == 1 else wide / divisor
         Losses.running.add(self)
@@ -59,15 +59,15 @@ class Losses:
         return divided
 
     def watch(self, outputs: Any) -> Any:
-        """`outputs` of the model, with other tensors of the same data through which gradients enter
-        it, where a script that goes backward itself needs that."""
+        """`outputs` of the model. If the script may run the backward itself, they have other
+        tensors of the same data, through which gradients enter the model."""
         optimizer = self._engine.optimizer
         if optimizer is None or (self._divisor() == 1 and optimizer.clipping.scaler is None):
             return outputs
         return mapped(_Entrances(self, outputs).of, outputs)
 
     def enter(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of an output, as it goes on into the model."""
+        """The gradient that enters the model for the `gradient` of an output."""
         optimizer = self._engine.optimizer
         if self in Losses.running or optimizer is None:
             return gradient
@@ -81,8 +81,8 @@ class Losses:
 
 
 class _Entrances:
-    """The tensors in the `outputs` of one forward, as the script gets them: what is one tensor
-    stays one, and views of one tensor stay that."""
+    """The tensors in the `outputs` of one forward, as the script gets them. Equal tensors stay
+    equal, and views of one tensor stay views of one tensor."""
 
     def __init__(self, losses: Losses, outputs: Any) -> None:
         self._losses = losses
@@ -93,7 +93,7 @@ class _Entrances:
         self._shared = Counter(id(_base(each)) for each in tensors)
 
     def of(self, value: Any) -> Any:
-        """What the script gets for `value`, a leaf of the outputs."""
+        """The replacement of `value`, a leaf of the outputs."""
         if not isinstance(value, torch.Tensor) or value.grad_fn is None:
             return value
         if id(value) not in self._made:
@@ -115,13 +115,13 @@ class _Entrances:
 
 
 def _base(value: torch.Tensor) -> torch.Tensor:
-    """What autograd takes `value` for a view of, if that has the same dtype; else `value`."""
+    """The base of the view `value` in autograd, if it has the same dtype; else `value`."""
     base = value._base
     return value if base is None or base.grad_fn is None or base.dtype != value.dtype else base
 
 
 class _Entrance(torch.autograd.Function):
-    """Where gradients enter a model; see [Note: two ways to go backward]."""
+    """The place where gradients enter a model; see [Note: two ways to go backward]."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, losses: Losses) -> torch.Tensor:
@@ -134,8 +134,8 @@ class _Entrance(torch.autograd.Function):
 
 
 def checked(loss: object) -> torch.Tensor:
-    """`loss` in fp32 or wider, because it would overflow when it is scaled; raises `ConfigError`
-    for what is no loss."""
+    """`loss` in fp32 or wider, because a scaled loss would overflow fp16. Raises `ConfigError` if
+    it is no loss."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = (
             f"a tensor of shape {tuple(loss.shape)}"
@@ -152,7 +152,7 @@ def checked(loss: object) -> torch.Tensor:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with what `function` makes of its leaves, also inside of dataclasses."""
+    """`tree` with the results of `function` for its leaves, also inside of dataclasses."""
 
     def leaf(value: Any) -> Any:
         if not dataclasses.is_dataclass(value) or isinstance(value, type):

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: nothing is written, as with a configuration that asks for no monitor."""
+"""`deepspeed.monitor`: writes nothing, like a configuration without a monitor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.deepspeed.refused import Lacking
 
 
 class Monitor(Lacking):
-    """Takes events and drops them. `engine.report()` has what the engine measures."""
+    """Drops events. `engine.report()` has the measurements of the engine."""
 
     enabled = False
     instead = MISSING["monitor"]
@@ -19,4 +19,4 @@ class Monitor(Lacking):
         self.monitor_config = monitor_config
 
     def write_events(self, event_list: Iterable[Any]) -> None:
-        """Nothing."""
+        """Does nothing."""

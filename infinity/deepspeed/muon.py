@@ -1,18 +1,18 @@
-"""The optimizer that DeepSpeed makes of `"type": "Muon"`, as one of torch, for `infinity.adapt`.
+"""The optimizer of DeepSpeed's `"type": "Muon"`, as an optimizer of torch for `infinity.adapt`.
 
 [Note: the numbers of Muon]
-Those of DeepSpeed 0.19.8: Nesterov momentum, five Newton-Schulz iterations, and a factor for tall
-matrices. "gram" iterates on the Gram matrix where a matrix is not square, and "standard" on the
-matrix itself. "standard" iterates in bf16. "gram" iterates in fp16 where the CPU computes in it,
-else in fp32, as DeepSpeed does on a CPU; on a GPU DeepSpeed takes fp16. Momentum is fp32, where
-DeepSpeed keeps it in the dtype of the gradients.
+The numbers are those of DeepSpeed 0.19.8: Nesterov momentum, five Newton-Schulz iterations, and a
+factor for tall matrices. "gram" iterates on the Gram matrix unless a matrix is square, and
+"standard" on the matrix itself. "standard" iterates in bf16. "gram" iterates in fp16 if the CPU
+computes in it, else in fp32, like DeepSpeed on a CPU. On a GPU DeepSpeed uses fp16. Momentum is
+fp32. In DeepSpeed it has the dtype of the gradients.
 
-A parameter without a gradient stays as it is, as with optimizers of torch.
+A parameter without a gradient stays unchanged, as in optimizers of torch.
 
-[Note: what is clipped]
-At stage 0 gradients are clipped before Muon sees them. At stages 1 to 3 DeepSpeed clips what Muon
-makes of them, by the norm of that and of the gradients for Adam (`ClippedMuon`).
-`get_global_grad_norm` gives that norm.
+[Note: clipped values]
+At stage 0 gradients are clipped before Muon. At stages 1 to 3 DeepSpeed clips the results of Muon,
+by the norm of these and of the gradients for Adam (`ClippedMuon`). `get_global_grad_norm` returns
+that norm.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from infinity.sharding.unit import Unit
 _STEPS = 5
 _FACTORS = (3.4445, -4.7750, 2.0315)
 _RESTART = 2
-"""The iteration on the Gram matrix that begins with a matrix made anew."""
+"""The iteration on the Gram matrix that begins with a newly computed matrix."""
 _WITHOUT = ("embed", "lm_head")
-"""Parameters with these in their names are updated by Adam."""
+"""Adam updates parameters with these in their names."""
 _MUON = ("lr", "momentum", "weight_decay", "ns_method")
 _ADAM = ("lr", "betas", "eps", "weight_decay")
 _RATES = {True: 0.02, False: 3e-4}
-"""Learning rates that DeepSpeed takes where none is given."""
+"""The default learning rates of DeepSpeed."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups with `use_muon`, and Adam for others. See [Note: the numbers of Muon].
+    """Muon for groups with `use_muon`, and Adam for other groups. See [Note: the numbers of Muon].
 
     Parameters of groups with `use_muon` have two or more dimensions. Adam's weight decay acts on
     the parameter with `adam_w_mode`, else on the gradient.
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         use_muon: bool = True,
         clip: float = 1.0,
     ) -> None:
-        """`clip` multiplies what Muon makes of a gradient, and the gradients for Adam."""
+        """`clip` multiplies the results of Muon, and the gradients for Adam."""
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         defaults |= {"ns_method": ns_method, "betas": tuple(betas), "eps": eps}
         defaults |= {"adam_w_mode": adam_w_mode, "use_muon": use_muon, "clip": clip}
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have gradients; `closure` is not called."""
+        """Update the parameters that have gradients. `closure` is not called."""
         for group in self.param_groups:
             update = self._by_muon if group["use_muon"] else self._by_adam
             for parameter in group["params"]:
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def square(self) -> float:
-        """The sum of squares of what a step would clip; changes nothing."""
+        """The sum of squares of the values that a step would clip. Changes nothing."""
         found = 0.0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class ClippedMuon(Adapted):
-    """`Muon` by `infinity.adapt` at stages 1 to 3; see [Note: what is clipped]."""
+    """`Muon` by `infinity.adapt` at stages 1 to 3; see [Note: clipped values]."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ClippedMuon(Adapted):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
     ) -> None:
-        """`limit` is the norm to clip to, in place of `max_grad_norm`; gradients are measured."""
+        """`limit` is the norm limit, in place of `max_grad_norm`. Gradients are measured."""
         super().__init__(
             Muon,
             groups,
@@ -171,10 +171,10 @@ def halves(
     parameters: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Each of `groups`, of names in `parameters`, as one for Muon and one for Adam.
+    """Each of `groups`, with names in `parameters`, as one group for Muon and one for Adam.
 
-    Muon has those of two or more dimensions, but for embeddings and the head, by their names.
-    `settings` are those of the configuration; what a group says comes first.
+    Muon gets parameters of two or more dimensions, except embeddings and the head, by their names.
+    `settings` are those of the configuration. The settings of a group take precedence.
     """
     for group in groups:
         names = [name for name in group["params"] if parameters[name].requires_grad]

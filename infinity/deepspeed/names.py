@@ -1,7 +1,7 @@
 """Every name of the package `deepspeed` of `infinity run`, as data.
 
-Modules are named without `deepspeed.`; "" is the package itself. `infinity.deepspeed.package` makes
-modules of this table. Modules and names follow DeepSpeed 0.19.8.
+Modules are named without `deepspeed.`, and "" is the package itself. `infinity.deepspeed.package`
+makes modules from this table. Modules and names follow DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ BACKED: dict[str, dict[str, str]] = {
         "load_state_dict_from_zero_checkpoint"
     },
 }
-"""By module: where names come from. `theirs=ours` renames; `*` is all other names of a module."""
+"""By module: the sources of names. `theirs=ours` renames. `*` stands for all other names of a
+module."""
 
 _SCHEDULE_KEYS = (
     "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
@@ -238,7 +239,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "git_hash": "infinity",
         "git_branch": "infinity",
         "accelerator_name": "",
-        # Nothing was built, so versions are those at run time.
+        # Nothing was built against a version, so versions are those at run time.
         "torch_info": {
             "version": "0.0",
             "bf16_support": True,
@@ -268,7 +269,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         **{name.upper(): name for name in _SCHEDULE_KEYS.split()},
     },
     "runtime.swap_tensor": {
-        # States of this size go to the drive with every engine; here smaller ones do, too.
+        # In DeepSpeed, states of this size go to the drive. Here smaller ones do, too.
         "MIN_SWAPPABLE_BYTES": 1 << 20
     },
     "runtime.zero.leaf_module_config": {
@@ -323,7 +324,8 @@ REFUSED: dict[str, str] = {
     "sequence.layer": "DistributedAttention",
     "utils.groups": f"_get_sequence_parallel_group {_EXPERT_GROUPS}",
 }
-"""By module: classes and functions that import, and say why not where they are used."""
+"""By module: classes and functions that can be imported, and raise the reason when they are
+used."""
 
 ALIASES = {
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
@@ -342,7 +344,7 @@ PROGRAMS = {
     "launcher.runner": "infinity.deepspeed.launching",
     "utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
 }
-"""By module that `python -m` runs: the source of its `main`."""
+"""By module that `python -m` runs: the module with its `main`."""
 
 _EXPERTS_WHY = (
     "experts are not spread over ranks; use the mixture of experts of the model, whose weights are "
@@ -446,11 +448,12 @@ MISSING = {
     **{f"utils.groups.{name}": _EXPERTS_WHY for name in _EXPERT_GROUPS.split()},
     "utils.zero_to_fp32": _CHECKPOINT_WHY,
 }
-"""By the start of a dotted name: why there is none, and what to use."""
+"""By the start of a dotted name: the reason why it is missing, and the replacement."""
 
 
 def sentence(path: str) -> str:
-    """Why there is no `deepspeed.<path>`, and what to use, by the longest start of it."""
+    """The reason why there is no `deepspeed.<path>`, and the replacement, by the longest start of
+    the path."""
     start = path
     while start not in MISSING:
         start = start.rpartition(".")[0]

@@ -1,10 +1,10 @@
-"""The values of `offload_param.device` and `offload_optimizer.device`, and those that
-`engine.offload_states` takes, as scripts write them; and what becomes of that call.
+"""The values of `offload_param.device` and `offload_optimizer.device`, the names of states for
+`engine.offload_states`, and that call.
 
 [Note: states that are moved between phases]
 A script frees memory of its GPU by `offload_states` before another phase. Here the configuration
-says where states lie, between steps, too, so the call moves nothing, and no number depends on it.
-Where states that it names lie on the GPU, a warning says which key brings them to the host.
+decides where states lie, also between steps. So the call moves nothing, and no number depends on
+it. If states that it names lie on the GPU, a warning names the key that brings them to the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("infinity")
 
 
 class OffloadDeviceEnum(str, Enum):
-    """A place of states. Its members are equal to their texts, also in a configuration."""
+    """A home of states. Its members are equal to their texts, also in a configuration."""
 
     none = "none"
     cpu = "cpu"
@@ -31,7 +31,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `engine.offload_states` may be asked to move."""
+    """The states that `engine.offload_states` may name."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -47,7 +47,7 @@ _HOMES = {
     "lp_grads": ("gradients", "offload_optimizer"),
     "contiguous_grad_buffer": ("gradients", "offload_optimizer"),
 }
-"""By a name of `OffloadStateTypeEnum`, the field of `Config` and the key that say its home."""
+"""By a name of `OffloadStateTypeEnum`: the field of `Config` and the key for its home."""
 
 
 class StateMoves:
@@ -65,8 +65,8 @@ class StateMoves:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Warn, once for each key, of states in `include` (default: all) that lie on the GPU; moves
-        nothing, whatever `pin_memory` and `non_blocking` say.
+        """Warn, once for each key, of states in `include` (default: all) that lie on the GPU. Moves
+        nothing. `pin_memory` and `non_blocking` have no effect.
 
         Raises `RuntimeError` for a name in `include` that DeepSpeed does not have, and for another
         `device` than "cpu" and "none".
@@ -96,7 +96,7 @@ class StateMoves:
                 )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing: states are where the configuration puts them."""
+        """Does nothing: the configuration decides where states are."""
 
     def _stays(self, name: str) -> bool:
         return TIERS[getattr(self._config, _HOMES[name][0])].is_device

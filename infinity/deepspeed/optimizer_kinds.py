@@ -1,5 +1,5 @@
-"""The classes of DeepSpeed's optimizers, for `isinstance`: the optimizer that `initialize` returns
-is one of those of its stage and precision. None can be made by a script."""
+"""The classes of DeepSpeed's optimizers, for `isinstance`. The optimizer of `initialize` is an
+instance of the class for its stage and precision. A script cannot make an instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _OptimizerClass(Refused):
     """The class of these classes."""
 
     holds: Callable[[Any], bool]
-    """Whether the optimizer of an engine is one."""
+    """Whether the optimizer of an engine is an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         engine = engine_of(instance)

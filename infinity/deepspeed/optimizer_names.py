@@ -1,5 +1,6 @@
-"""Attributes of DeepSpeed's optimizers, on the optimizer that `infinity.initialize` returns: those
-that can be right, those that change something, and for all others the reason why there are none."""
+"""Attributes of DeepSpeed's optimizers, on the optimizer of `infinity.initialize`: attributes with
+a true value, attributes that change something, and for all others the reason why they are
+missing."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from infinity.optim.scaler import FACTOR
 
 
 def answering(optimizer: Optimizer, engine: DeepSpeedEngine) -> None:
-    """Give `optimizer` the names of DeepSpeed, for as long as it lives; its class keeps its name,
-    and is a subclass of what it was."""
+    """Give `optimizer` the names of DeepSpeed for its life. Its class keeps its name, and becomes a
+    subclass of the former class."""
     kind = type(optimizer)
     if kind not in _KINDS:
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
@@ -46,16 +47,16 @@ def answering(optimizer: Optimizer, engine: DeepSpeedEngine) -> None:
 
 
 def engine_of(optimizer: object) -> DeepSpeedEngine | None:
-    """The engine of `initialize` that trains with `optimizer`; None for anything else."""
+    """The engine of `initialize` that trains with `optimizer`. None for anything else."""
     return optimizer.deepspeed_engine if isinstance(optimizer, _Names) else None
 
 
 _KINDS: dict[type[Optimizer], type[Optimizer]] = {}
-"""By the class of an optimizer: that with the names of DeepSpeed."""
+"""By the class of an optimizer: the class with the names of DeepSpeed."""
 
 
 class _Names(Optimizer):
-    """What comes before the class of an optimizer; see `VALUES` for all that is only read."""
+    """The base before the class of an optimizer. `VALUES` has the names that are only read."""
 
     deepspeed_engine: DeepSpeedEngine
 
@@ -70,7 +71,7 @@ class _Names(Optimizer):
 
     @property
     def loss_scaler(self) -> Any:
-        """What scales the loss, by 1 where nothing does."""
+        """The scaler of the loss. Its scale is 1 without scaling."""
         return Scaler(self)
 
     @loss_scaler.setter
@@ -82,8 +83,8 @@ class _Names(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 where nothing scales it. It can be set in fp16, to
-        a power of two unless it is static."""
+        """The scale of the next loss. 1 without scaling. In fp16 it can be set, to a power of two
+        unless it is static."""
         return super().loss_scale
 
     @loss_scale.setter
@@ -109,9 +110,9 @@ class _Names(Optimizer):
 
     @property
     def clip_grad(self) -> float:
-        """The norm to which gradients are clipped; 0 is none. It can be set between steps."""
+        """The norm limit of gradients. 0 means no limit. It can be set between steps."""
         if isinstance(self, ClippedMuon):
-            return self.deepspeed_engine.gradient_clipping()
+            return self.deepspeed_engine.settings.gradient_clipping
         limit = self.max_grad_norm
         return 0.0 if limit is None or limit == math.inf else limit
 
@@ -138,7 +139,7 @@ class _Names(Optimizer):
     # Methods
 
     def load_state_dict(self, state_dict: Any, **options: Any) -> None:
-        """As that of infinity. Raises `ConfigError` for options, which DeepSpeed has for its own
+        """Like that of infinity. Raises `ConfigError` for options, which DeepSpeed has for its own
         checkpoints."""
         if options:
             raise DeepSpeedConfigError(
@@ -158,7 +159,7 @@ class _Names(Optimizer):
             group["lr"] = lr
 
     def scale_if_loss(self, value: Any) -> Any:
-        """`value` times the loss scale, where it is a tensor of one element with gradients; else
+        """`value` times the loss scale if it is a tensor of one element with gradients, else
         `value`."""
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         return self.deepspeed_engine.scale(value) if is_loss else value
@@ -169,24 +170,24 @@ class _Names(Optimizer):
 
     def needs_scaler(self) -> bool:
         """Whether the loss scale changes."""
-        return self.deepspeed_engine.dynamic_loss_scale()
+        return bool(self.deepspeed_engine.dynamic_loss_scale())
 
     def destroy(self) -> None:
-        """Nothing: `engine.destroy()` gives everything back."""
+        """Does nothing: `engine.destroy()` frees everything."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing: what the compute device holds is planned."""
+        """Does nothing: the memory of the compute device is planned."""
 
     def refresh_fp32_params(self) -> None:
-        """Nothing: what changes a parameter changes its fp32 value, too."""
+        """Does nothing: a change of a parameter changes its fp32 value, too."""
 
     update_lp_params = refresh_fp32_params
 
 
 class Scaler:
     """The `loss_scaler`, or `loss_scale_config`, of a DeepSpeed optimizer: its scale, and the
-    settings of fp16 under DeepSpeed's names. Other names are those of `infinity.LossScaler`. A copy
-    and what is unpickled are a `CopiedScaler`."""
+    settings of fp16 under DeepSpeed's names. Other names are those of `infinity.LossScaler`. Copies
+    and pickles of it are a `CopiedScaler`."""
 
     _optimizer: _Names
 
@@ -196,7 +197,7 @@ class Scaler:
     @property
     def dynamic(self) -> bool:
         """Whether the scale changes."""
-        return self._optimizer.deepspeed_engine.dynamic_loss_scale()
+        return bool(self._optimizer.deepspeed_engine.dynamic_loss_scale())
 
     dynamic_loss_scale = dynamic
 
@@ -207,17 +208,17 @@ class Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; can be set as that of the optimizer."""
+        """The scale of the next loss. It can be set, like that of the optimizer."""
         return self._optimizer.loss_scale
 
     cur_scale = loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on instead of `loss`."""
+        """The tensor on which to call `backward` instead of `loss`."""
         return self._optimizer.deepspeed_engine.scale(loss)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """As that of the optimizer."""
+        """Like that of the optimizer."""
         self._optimizer.backward(loss, retain_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -260,13 +261,13 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "consecutive_hysteresis": lambda scaler: scaler.consecutive,
     "raise_error_at_min_scale": lambda scaler: scaler.ends_at_minimum,
 }
-"""What a dynamic scaler of DeepSpeed has."""
+"""Attributes of a dynamic scaler of DeepSpeed."""
 _NUMBERS = ("dynamic", "dynamic_loss_scale", "use_grad_scaling", "loss_scale", "cur_scale")
-"""What each scaler of DeepSpeed has."""
+"""Attributes of each scaler of DeepSpeed."""
 
 
 class CopiedScaler(Lacking):
-    """The numbers of a `Scaler` as they were when it was copied or pickled. It scales no loss."""
+    """The numbers of a `Scaler` at the time of the copy or pickle. It scales no loss."""
 
     instead = "a copy of optimizer.loss_scaler has its numbers, and the original scales losses"
 
@@ -275,9 +276,10 @@ class CopiedScaler(Lacking):
 
 
 class Inner:
-    """The optimizer inside of one of DeepSpeed: here the same one, without DeepSpeed's names. So
-    what looks for the innermost one by `optimizer` finds it. For `isinstance` it is one of the
-    class of the script's optimizer, too, or of torch's SGD where the configuration names SGD."""
+    """The optimizer inside of one of DeepSpeed. Here it is the same optimizer, without DeepSpeed's
+    names. So code that searches for the innermost one by `optimizer` finds it. For `isinstance` it
+    is also an instance of the class of the script's optimizer, or of torch's SGD if the
+    configuration names SGD."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         vars(self)["_outer"] = optimizer
@@ -293,7 +295,7 @@ class Inner:
 
     def __getattr__(self, name: str) -> Any:
         if name == "_outer":
-            raise AttributeError(name)  # of a copy that is not filled yet
+            raise AttributeError(name)  # a copy that is not filled yet
         if name in VALUES:
             raise AttributeError(f"{type(self._outer).__name__!r} object has no attribute {name!r}")
         return getattr(self._outer, name)
@@ -312,7 +314,7 @@ class Inner:
 
 
 _BOTH: dict[Any, type] = {}
-"""By two classes: one derived from both, to ask about."""
+"""By two classes: a class derived from both, for `isinstance`."""
 
 
 def _of_both(ours: type, theirs: type) -> type:
@@ -329,7 +331,7 @@ def _members(optimizer: Optimizer, engine: DeepSpeedEngine) -> list[list[torch.T
 
 
 def _data_ranks(optimizer: Optimizer, engine: DeepSpeedEngine) -> Any:
-    """The group of ranks; at stages below 3 DeepSpeed has one for each parameter group."""
+    """The group of ranks. At stages below 3 DeepSpeed has one for each parameter group."""
     group = all_ranks()
     whole = engine.zero_optimization_stage() == 3
     return group if whole else [group for _ in optimizer.param_groups]
@@ -340,7 +342,7 @@ def _names(optimizer: Optimizer, engine: DeepSpeedEngine) -> dict[torch.Tensor, 
 
 
 def _value_first(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` of a parameter and a value, with both the other way round."""
+    """`function` of a parameter and a value, as a function of the value and the parameter."""
 
     def setter(value: torch.Tensor, param: torch.Tensor, *others: Any, **named: Any) -> None:
         function(param, value, *others, **named)
@@ -389,7 +391,7 @@ VALUES: dict[str, Callable[[_Names, DeepSpeedEngine], Any]] = {
     "set_local_hp_param": lambda optimizer, engine: _value_first(fragments.set_local_hp_param),
     "timers": lambda optimizer, engine: engine.timers,
 }
-"""By name: a function of the optimizer and the engine that gives the value."""
+"""By name: a function from the optimizer and the engine to the value."""
 
 _SCALE = (
     "optimizer.loss_scale has the scale, and the block fp16 of the configuration how it changes"

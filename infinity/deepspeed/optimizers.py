@@ -1,9 +1,9 @@
-"""The optimizer of a script written for DeepSpeed, as one of this engine's.
+"""The optimizer of a script written for DeepSpeed, as an optimizer of this engine.
 
 [Note: before and after]
 Such a script builds its optimizer, or names its parameters, before the model is wrapped. `wrap` may
-replace parameters, namely those built without memory. So a `Recipe` knows them by name, and builds
-the optimizer when the model is wrapped. It says before that which states are needed.
+replace parameters that were built without memory. So a `Recipe` knows parameters by name, and
+builds the optimizer when the model is wrapped. Before that it states the needed optimizer states.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
 
 Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-"""What a script gives as its optimizer: one, or a function of its parameters that makes one."""
+"""The optimizer of a script: an optimizer, or a function of its parameters that makes one."""
 
 _HERE = {kind.rule.deepspeed: kind for kind in FAMILY if kind.rule.deepspeed is not None}
-"""The optimizers of the engine, by the type that a configuration names."""
+"""The optimizers of the engine, by the type in a configuration."""
 _DECAY_OF_ZERO = ("adam", "adamw")
-"""Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""
+"""Types whose default `weight_decay` is 0 in DeepSpeed."""
 _ONLY_DEEPSPEED = (
     *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"),
     *("maximize", *UNSUPPORTED, *WITHOUT_EFFECT),
@@ -50,11 +50,10 @@ _ONLY_DEEPSPEED = (
 
 
 def share_groups(client: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Give `client`, the optimizer of the script, the groups of `optimizer`, as the dicts that it
-    had.
+    """Give `client`, the optimizer of the script, the groups of `optimizer`, in its former dicts.
 
-    So what holds one of them works as before: for example a scheduler of yet another optimizer,
-    from which accelerate has made the one that it gives.
+    So objects that hold one of the dicts work as before: for example a scheduler of another
+    optimizer, from which accelerate has made the given one.
     """
     pairs = zip(client.param_groups, optimizer.param_groups, strict=True)
     for index, (old, new) in enumerate(pairs):
@@ -66,17 +65,17 @@ def share_groups(client: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
 
 
 class NamedParameters:
-    """The parameters of a model by their names, which hold before and after it is wrapped."""
+    """The parameters of a model by their names, which are valid before and after it is wrapped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
-        # Keeps them, so that their ids stay theirs.
+        # A reference, so that no other object gets the id.
         self._held = list(model.named_parameters(remove_duplicate=False))
         for name, parameter in self._held:
             self._names.setdefault(id(parameter), name)
 
     def __call__(self, parameter: object) -> str:
-        """The name of one; raises `ConfigError` for what the model has not."""
+        """The name of a parameter. Raises `ConfigError` if the model does not have it."""
         name = self._names.get(id(parameter))
         if name is None:
             raise DeepSpeedConfigError(
@@ -89,30 +88,30 @@ class NamedParameters:
         return name
 
     def trainable(self) -> list[nn.Parameter]:
-        """All that take gradients, each once."""
+        """All parameters with gradients, each once."""
         found = {id(p): p for _, p in self._held if p.requires_grad}
         return list(found.values())
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the optimizer is built once the model is wrapped."""
+    """The construction of the optimizer after the model is wrapped."""
 
     make: Callable[..., Optimizer]
     """Called with groups and the settings."""
     algorithm: str
     """The value of `Config.algorithm` that has its states."""
     groups: Sequence[Mapping[str, Any]]
-    """As those of torch, with names for parameters."""
+    """Groups like those of torch, with names for parameters."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     client: torch.optim.Optimizer | None = None
-    """The optimizer that the script gave, whose numbers and states are taken over."""
+    """The optimizer of the script, whose numbers and states are adopted."""
     narrow: bool = False
     """Whether moments have the dtype of their parameters (`fp32_optimizer_states`)."""
 
     def build(self, model: nn.Module, options: Mapping[str, Any]) -> Optimizer:
-        """The optimizer over parameters of the wrapped `model`; `options` are those that all
-        optimizers of the engine take."""
+        """The optimizer over parameters of the wrapped `model`. `options` are the common options of
+        all optimizers of the engine."""
         groups = [
             {**group, "params": [model.get_parameter(name) for name in group["params"]]}
             for group in self.groups
@@ -126,11 +125,11 @@ class Recipe:
 def recipe(
     settings: Settings, model: nn.Module, client: Client | None, parameters: Iterable[Any] | None
 ) -> Recipe | None:
-    """How to build the optimizer of `settings`, or that of the script, which comes first; None
-    where there is neither. `parameters` are those to be trained, or groups; by default all.
+    """The construction of the optimizer of the script, or else of `settings`. None without either.
+    `parameters` are the trained parameters, or groups. By default all are trained.
 
     Raises `ConfigError` for an optimizer that the engine cannot run, and for parameters that the
-    model has not.
+    model does not have.
     """
     names = NamedParameters(model)
     given = names.trainable() if parameters is None else _listed(parameters)
@@ -152,8 +151,8 @@ def recipe(
 
 
 def options(settings: Settings) -> dict[str, Any]:
-    """What all optimizers of the engine take, as `settings` say it. The norm is always measured,
-    because `get_global_grad_norm` gives it."""
+    """The common options of all optimizers of the engine, by `settings`. The norm is always
+    measured, for `get_global_grad_norm`."""
     scale = settings.loss_scale
     return {
         "max_grad_norm": settings.gradient_clipping or math.inf,
@@ -211,7 +210,7 @@ def _groups(given: list[Any], names: NamedParameters) -> Iterator[dict[str, Any]
 
 def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
     kind, params = named.type.lower(), dict(named.params)
-    params.pop("max_grad_norm", None)  # of no effect, else it is refused
+    params.pop("max_grad_norm", None)  # without effect, or else refused
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
     if kind in _DECAY_OF_ZERO and not params.get("torch_adam"):

@@ -1,11 +1,11 @@
-"""The package `deepspeed` of `infinity run`: modules that are made of the table in
-`infinity.deepspeed.names` when they are imported, with names that are looked up when they are used.
+"""The package `deepspeed` of `infinity run`. Its modules are made from the table in
+`infinity.deepspeed.names` when they are imported. Their names are looked up when they are used.
 
-[Note: what is not there]
-A name that is missing raises `AttributeError` with a sentence. `from module import name` would
-replace that sentence by its own. But before, it looks for a module of that name in a package. So
-every module here is a package, and the finder has a spec for every name below `deepspeed`: for
-those that are missing one whose import raises `ImportError` with the sentence.
+[Note: missing names]
+A missing name raises `AttributeError` with a sentence. `from module import name` would replace that
+sentence by its own. But first it searches for a module of that name in a package. So every module
+here is a package, and the finder has a spec for every name below `deepspeed`. The import of a
+missing one raises `ImportError` with the sentence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGE, _MAIN = "deepspeed", ".__main__"
 
 
 def _modules() -> frozenset[str]:
-    """All modules, without `deepspeed.`, with the packages that they are in."""
+    """All modules, without `deepspeed.`, with their parent packages."""
     named = {*BACKED, *CONSTANTS, *REFUSED, *ALIASES}
     parents = {name[:end] for name in named for end, letter in enumerate(name) if letter == "."}
     return frozenset(named | parents) - {""}
@@ -44,7 +44,7 @@ def fill(module: ModuleType) -> None:
 
 
 class _Package(MetaPathFinder, Loader):
-    """Finds and makes everything below `deepspeed`; see [Note: what is not there]."""
+    """Finds and makes everything below `deepspeed`; see [Note: missing names]."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -80,12 +80,12 @@ class _Package(MetaPathFinder, Loader):
 
 
 def _program(fullname: str) -> str | None:
-    """The module with the `main` of `python -m`; None for a module that is no program."""
+    """The module with the `main` of `python -m`. None for a module that is no program."""
     return PROGRAMS.get(fullname.removeprefix(f"{_PACKAGE}.").removesuffix(_MAIN))
 
 
 def _own_name(name: str) -> str:
-    """The name of a module that has this one, too."""
+    """The name of the module, also for another name of it."""
     for other, own in ALIASES.items():
         if name == other or name.startswith(f"{other}."):
             return own + name.removeprefix(other)
@@ -93,7 +93,7 @@ def _own_name(name: str) -> str:
 
 
 def _fill(module: ModuleType, name: str) -> None:
-    """Give `module` the names that the table has for `name`."""
+    """Give `module` the names in the table for `name`."""
     sources = {
         theirs: (source, ours or theirs)
         for source, words in BACKED.get(name, {}).items()
@@ -128,7 +128,7 @@ def _fill(module: ModuleType, name: str) -> None:
 
 
 def _of_all(source: str, wanted: str, path: str) -> Any:
-    """A name of a module all of whose names are there."""
+    """A name of a module from which all names come."""
     try:
         return getattr(importlib.import_module(source), wanted)
     except AttributeError:

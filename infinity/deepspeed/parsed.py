@@ -18,7 +18,7 @@ from infinity.deepspeed.source import Source
 
 
 class DeepSpeedConfig(Lacking):
-    """The numbers of a configuration for the ranks that there are; `infinity.initialize` takes the
+    """The numbers of a configuration for the present ranks. `infinity.initialize` takes the
     configuration itself.
 
     Each key at the top of the configuration is an attribute, too. Raises `ConfigError` for each key

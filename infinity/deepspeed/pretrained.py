@@ -1,8 +1,8 @@
-"""Models of transformers at stage 3 of a DeepSpeed configuration: their weights are streamed.
+"""Models of transformers at stage 3 of a DeepSpeed configuration. Their weights are streamed.
 
-There `from_pretrained` and `from_config` build models inside `deepspeed.zero.Init`, and then fill
-them rank by rank with code that knows DeepSpeed's parameters. Here they do what they do inside of
-`infinity.zero.Init()`, and never learn of stage 3.
+In DeepSpeed, `from_pretrained` and `from_config` build models inside `deepspeed.zero.Init`, and
+then fill them rank by rank with code for DeepSpeed's parameters. Here they work as inside of
+`infinity.zero.Init()`, and do not see stage 3.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from infinity.deepspeed.zero import Init
 
 _MODULE = "transformers.modeling_utils"
 _NOTICE = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
-"""What transformers logs of such a model."""
+"""The log message of transformers for such a model."""
 _BUILDERS = ("from_pretrained", "_from_config")
 _RESIZE = "resize_token_embeddings"
 CHANGED = (*_BUILDERS, _RESIZE)
-"""What is replaced in `PreTrainedModel`."""
+"""The replaced methods of `PreTrainedModel`."""
 
 
 def load_streamed() -> None:
-    """From now on models of transformers are built without memory where the configuration has
-    stage 3; also where transformers is imported later."""
+    """From now on, models of transformers are built without memory if the configuration has stage
+    3, even if transformers is imported later."""
     if _MODULE in sys.modules:
         _replace(sys.modules[_MODULE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -37,12 +37,12 @@ def load_streamed() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Changes one module when it is imported, and then does nothing more."""
+    """Changes one module when it is imported, once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> Any:
-        """The module's own spec, with a loader that runs `_replace` at its end."""
+        """The module's own spec, with a loader that calls `_replace` at its end."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _replace(module: Any) -> None:
-    """Have the builders of `PreTrainedModel` work as inside of `infinity.init()`."""
+    """Make the builders of `PreTrainedModel` work as inside of `infinity.init()`."""
     for name in _BUILDERS:
         found = vars(module.PreTrainedModel).get(name)
         if isinstance(found, classmethod) and not hasattr(found.__func__, "_infinity"):
@@ -86,7 +86,8 @@ def _building(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_notice(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of a model without memory, which can be read and changed as any other."""
+    """`method` without the log message. A model without memory can be read and changed like any
+    other."""
 
     def resized(model: Any, *args: Any, **options: Any) -> Any:
         with _without_stage_3():
@@ -98,7 +99,7 @@ def _without_notice(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _without_stage_3() -> Iterator[None]:
-    """transformers takes no notice of the configuration."""
+    """Inside the context, transformers does not see the configuration."""
     from transformers.integrations import deepspeed
 
     found = deepspeed._hf_deepspeed_config_weak_ref

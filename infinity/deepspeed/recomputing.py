@@ -1,7 +1,7 @@
 """`deepspeed.checkpointing`: activation checkpointing of torch under its names.
 
-What is kept for backward goes where `Config(activations=...)` says, which
-`activation_checkpointing.cpu_checkpointing` becomes.
+Saved activations go where `Config(activations=...)` says.
+`activation_checkpointing.cpu_checkpointing` sets it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ log = logging.getLogger("infinity")
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """`function(*args, **named)`, which is done again in backward instead of keeping what it needs.
+    """`function(*args, **named)`, which is recomputed in the backward.
 
-    As in DeepSpeed, the function gets all that is named.
+    As in DeepSpeed, the function gets all named arguments.
     """
     return torch_checkpoint(partial(function, **named), *args, use_reentrant=False)
 
@@ -29,8 +29,8 @@ non_reentrant_checkpoint = checkpoint
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Nothing: the configuration of the engine says where activations go. Options that are on are
-    named in the log."""
+    """Does nothing: the configuration of the engine decides where activations go. Logs the options
+    that are on."""
     on = [name for name, value in options.items() if value]
     if on:
         log.info(
@@ -41,14 +41,14 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) ->
 
 
 def is_configured() -> bool:
-    """Always: nothing has to be configured."""
+    """True, because nothing has to be configured."""
     return True
 
 
 def reset() -> None:
-    """Nothing: no buffer is kept."""
+    """Does nothing: no buffer is kept."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed all generators; there is no tensor parallelism."""
+    """Seed all generators. There is no tensor parallelism."""
     torch.manual_seed(seed)

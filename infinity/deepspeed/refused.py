@@ -1,5 +1,5 @@
-"""Classes and functions of DeepSpeed that import, and are refused in one sentence where they are
-used; and objects with attributes that are missing in one sentence."""
+"""Classes and functions of DeepSpeed that can be imported, and raise one sentence when they are
+used. Objects whose missing attributes raise one sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from infinity.deepspeed.errors import DeepSpeedConfigError, MissingNameError
 
 
 class Refused(type):
-    """The class of what is refused: it can be imported, derived from, and asked about instances."""
+    """The metaclass of refused names. They can be imported, subclassed, and used in
+    `isinstance`."""
 
     sentence: str
 
@@ -23,16 +24,15 @@ class Refused(type):
 
 
 def refused(name: str, module: str, sentence: str) -> type:
-    """A class that stands for the class or the function `name` of `module`. Calling it raises
-    `ConfigError` with `sentence`; so does each of its attributes, with an error that is an
-    `AttributeError`, too."""
+    """A class in place of the class or function `name` of `module`. A call raises `ConfigError`
+    with `sentence`. Each attribute raises an `AttributeError` with it."""
     members = {"sentence": sentence, "__doc__": f"Refused: {sentence}.", "__module__": module}
     return Refused(name, (), members)
 
 
 class Lacking:
-    """A base of what stands for an object of DeepSpeed: attributes that it has not raise an
-    `AttributeError` that names `instead`, what to use."""
+    """A base of objects in place of those of DeepSpeed. A missing attribute raises an
+    `AttributeError` with `instead`, the replacement."""
 
     instead: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""Old and misplaced keys of a configuration, moved to where DeepSpeed has them today."""
+"""Old and misplaced keys of a configuration, moved to their present places in DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OFFLOADS = {
 
 
 def modernize(config: dict[str, Any]) -> list[str]:
-    """Rename and move the keys of `config`; returns a notice for each that was.
+    """Rename and move the keys of `config`. Returns a notice for each renamed key.
 
-    Raises `ConfigError` where a key is there under both names.
+    Raises `ConfigError` if a key has both names.
     """
     notices = []
     for old, new in RENAMED.items():
@@ -53,7 +53,7 @@ def _offloads(config: dict[str, Any]) -> list[str]:
 
 
 def _take(config: dict[str, Any], path: str) -> tuple[Any] | None:
-    """Take the value at `path` out of `config`; None where there is none."""
+    """Remove the value at `path` from `config`, and return it in a tuple. None if there is none."""
     *blocks, name = path.split(".")
     place: Any = config
     for block in blocks:
@@ -62,7 +62,7 @@ def _take(config: dict[str, Any], path: str) -> tuple[Any] | None:
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Put `value` at `path`, beside what is there."""
+    """Put `value` at `path`, beside other keys."""
     *blocks, name = path.split(".")
     place = config
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Every key of one configuration, with what becomes of it."""
+"""Every key of one configuration, with its treatment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from infinity.errors import in_words
 AUTO = "auto"
 AUTO_LEFT = 'a Trainer or accelerate replaces "auto"; write a value'
 _OF_TORCH = {"optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
-"""By block: the module of torch whose classes it may name."""
+"""By block: the module of torch with its classes."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -39,27 +39,27 @@ class KeyRow:
 
     path: str
     value: Any
-    """The effective one: as it is meant, with its type."""
+    """The effective value, with its type."""
     treatment: Treatment
     becomes: str = ""
     reason: str = ""
     is_auto: bool = False
-    """Whether it is "auto" and nobody here can say what that means."""
+    """Whether it is "auto" with an unknown meaning."""
     is_unknown: bool = False
     is_off: bool = False
     """Whether it has no effect because of another key."""
 
     @property
     def problem(self) -> str:
-        """Why the configuration is refused for this key; empty where it is not."""
+        """The reason why the configuration is refused for this key, or ""."""
         if self.is_auto or self.treatment is not Treatment.REFUSED:
             return ""
         return f"{self.path}={_shown(self.value)}: {self.reason}"
 
 
 def account(config: Mapping[str, Any], hidden_size: int | None) -> list[KeyRow]:
-    """A row for every key of `config`, in its order. Names are those of the table: `modernize`
-    comes first."""
+    """A row for every key of `config`, in its order. Names must be those of the table, after
+    `modernize`."""
     rows = list(_block("", config, config, hidden_size))
     if all(row.path != "infinity.strict_config" or row.value for row in rows):
         return rows
@@ -100,7 +100,7 @@ def _empty_block(path: str, value: Any) -> KeyRow:
 
 
 def _without_effect(key: Key, config: Mapping[str, Any]) -> str:
-    """Why `key` has no effect in `config`; empty where it has one."""
+    """The reason why `key` has no effect in `config`, or ""."""
     if key.needs is None:
         return ""
     path, wanted = key.needs
@@ -135,7 +135,7 @@ def _row(key: Key, value: Any, hidden: int | None, off: str = "") -> KeyRow:
 
 
 def _auto(key: Key, hidden: int | None) -> KeyRow:
-    """What "auto" means: by a rule, by the other batch sizes, or nothing to us."""
+    """The meaning of "auto": by a rule, by the other batch sizes, or none."""
     if key.treatment is Treatment.IGNORED:
         value = AUTO if key.auto is None or hidden is None else int(key.auto(hidden))
         return KeyRow(key.path, value, Treatment.EXACT, key.reason)
@@ -197,22 +197,22 @@ def _params(
 
 
 def _taken(block: str, kind: object) -> list[str]:
-    """What the constructor of an optimizer or a scheduler of torch takes beside its first argument;
-    empty where there is none of that name."""
+    """The arguments of the constructor of an optimizer or a scheduler of torch, besides the first.
+    Empty if torch has none of that name."""
     found = getattr(_OF_TORCH[block], str(kind), None)
     return list(inspect.signature(found).parameters)[1:] if isinstance(found, type) else []
 
 
 def _unknown(path: str, value: Any, known: list[str], others: str = "") -> KeyRow:
-    """A key that is not in the table, with the nearest one that is, or with `others` that are."""
+    """A key that is not in the table, with the nearest known key, or with `others`."""
     block, _, leaf = path.rpartition(".")
     near = [
         name
         for name in difflib.get_close_matches(path, known, n=1, cutoff=0.75)
         if block != name.rpartition(".")[0]
         or difflib.SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio() >= 0.6
-    ]  # a block that both are in makes no two names alike
-    if not near:  # right, in another block
+    ]  # a common block makes no names alike
+    if not near:  # a known key of another block
         leaves = {name.rpartition(".")[2]: name for name in known}
         near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     meant = RENAMED.get(near[0], near[0]) if near else ""

@@ -1,19 +1,19 @@
-"""The dynamic loss scale of a DeepSpeed configuration, step by step as DeepSpeed has it."""
+"""The dynamic loss scale of a DeepSpeed configuration, step by step as in DeepSpeed."""
 
 from __future__ import annotations
 
 from infinity.optim.scaler import FACTOR, LossScaler
 
 HIGHEST = 2.0**32
-"""The largest power with which DeepSpeed begins by itself."""
+"""The largest default power of the first scale in DeepSpeed."""
 
 
 class DeepSpeedScaler(LossScaler):
-    """A dynamic `LossScaler` that counts as DeepSpeed does.
+    """A dynamic `LossScaler` that counts like DeepSpeed.
 
     After the start and after each step that was not finite, the scale doubles with finite step
-    number `window + 1`, then with every `window` further ones. With `consecutive` each finite step
-    restores the hysteresis, not only one that doubles the scale.
+    number `window + 1`, then with every `window` further ones. With `consecutive`, each finite step
+    restores the hysteresis, and not only a step that doubles the scale.
     """
 
     def __init__(
@@ -22,8 +22,8 @@ class DeepSpeedScaler(LossScaler):
         super().__init__(initial, window, hysteresis, minimum)
         self._window, self.consecutive = window, consecutive
         self.ends_at_minimum = True
-        """Whether a step that is not finite at the smallest scale raises; else it is left out, and
-        the scale stays."""
+        """Whether a step that is not finite at the smallest scale raises. Otherwise it is left out,
+        and the scale stays."""
 
     def update(self, finite: bool) -> bool:
         """See `LossScaler.update`."""

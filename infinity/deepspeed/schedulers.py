@@ -2,9 +2,9 @@
 
 [Note: steps and iterations]
 A scheduler of torch counts from 0, which is the state before the first optimizer step. DeepSpeed
-counts iterations, from -1 there. So step n of torch is iteration n - 1, and formulas here that
-stand in the documentation of DeepSpeed take the iteration. Example: WarmupLR has its lowest rate
-for the first two optimizer steps, because both log(1) and what comes before it are zero.
+counts iterations, from -1 at that state. So step n of torch is iteration n - 1. Formulas from the
+documentation of DeepSpeed take the iteration. Example: WarmupLR has its lowest rate for the first
+two optimizer steps, because both log(1) and the value before it are zero.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from infinity.deepspeed.settings import Named
 from infinity.errors import in_words
 
 Rate = float | Sequence[float]
-"""One for all parameter groups, or one for each."""
+"""One rate for all parameter groups, or one for each."""
 SECOND_BETA = 0.99
-"""That of Adam while OneCycle moves the first one."""
+"""The second beta of Adam while OneCycle moves the first one."""
 
 
 def scheduler(named: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler that a configuration names, one of these or one of torch, for `optimizer`.
+    """The scheduler in a configuration, one of these or one of torch, for `optimizer`.
 
-    Raises `ConfigError` for parameters that it does not take.
+    Raises `ConfigError` for unknown parameters.
     """
     known = SCHEDULES.get(named.type) or getattr(torch.optim.lr_scheduler, named.type)
     try:
@@ -41,9 +41,9 @@ def scheduler(named: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 class Iterations(Lacking, LRScheduler):
-    """What the schedules have in common: `rates` of an iteration, counted as DeepSpeed does.
+    """The common part of the schedules: `rates` of an iteration, counted as in DeepSpeed.
 
-    Only the count is state, as in DeepSpeed; the rates follow from it.
+    Only the count is state, as in DeepSpeed. The rates follow from it.
     """
 
     instead = (
@@ -54,7 +54,7 @@ class Iterations(Lacking, LRScheduler):
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer)
-        if last_batch_iteration != -1:  # going on; the optimizer has the rates of that iteration
+        if last_batch_iteration != -1:  # resumed: the optimizer has the rates of that iteration
             self.last_epoch = last_batch_iteration + 1
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -62,7 +62,7 @@ class Iterations(Lacking, LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """The iteration whose rates are in use; -1 before the first step."""
+        """The iteration of the present rates. -1 before the first step."""
         return int(self.last_epoch) - 1
 
     def rates(self, iteration: int) -> list[float]:
@@ -70,25 +70,26 @@ class Iterations(Lacking, LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The rates in use. Groups that were added since keep theirs, as DeepSpeed has it."""
+        """The present rates. Groups that were added later keep theirs, as in DeepSpeed."""
         rates = self.rates(self.last_batch_iteration)
         return [*rates, *(group["lr"] for group in self.optimizer.param_groups[len(rates) :])]
 
     def step(
         self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
     ) -> None:
-        """Go on by one iteration, or to the one that is given, under either name."""
+        """Advance by one iteration, or to the given one, under either name."""
         given = batch_iteration if last_batch_iteration is None else last_batch_iteration
         if given is not None:
             self.last_epoch = given
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The count alone."""
+        """Only the count."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on from `state_dict`. The rates of the groups are those of the optimizer."""
+        """Continue the count of `state_dict`. The rates of the groups are those of the
+        optimizer."""
         self.last_epoch = state_dict["last_batch_iteration"] + 1
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -129,19 +130,18 @@ class LRRangeTest(Iterations):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         ranges = (iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(ranges) if self.staircase else ranges)
         return [rate * growth for rate in self.min_lrs]
 
 
 class OneCycle(Iterations):
-    """A rate that goes up and down once, while the first beta of Adam goes down and up (Smith,
-    arXiv 1803.09820); both may decay afterwards.
+    """A rate that rises and falls once, while the first beta of Adam falls and rises (Smith, arXiv
+    1803.09820). Both may decay afterwards.
 
-    Up takes `cycle_first_step_size` iterations, down `cycle_second_step_size` (default: as many).
-    A count of stairs holds both still for a while. After the cycle the rate is
-    min / (1 + decay_lr_rate * i / decay_step_size), and the beta grows likewise.
+    The rise takes `cycle_first_step_size` iterations, the fall `cycle_second_step_size` (default:
+    as many). A count of stairs holds both still for a while. After the cycle the rate is min / (1 +
+    decay_lr_rate * i / decay_step_size), and the beta grows likewise.
     """
 
     def __init__(
@@ -178,15 +178,14 @@ class OneCycle(Iterations):
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         super().__init__(optimizer, last_batch_iteration)
         if self.cycle_momentum and last_batch_iteration == -1:
-            self._set_betas(self.min_moms)  # until the first step, as DeepSpeed has it
+            self._set_betas(self.min_moms)  # until the first step, as in DeepSpeed
 
     @property
     def step_ratio(self) -> float:
-        """The share of the cycle in which the rate goes up."""
+        """The share of the cycle in which the rate rises."""
         return self.up / (self.up + self.down)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         after = self._after(iteration)
         if after:
             decay = 1 + self.decay_lr_rate * self._decays(after)
@@ -210,8 +209,8 @@ class OneCycle(Iterations):
         ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of the cycle, of each group; None where they have no cycle. Until the first
-        step groups have the least first beta, and the cycle the greatest, as DeepSpeed has it."""
+        """The betas of the cycle, of each group. None if they have no cycle. Until the first step
+        groups have the least first beta, and the cycle the greatest, as in DeepSpeed."""
         if not self.cycle_momentum:
             return None
         return [(each, SECOND_BETA) for each in self.momenta(self.last_batch_iteration)]
@@ -219,25 +218,24 @@ class OneCycle(Iterations):
     def step(
         self, last_batch_iteration: int | None = None, batch_iteration: int | None = None
     ) -> None:
-        """Go on by one iteration, or to the one that is given, under either name."""
         super().step(last_batch_iteration, batch_iteration)
         if self.cycle_momentum:
             self._set_betas(self.momenta(self.last_batch_iteration))
 
     def _set_betas(self, momenta: Sequence[float]) -> None:
-        # Groups that were added since keep theirs.
+        # Groups that were added later keep theirs.
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
             group["betas"] = (momentum, SECOND_BETA)
 
     def _after(self, iteration: int) -> int:
-        """Iterations since the end of the cycle; 0 inside of it."""
+        """Iterations since the end of the cycle. 0 inside of it."""
         return max(iteration + 1 - (self.up + self.down), 0)
 
     def _decays(self, after: int) -> float:
         return after / self.decay_steps if self.decay_steps else 0.0
 
     def _height(self, done: int) -> float:
-        """Where in the cycle `done` iterations are: 0 at its ends, 1 at the top."""
+        """The height in the cycle after `done` iterations: 0 at its ends, 1 at the top."""
         if done <= self.up:
             length, stairs = self.up, self.stairs_up
         else:
@@ -247,7 +245,7 @@ class OneCycle(Iterations):
 
 
 class _Warming(Iterations):
-    """What schedules with a warm-up have in common."""
+    """The common part of schedules with a warm-up."""
 
     warmup: Warmup
 
@@ -266,8 +264,8 @@ class WarmupLR(_Warming):
     """A rate that grows from `warmup_min_lr` to `warmup_max_lr` (default: that of the optimizer) in
     `warmup_num_steps` iterations, and stays there.
 
-    Of the way, log(i + 1) / log(warmup_num_steps) is done at iteration i, or i / warmup_num_steps
-    with `warmup_type="linear"`.
+    The share at iteration i is log(i + 1) / log(warmup_num_steps), or i / warmup_num_steps with
+    `warmup_type="linear"`.
     """
 
     def __init__(
@@ -287,14 +285,13 @@ class WarmupLR(_Warming):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         share = self.share(iteration)
         return [
             low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
 
     def share(self, iteration: int) -> float:
-        """Where between lowest and highest rate `iteration` is."""
+        """The position of `iteration` between the lowest and the highest rate."""
         return self.warmup(iteration)
 
 
@@ -322,7 +319,6 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def share(self, iteration: int) -> float:
-        """Where between lowest and highest rate `iteration` is."""
         if iteration < self.warmup.steps:
             return self.warmup(iteration)
         left = self.total_num_steps - iteration
@@ -354,16 +350,15 @@ class WarmupCosineLR(_Warming):
         return list(self.base_lrs)
 
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group after `iteration`."""
         ratio = self.ratio(iteration)
         return [float(rate) * ratio for rate in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """The share of the optimizer's rate that is in use; 0 before the first step."""
+        """The present share of the optimizer's rate. 0 before the first step."""
         return self.ratio(self.last_batch_iteration)
 
     def ratio(self, iteration: int) -> float:
-        """The share of the optimizer's rate after `iteration`; 0 before the first."""
+        """The share of the optimizer's rate after `iteration`. 0 before the first."""
         if iteration < 0:
             return 0.0
         if iteration < self.warmup.steps:
@@ -376,14 +371,14 @@ class WarmupCosineLR(_Warming):
 
 
 class Warmup:
-    """The share of a warm-up that is done after an iteration, from 0 to 1."""
+    """The completed share of a warm-up after an iteration, from 0 to 1."""
 
     def __init__(self, steps: int, kind: str) -> None:
         _check_steps("warmup_num_steps", steps, 0)
         if kind not in ("log", "linear"):
             raise DeepSpeedConfigError(f'warmup_type={in_words(kind)} must be "log" or "linear"')
         self.steps = max(2, steps)
-        """The least is 2, because log(1) is 0."""
+        """At least 2, because log(1) is 0."""
         self.is_linear = kind == "linear"
 
     def __call__(self, iteration: int) -> float:

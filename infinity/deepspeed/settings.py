@@ -1,11 +1,11 @@
-"""`Settings`: what a DeepSpeed configuration says, in the terms of this engine.
+"""`Settings`: a DeepSpeed configuration in the terms of this engine.
 
 `infinity.deepspeed.keys` has the treatment of every key. Here the keys that are honored or mapped
-become fields. [Note: order of steps]
+become fields.
 
-1. `source.read` gives a dict, and `renamed.modernize` moves old names.
-2. `rows.account` gives a row for each key. Rows that are refused end it here, all in one message.
-3. Each function below reads the values that belong together, and makes one field of them.
+1. `source.read` returns a dict, and `renamed.modernize` moves old names.
+2. `rows.account` returns a row for each key. If rows are refused, one message names them all.
+3. Each function below reads values that belong together, and makes one field of them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Batches:
     """Numbers of samples: `train` == `micro` * `accumulation` * ranks."""
 
     train: int
-    """Of one optimizer step."""
+    """Samples of one optimizer step."""
     micro: int
-    """Of one forward of one rank."""
+    """Samples of one forward of one rank."""
     accumulation: int
     """Forwards of a rank for each step."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A block with a type and its parameters: that of the optimizer, or of the scheduler."""
+    """A block with a type and its parameters: the optimizer or the scheduler."""
 
     type: str
     params: Mapping[str, Any]
@@ -55,10 +55,10 @@ class Named:
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled with fp16."""
+    """The scale of the loss with fp16."""
 
     static: float | None
-    """A fixed scale, of any value; None is a dynamic one, with the numbers below."""
+    """A fixed scale, of any value. None is a dynamic one, with the numbers below."""
     initial: float
     window: int
     hysteresis: int
@@ -69,48 +69,48 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Settings:
-    """What `infinity.initialize` does, by a configuration of DeepSpeed."""
+    """The behavior of `infinity.initialize` for a configuration of DeepSpeed."""
 
     config: Config
-    """What `infinity.wrap` gets."""
+    """The configuration for `infinity.wrap`."""
     batches: Batches
     managed_accumulation: bool
-    """Whether the engine counts micro-batches; else the caller says where a step ends."""
+    """Whether the engine counts micro-batches. Otherwise the caller decides where a step ends."""
     gradient_clipping: float
-    """The largest global norm of gradients; 0 is none."""
+    """The largest global norm of gradients. 0 means no limit."""
     precision: Precision
     loss_scale: LossScale | None
-    """With fp16 only."""
+    """Only with fp16."""
     buffer_dtype: torch.dtype | None
-    """What buffers of floating point are cast to; None where they keep their dtype."""
+    """The dtype of floating-point buffers. None if they keep theirs."""
     cast_inputs: bool
     """Whether floating-point inputs of the model are cast to fp16."""
     autocast: torch.dtype | None
-    """That of `torch.autocast` around the forward."""
+    """The dtype of `torch.autocast` around the forward."""
     skip_nonfinite: bool
     """Whether a step with an infinite or NaN gradient changes nothing."""
     average: Literal["mean", "sum"]
-    """How ranks reduce gradients."""
+    """The reduction of gradients among ranks."""
     optimizer: Named | None
     scheduler: Named | None
     gather_16bit_weights_on_save: bool
     refuse_unused: bool
-    """Whether a step fails where a trainable parameter got no gradient."""
+    """Whether a step fails if a trainable parameter got no gradient."""
     leaf_modules: Mapping[str, tuple[str, ...]]
     """Names of classes or modules that are one unit each."""
     tag_validation: Literal["ignore", "warn", "fail"]
     drop_last: bool
     """Whether the data loader leaves out a last, smaller batch."""
     raw: Mapping[str, Any]
-    """The configuration as it came."""
+    """The original configuration."""
     notices: tuple[str, ...]
-    """One line each, for a log."""
+    """Lines for a log."""
     rows: tuple[KeyRow, ...] = field(repr=False)
-    """Every key, with what becomes of it."""
+    """Every key, with its treatment."""
 
     @property
     def has_batches(self) -> bool:
-        """Whether the configuration says how large a batch is; else `batches` are placeholders."""
+        """Whether the configuration has a batch size. Otherwise `batches` are placeholders."""
         given = {row.path for row in self.rows if row.value not in (None, AUTO)}
         return not given.isdisjoint(("train_batch_size", "train_micro_batch_size_per_gpu"))
 
@@ -120,9 +120,9 @@ class Settings:
     ) -> Settings:
         """The settings of `source` for that many ranks.
 
-        `hidden_size` of the model gives "auto" its meaning for the keys that have a rule. With
+        For some keys, the meaning of "auto" depends on the `hidden_size` of the model. With
         `partial` the configuration is not final: other "auto" and a missing batch size count as
-        left out. Raises `ConfigError` with all keys that are refused, and why.
+        left out. Raises `ConfigError` with all refused keys and the reasons.
         """
         explained = explain(source, ranks, hidden_size, partial)
         if explained.settings is None:
@@ -135,17 +135,17 @@ class Explained(NamedTuple):
 
     rows: tuple[KeyRow, ...]
     problems: tuple[str, ...]
-    """Why it is refused; empty where it is not."""
+    """The reasons why it is refused. Empty if it is not."""
     settings: Settings | None
-    """What it says as a whole, without what is "auto"; None where it is refused."""
+    """The whole configuration, without "auto" values. None if it is refused."""
 
 
 def explain(
     source: Source, ranks: int = 1, hidden_size: int | None = None, partial: bool = True
 ) -> Explained:
-    """Account for every key of `source`; the arguments are those of `Settings.read`.
+    """Account for every key of `source`. The arguments are those of `Settings.read`.
 
-    Raises `ConfigError` for what cannot be read at all.
+    Raises `ConfigError` if it cannot be read at all.
     """
     raw = read(source)
     config = read(raw)
@@ -175,7 +175,7 @@ class _Values:
         return KEYS[path].default if value is None else value
 
     def below(self, block: str) -> dict[str, Any]:
-        """What is in a block, by names inside of it."""
+        """The content of a block, by names inside of it."""
         start = f"{block}."
         return {
             path.removeprefix(start): value
@@ -244,7 +244,7 @@ def _named(values: _Values, block: str) -> Named | None:
 
 
 def _batches(values: _Values, ranks: int, partial: bool) -> Batches:
-    """Two of the three numbers give the third; one of the first two is enough."""
+    """Two of the three numbers determine the third. One of the first two is enough."""
     train, micro, accumulation = (
         values[path]
         for path in (
@@ -373,7 +373,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
-    """Where states live, and the directories of those on NVMe."""
+    """The homes of states, and the directories of states on NVMe."""
     stage, homes, paths = values["zero_optimization.stage"], {}, []
     for state, block in (("parameters", "offload_param"), ("optimizer", "offload_optimizer")):
         path = f"zero_optimization.{block}"
@@ -393,8 +393,8 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
                 f'{path}.device is "nvme", but {path}.nvme_path names no directory'
             )
         paths += [found] if isinstance(found, str) else list(found or ())
-    # Reduced gradients go where updates run, which for states on NVMe is host memory. Whole ones
-    # stay on the device, unless the block "infinity" says otherwise.
+    # Reduced gradients go where updates run: host memory for states on NVMe. Whole gradients stay
+    # on the device, unless the block "infinity" says otherwise.
     homes["gradients"] = "gpu" if stage == 1 or TIERS[homes["optimizer"]].is_device else "cpu"
     return {**homes, "nvme": tuple(dict.fromkeys(paths))} if paths else homes
 
@@ -409,7 +409,7 @@ def _algorithm(optimizer: Named | None) -> str:
 
 
 def _moment_precision(values: _Values, optimizer: Named | None) -> str:
-    """That of an optimizer that the script gives is known with its model only."""
+    """The precision of moments. That of an optimizer of the script is only known with its model."""
     named = {} if optimizer is None else optimizer.params
     narrow = values["bf16.bf16_optimizer_states"] or not named.get("fp32_optimizer_states", True)
     return "bf16" if narrow and values["bf16.enabled"] else "fp32"
@@ -432,7 +432,7 @@ def _tuning(values: _Values, precision: Precision) -> dict[str, Any]:
 
 
 def _accumulates_in_fp32(values: _Values, precision: Precision) -> bool:
-    """Whether gradients are accumulated and reduced in fp32 where parameters are narrower."""
+    """Whether gradients are accumulated and reduced in fp32 if parameters are narrower."""
     asked = {}
     for path in ("communication_data_type", "data_types.grad_accum_dtype"):
         if values[path] is not None:

@@ -1,7 +1,6 @@
-"""Reading a DeepSpeed configuration: from a dict, a JSON or HJSON file, or base64 text.
+"""Reads a DeepSpeed configuration from a dict, a JSON or HJSON file, or base64 text.
 
-HJSON (JSON with comments, and without the quotes) is read by the package `hjson`, where that is
-installed.
+The package `hjson` reads HJSON (JSON with comments, and without the quotes), if it is installed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def read(source: Source) -> dict[str, Any]:
-    """The configuration in `source`, as a dict of its own.
+    """The configuration in `source`, as a new dict.
 
-    Raises `ConfigError` for text that is neither, for a key that is there twice, and for a file
-    that is not an object. `OSError` passes.
+    Raises `ConfigError` for other text, for a duplicate key, and for a file that is no object.
+    Passes `OSError`.
     """
     if isinstance(source, Mapping):
         return _plain(source, "")
@@ -52,7 +51,7 @@ def read(source: Source) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark, of editors on Windows
     except UnicodeDecodeError:
         raise DeepSpeedConfigError(
             f"{path} is no text in UTF-8, so it is no JSON; save it as UTF-8, or give another file"
@@ -62,12 +61,12 @@ def _text_of(path: Path) -> str:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a name, or a NUL in it
+    except (OSError, ValueError):  # too long for a name, or with a NUL
         return False
 
 
 def _plain(source: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A copy with dicts for all mappings, so that nobody else changes it."""
+    """A copy with dicts for all mappings."""
     found = {}
     for key, value in source.items():
         if not isinstance(key, str):
@@ -112,7 +111,7 @@ def _parse_hjson(text: str, name: str, problem: json.JSONDecodeError) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """An object of these, where no key is there twice."""
+    """An object of these pairs. Raises for a duplicate key."""
     counts = Counter(key for key, _ in pairs)
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:

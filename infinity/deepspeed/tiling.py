@@ -1,4 +1,4 @@
-"""`TiledLinear`: a linear layer in parts, each of which is brought and sent back alone."""
+"""`TiledLinear`: a linear layer in parts, each of which is moved alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.deepspeed.zero import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """As `torch.nn.Linear`, in `out_splits` times `in_splits` layers.
+    """Like `torch.nn.Linear`, in `out_splits` times `in_splits` layers.
 
     `linears[row][column]` has the outputs from `out_parts[row]` to `out_parts[row + 1]` and the
     inputs from `in_parts[column]` to `in_parts[column + 1]`. The last column has the bias.
@@ -34,8 +34,8 @@ class TiledLinear(nn.Module):
         **options: Any,
     ) -> None:
         """`options` are those of `linear_cls`. With `input_is_already_split` the input is a list of
-        parts; without `combine_out_splits` the output is one. Raises `RuntimeError` for more parts
-        than features."""
+        parts. Without `combine_out_splits` the output is a list of parts. Raises `RuntimeError` for
+        more parts than features."""
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -81,7 +81,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take the weight and the bias of `other`; all ranks call it."""
+        """Copy the weight and the bias of `other`. All ranks call it."""
         with (
             GatheredParameters(list(other.parameters())),
             GatheredParameters(list(self.parameters()), modifier_rank=0),
@@ -99,7 +99,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """For layers that return their output and the bias that they have not added to it."""
+    """For layers that return their output and the bias separately."""
 
     def _row(self, row: Any, given: Sequence[torch.Tensor]) -> Any:
         total: Any = None
@@ -118,7 +118,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _bounds(name: str, features: int, parts: int) -> list[int]:
-    """Where parts begin, and the end of the last one; the first ones are longer by one."""
+    """The starts of the parts, and the end of the last one. The first parts are longer by one."""
     if not 1 <= parts <= features:
         raise DeepSpeedUsageError(
             f"TiledLinear: {name}_splits={parts} must be from 1 to {features}, the number of "

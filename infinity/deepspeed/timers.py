@@ -31,26 +31,25 @@ class SynchronizedWallClockTimer(Lacking):
             self._records: list[float] = []
 
         def start(self) -> None:
-            """Start it. Raises `RuntimeError` where it runs."""
+            """Start it. Raises `RuntimeError` if it runs."""
             if self.started_:
                 raise DeepSpeedUsageError(f"the timer {self.name_} has been started already")
             self._start, self.started_ = _now(), True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Stop it; the arguments change nothing. Raises `RuntimeError` where it does not
-            run."""
+            """Stop it. The arguments change nothing. Raises `RuntimeError` if it does not run."""
             if not self.started_:
                 raise DeepSpeedUsageError(f"the timer {self.name_} has not been started")
             self._records.append(1000 * (_now() - self._start))
             self.started_ = False
 
         def reset(self) -> None:
-            """Forget all times, and stop."""
+            """Clear all times, and stop."""
             self.started_ = False
             self._records.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            """The sum of all times, in milliseconds; a timer that runs goes on."""
+            """The sum of all times, in milliseconds. A running timer continues."""
             runs = self.started_
             if runs:
                 self.stop()
@@ -79,7 +78,7 @@ class SynchronizedWallClockTimer(Lacking):
 
     @staticmethod
     def memory_usage() -> str:
-        """A line with the gibibytes on the compute device: in use, and the most that were."""
+        """A line with the gibibytes on the compute device: in use, and at the peak."""
         device = get_accelerator()
         used, most = device.memory_allocated(), device.max_memory_allocated()
         return f" | mem_allocated: {used / 2**30:.4f} GB | max_mem_allocated: {most / 2**30:.4f} GB"
@@ -87,8 +86,7 @@ class SynchronizedWallClockTimer(Lacking):
     def get_mean(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """The mean time of each of `names` that is a timer, in milliseconds divided by
-        `normalizer`."""
+        """The mean time of each timer of `names`, in milliseconds divided by `normalizer`."""
         means = {name: self.timers[name].mean() / normalizer for name in names if self._has(name)}
         for name in means if reset else ():
             self.timers[name].reset()
@@ -115,37 +113,23 @@ class SynchronizedWallClockTimer(Lacking):
 
 
 class NoopTimer:
-    """Timers by name, all of them this one, which measure nothing."""
+    """Timers by name. All are this object, which measures nothing."""
 
     def __call__(self, name: str) -> NoopTimer:
         return self
 
-    def start(self) -> None:
-        """Nothing."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
 
-    def stop(self, **options: Any) -> None:
-        """Nothing."""
-
-    def reset(self) -> None:
-        """Nothing."""
-
-    def elapsed(self, **options: Any) -> float:
-        """0."""
+    def _zero(self, **_: Any) -> float:
         return 0
 
-    def mean(self) -> float:
-        """0."""
-        return 0
+    start = stop = reset = log = get_mean = _nothing
+    elapsed = mean = _zero
 
     def get_timers(self) -> dict[str, NoopTimer]:
         """None."""
         return {}
-
-    def log(self, names: Sequence[str], **options: Any) -> None:
-        """Nothing."""
-
-    def get_mean(self, names: Sequence[str], **options: Any) -> None:
-        """Nothing."""
 
 
 class ThroughputTimer(Lacking):
@@ -162,10 +146,10 @@ class ThroughputTimer(Lacking):
         self.epoch_count += 1
 
     def start(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _now() -> float:

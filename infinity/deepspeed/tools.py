@@ -26,7 +26,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on `ranks`; on all where they are left out, or hold -1."""
+    """Log `message` on `ranks`, or on all ranks if they are left out or contain -1."""
     if not ranks or -1 in ranks or get_rank() in ranks:
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
@@ -48,7 +48,7 @@ def warning_once(message: str, *values: Any) -> None:
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """`log_dist`: the engine prints nothing."""
+    """See `log_dist`. The engine prints nothing."""
     log_dist(message, ranks)
 
 
@@ -58,7 +58,7 @@ LOG_LEVELS: dict[str, int] = {name: getattr(logging, name.upper()) for name in _
 
 def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level: "debug", "info", "warning", "error" or "critical". Raises
-    `ConfigError` for another one."""
+    `ConfigError` for another level."""
     if not isinstance(log_level_str, str) or log_level_str.lower() not in LOG_LEVELS:
         raise DeepSpeedConfigError(f"log level {log_level_str!r}; take one of {', '.join(_LEVELS)}")
     return LOG_LEVELS[log_level_str.lower()]
@@ -70,21 +70,21 @@ def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> 
 
 
 def get_current_level() -> int:
-    """The number of the level from which on is logged."""
+    """The number of the lowest logged level."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether that level is the one from which on is logged, or above it."""
+    """Whether that level is at least the lowest logged level."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Nothing: `engine.report()` has the bytes of each tier."""
+    """Does nothing: `engine.report()` has the bytes of each tier."""
 
 
 def as_it_is(func: F) -> F:
-    """`func`: `INFINITY_NVTX=1` marks ranges."""
+    """Return `func` unchanged. `INFINITY_NVTX=1` marks ranges."""
     return func
 
 
@@ -95,7 +95,7 @@ instrument_w_nvtx = as_it_is
 def OnDevice(
     dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
 ) -> Iterator[None]:
-    """A context that builds tensors on `device`, those of floating point in `dtype`."""
+    """Inside the context, tensors are built on `device`, those of floating point in `dtype`."""
     before = torch.get_default_dtype()
     with torch.device(device) if enabled else nullcontext():
         if enabled and dtype is not None:
@@ -107,8 +107,8 @@ def OnDevice(
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """`item` with a copy of each tensor, which has no larger storage behind it. Tensors with the
-    same elements of the same storage, as tied weights, have one copy."""
+    """`item` with a copy of each tensor, without a larger storage behind it. Tensors with the same
+    elements of the same storage, such as tied weights, have one copy."""
     copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def copied(value: Any) -> Any:
@@ -117,7 +117,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         place: tuple[Any, ...] = (id(value),)
         if value.numel() and not value.is_meta:
             place = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
-        if place not in copies:  # which keeps `value`, so that its place is not another's
+        if place not in copies:  # keeps `value`, so that no other tensor gets its place
             copies[place] = value, value.detach().clone().to(device)
         return copies[place][1]
 
@@ -127,8 +127,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """`item` on `device`, in the lists, tuples and dicts that it was in. A tensor for which
-    `criterion_func` is true is moved in place."""
+    """`item` on `device`, in the same lists, tuples and dicts. A tensor for which `criterion_func`
+    is true is moved in place."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -143,8 +143,8 @@ def move_to_device(
 def copy_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]
 ) -> Any:
-    """`item` with a copy on `device` of each tensor for which `criterion_func` is true, in the
-    lists, tuples and dicts that it was in."""
+    """`item` with a copy on `device` of each tensor for which `criterion_func` is true, in the same
+    lists, tuples and dicts."""
     return tree_map(lambda each: each.to(device) if criterion_func(each) else each, item)
 
 
@@ -154,14 +154,14 @@ def has_inf_or_nan(x: torch.Tensor) -> bool:
 
 
 def is_not_spread(p: torch.Tensor) -> bool:
-    """Whether other ranks have other parts of a parameter, for model parallelism: never."""
+    """Whether a parameter is divided for model parallelism: never."""
     return False
 
 
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """As that of torch. Raises `ConfigError` for a model parallel unit `mpu`."""
+    """Like that of torch. Raises `ConfigError` for a model parallel unit `mpu`."""
     if mpu is not None:
         raise DeepSpeedConfigError(
             "clip_grad_norm_: mpu is not supported; leave it out, or write gradient_clipping in "
@@ -178,24 +178,23 @@ def set_random_seed(seed: int) -> None:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the directory that a file is to be in."""
+    """Create the directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def empty_cache() -> None:
-    """Give back memory that torch keeps."""
+    """Free memory that torch caches."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute under a name with dots. Raises `AttributeError` where a part is missing."""
+    """The attribute under a name with dots. Raises `AttributeError` if a part is missing."""
     return attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Set the attribute under a name with dots, whose owner is there. Raises `AttributeError` where
-    it is not."""
+    """Set the attribute under a name with dots. Raises `AttributeError` if its owner is missing."""
     owner, _, name = module_name.rpartition(".")
     setattr(attrgetter(owner)(model) if owner else model, name, module)
 
@@ -217,7 +216,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 class RepeatingLoader(Lacking):
-    """A loader that begins again where it ends."""
+    """A loader that restarts at its end."""
 
     instead = "its loader is `loader`, and the iterator in use `data_iter`"
 
@@ -239,7 +238,7 @@ class RepeatingLoader(Lacking):
 def required_torch_version(
     min_version: float | None = None, max_version: float | None = None
 ) -> bool:
-    """Whether the version of torch is in these bounds, as 2.1 for 2.1.0."""
+    """Whether the version of torch is in these bounds, such as 2.1 for 2.1.0."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
 
     def parts(version: float) -> tuple[int, int]:

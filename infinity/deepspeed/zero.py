@@ -1,6 +1,6 @@
 """`infinity.zero`: the contexts and functions of DeepSpeed's ZeRO-3, over those of this engine.
 
-Functions for the states of one parameter are in `fragments`.
+`fragments` has the functions for the states of one parameter.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ __all__ = [
 
 
 class Init(Lacking):
-    """`with infinity.zero.Init(): model = ...` builds a model without memory, as `infinity.init`.
+    """`with infinity.zero.Init(): model = ...` builds a model without memory, like `infinity.init`.
 
-    The configuration, the dtype and the places of parameters are those that `infinity.initialize`
-    is given; what is given here is accepted for the sake of scripts. Inside of another one it does
-    nothing. `Init(module=model)` leaves a model as it is, until it is initialized. All ranks draw
-    the numbers of the first one, so that they build the same model.
+    The configuration, the dtype and the places of parameters are the arguments of
+    `infinity.initialize`. The arguments here are accepted for the sake of scripts. Inside of
+    another context it does nothing. `Init(module=model)` leaves a model unchanged until it is
+    initialized. All ranks draw the numbers of the first one, so that they build the same model.
     """
 
     instead = "the configuration and infinity.initialize say all about parameters"
@@ -109,12 +109,13 @@ class Init(Lacking):
 
 
 class GatheredParameters(Lacking):
-    """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):` as `infinity.gathered`.
+    """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):`, like
+    `infinity.gathered`.
 
-    Without `modifier_rank` parameters can be read; a change is undone, and raises. With one, what
-    that rank leaves in them becomes their value on all ranks. `.data` and `.detach()` may be kept:
-    they are memory beside the budgets. Parameters that were built in `Init`, and are not
-    initialized yet, can be read and changed, too. Others are left as they are.
+    Without `modifier_rank` parameters can be read. A change is undone, and raises. With it, the
+    values of that rank at the end become the values on all ranks. `.data` and `.detach()` may be
+    kept: they are memory beside the budgets. Parameters that were built in `Init`, and are not
+    initialized yet, can be read and changed, too. Other parameters are left unchanged.
     """
 
     instead = "hold the parameters that it was given"
@@ -151,10 +152,10 @@ class GatheredParameters(Lacking):
 
 @contextmanager
 def _rebuilt(parameters: Sequence[NamedTapedParameter], rank: int | None) -> Iterator[None]:
-    """Inside, parameters without memory are said to be there; on all ranks they are what `rank`
-    leaves in them."""
+    """Inside the context, parameters without memory have values. At the end, all ranks have the
+    values of `rank`."""
     before = [writes_of(parameter) for parameter in parameters]
-    is_free = is_building()  # a constructor writes what it likes
+    is_free = is_building()  # a constructor may write anything
     with shown(parameters):
         yield
     changed = [writes_of(parameter) for parameter in parameters] != before
@@ -188,13 +189,13 @@ def _listed(params: Any) -> list[torch.Tensor]:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Nothing: a parameter that is used outside of its module is brought by its first touch. Raises
-    `ConfigError` for what is no module or no parameter."""
+    """Does nothing: the first touch of a parameter outside of its module brings it. Raises
+    `ConfigError` if these are no module and parameter."""
     _check_external(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Nothing; see `register_external_parameter`."""
+    """Does nothing; see `register_external_parameter`."""
     _check_external(module, parameter)
 
 
@@ -212,11 +213,11 @@ def _check_external(module: object, parameter: object) -> None:
 # Leaf modules
 
 _LEAF = "_z3_leaf"
-"""The attribute of a module by which DeepSpeed, too, knows that it is brought as a whole."""
+"""The attribute of a module that, also in DeepSpeed, marks it as brought as a whole."""
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, before `infinity.initialize`: its parameters are brought together."""
+    """Mark one module, before `infinity.initialize`. Its parameters are brought together."""
     vars(model)[_LEAF] = flag
 
 
@@ -226,12 +227,12 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: torch.Tensor) -> bool:
-    """Whether `model`, a parameter, is in a module that is marked: never, for units say that."""
+    """Whether `model`, a parameter, is in a marked module: never, because units decide that."""
     return False
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that are marked."""
+    """The marked modules of `model`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -240,7 +241,7 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, or of classes with these names; returns them."""
+    """Mark and return the modules of these classes, or of classes with these names."""
     return _mark(model, True, _of_classes(model, leaf_module_classes), raise_if_not_found)
 
 
@@ -249,7 +250,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Unmark the modules of these classes; returns them."""
+    """Unmark and return the modules of these classes."""
     return _mark(model, False, _of_classes(model, leaf_module_classes), raise_if_not_found)
 
 
@@ -259,8 +260,7 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules with these names in the model; returns them, and the names that it has
-    not."""
+    """Mark the modules with these names in the model. Returns them, and the unknown names."""
     return _mark_named(model, flag, module_names, str.__eq__, raise_if_not_found)
 
 
@@ -270,8 +270,8 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names in the model end so; returns them, and the ends that no name
-    has."""
+    """Mark the modules whose names in the model have these ends. Returns them, and the ends that no
+    name has."""
     return _mark_named(model, flag, module_name_suffixes, str.endswith, raise_if_not_found)
 
 
@@ -320,9 +320,9 @@ def _mark_named(
 
 
 def units_for(model: nn.Module, named: Mapping[str, Sequence[str]]) -> list[nn.Module] | None:
-    """What `infinity.wrap` takes as `units` so that every marked module is brought as a whole, and
-    those that a configuration names, by "classes", "names" or "name_suffixes". None where they are
-    anyway, as parts of a repeated block."""
+    """The `units` argument of `infinity.wrap` such that every marked module is brought as a whole,
+    as are modules that a configuration names by "classes", "names" or "name_suffixes". None if they
+    are brought as parts of a repeated block anyway."""
     set_z3_leaf_modules(model, named["classes"], raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, named["names"], raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, named["name_suffixes"], raise_if_not_found=False)

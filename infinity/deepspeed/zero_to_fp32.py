@@ -32,11 +32,11 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, those of floating point in fp32, in host memory. Tied ones are one
-    tensor under each of their names.
+    """Parameters and buffers, those of floating point in fp32, in host memory. Tied parameters are
+    one tensor under each of their names.
 
-    `checkpoint_dir` has the directory `tag`, by default the one that its file `latest` names.
-    Raises `ValueError` for what is no whole checkpoint.
+    `checkpoint_dir` has the directory `tag`, by default the tag in its file `latest`. Raises
+    `ValueError` if it is no whole checkpoint.
     """
     directory = Path(checkpoint_dir)
     if tag is None:
@@ -50,7 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> torch.nn.Module:
-    """Load these weights into `model`, on the host; returns it."""
+    """Load these weights into `model`, on the host, and return it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -128,7 +128,8 @@ class _Checkpoint:
                 raise ValueError(f"{file} has {found} bytes, not {length}: it is not whole")
 
     def weights(self, without_frozen: bool) -> dict[str, torch.Tensor]:
-        """By name; without those that no optimizer updates, where the checkpoint has one."""
+        """The weights by name, optionally without those that no optimizer of the checkpoint
+        updates."""
         header = self._read(self._items["infinity"][0])
         wanted = set(header["shapes"]) - set(header.get("frozen", ()))
         if without_frozen:
@@ -143,7 +144,7 @@ class _Checkpoint:
         return state | {name: state[first] for name, first in tied.items() if first in state}
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A parameter or buffer from its pieces; what is not saved is zero."""
+        """A parameter or buffer from its pieces. Missing pieces are zero."""
         entry = self._tensors.get(f"model.{name}")
         if entry is None:
             if math.prod(shape):

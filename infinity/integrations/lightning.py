@@ -152,7 +152,6 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             yield
 
     def model_sharded_context(self) -> Any:
-        """Modules built inside take no memory, as in `infinity.init()`."""
         return without_memory()
 
     def connect(self, model: Any) -> None:
@@ -213,12 +212,10 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             return self._inside("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the whole module."""
         with self.precision_plugin.test_step_context():
             return self._inside("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the whole module."""
         with self.precision_plugin.predict_step_context():
             return self._inside("predict_step", args, kwargs)
 
@@ -338,7 +335,6 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules built inside take no memory, as in `infinity.init()`."""
         with self.precision.module_init_context(), without_memory():
             yield
 
@@ -370,7 +366,6 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         return made
 
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Like the base. For fp16 parameters, the optimizer scales the loss."""
         super().backward(scaled(tensor, self._optimizers), *args, **kwargs)
 
     # Checkpoints. See [Note: checkpoints are directories].

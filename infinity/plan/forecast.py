@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from infinity.config import Config, Tuning
@@ -93,15 +92,6 @@ def place(
 def _on_nvme(config: Config) -> list[str]:
     states = ("parameters", "gradients", "optimizer", "activations")
     return [state for state in states if TIERS[getattr(config, state)].survives]
-
-
-def default_config(hardware: Hardware, **options: Any) -> Config:
-    """A `Config` of `options`. Without a directory in them, each drive gets one."""
-    count = len(hardware.drives)
-    options.setdefault("nvme", tuple(Path(f"/mnt/nvme{number}") for number in range(count)))
-    if not options["nvme"]:
-        del options["nvme"]
-    return Config(**options)
 
 
 def config_text(config: Config) -> str:

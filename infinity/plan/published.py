@@ -15,8 +15,6 @@ from infinity.placement.memory import StateBytes
 ZERO_PARAMETERS = (7.5e9, 128e9, 1e12)
 ZERO_RANKS = (1, 4, 16, 64, 256, 1024)
 STAGES = (1, 2, 3)
-VOLUME = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.5}
-"""The communication of a step over that of data parallelism, by stage (1910.02054, section 7)."""
 STATE_BYTES = 20
 SEQUENCE = 1024
 """The sequence length of figure 2a, in tokens."""
@@ -88,7 +86,6 @@ class Bandwidths(NamedTuple):
 
 GPU_BYTES, HOST_BYTES, NVME_BYTES = 32e9, 1.5e12, 28e12
 """Bytes of one V100, and of a DGX-2 node."""
-NODE_GPUS = 16
 ALONE_RATE = 12e9
 """One GPU over its PCIe link, to host memory and to the drives."""
 HOST_RATE, NVME_NODE_RATE = 3e9, 25.6e9
@@ -105,19 +102,6 @@ def figure_2b(nodes: int, gpus: int) -> Bandwidths:
 
 
 FIGURE_2B = ((1, 1), (1, 16), (4, 64), (16, 256), (64, 1024), (96, 1536))
-
-
-def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """The share of `peak` operations per second without overlap (equation 6). `intensity` is the
-    number of operations per byte."""
-    return intensity * bandwidth / (intensity * bandwidth + peak)
-
-
-def intensities(model: Decoder, windows: int, every: int = 1) -> tuple[float, float, float]:
-    """Operations per byte of parameters and gradients, of optimizer states, and of checkpoints
-    (equations 9 to 11)."""
-    tokens = windows * SEQUENCE
-    return tokens, tokens / 4, 24 * model.hidden * every
 
 
 class Table(NamedTuple):

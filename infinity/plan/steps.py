@@ -159,7 +159,7 @@ class _Timeline:
         return self._computed[-uses:][:1]
 
 
-class _Copies:
+class _CopyTasks:
     """Copies of parameters on the compute device."""
 
     def __init__(self, timeline: _Timeline, units: Sequence[UnitWork]) -> None:
@@ -191,11 +191,11 @@ class _Copies:
         return timeline.add(COLLECTIVE, f"gather {unit.name}", sent, [last])
 
 
-class _Model:
+class _ModelTasks:
     """The uses of units by the model, and the activations that they save."""
 
     def __init__(
-        self, timeline: _Timeline, units: Sequence[UnitWork], uses: Uses, copies: _Copies
+        self, timeline: _Timeline, units: Sequence[UnitWork], uses: Uses, copies: _CopyTasks
     ) -> None:
         self._timeline, self._units = timeline, units
         self._uses, self._copies = uses, copies
@@ -250,7 +250,7 @@ class _Model:
         return timeline.add(UP, name, unit.saved / timeline.speeds.up, needs)
 
 
-class _Gradients:
+class _GradientTasks:
     """The gradients of a step of `accumulation` cycles, on their way home."""
 
     def __init__(self, timeline: _Timeline, units: Sequence[UnitWork], accumulation: int) -> None:
@@ -317,12 +317,12 @@ class _Gradients:
         return end
 
 
-class _Updates:
+class _UpdateTasks:
     """The pipeline of updates, in pieces. `first` has the place of the first use of each unit;
     `places` is whether an update puts the new parameter into its copy."""
 
     def __init__(
-        self, timeline: _Timeline, copies: _Copies, first: Mapping[int, int], places: bool
+        self, timeline: _Timeline, copies: _CopyTasks, first: Mapping[int, int], places: bool
     ) -> None:
         self._timeline, self._copies = timeline, copies
         self.first, self._places = first, places
@@ -391,11 +391,11 @@ class Steps:
         self._walk = Walk(uses.order, costs, slots, accumulation, uses.held, waits, delayed)
         self._units, self._mode = units, mode
         self._timeline = _Timeline(speeds)
-        self._copies = _Copies(self._timeline, units)
-        self._model = _Model(self._timeline, units, uses, self._copies)
-        self._gradients = _Gradients(self._timeline, units, accumulation)
+        self._copies = _CopyTasks(self._timeline, units)
+        self._model = _ModelTasks(self._timeline, units, uses, self._copies)
+        self._gradients = _GradientTasks(self._timeline, units, accumulation)
         first = {unit: place for place, unit in reversed(list(enumerate(uses.order)))}
-        self._updates = _Updates(self._timeline, self._copies, first, places=not delayed)
+        self._updates = _UpdateTasks(self._timeline, self._copies, first, places=not delayed)
         self.ends: list[Task] = []
         """The last task of each step: a step lasts from one to the next."""
         self._pending: dict[

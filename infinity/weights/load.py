@@ -387,11 +387,3 @@ def sources_of(model: nn.Module) -> dict[int, list[SourceName]]:
         source = SourceName(name, bounds_of(parameter))
         found.setdefault(id(parameter), []).append(source)
     return found
-
-
-def aliases_of(model: nn.Module) -> dict[int, list[str]]:
-    """Every name of each parameter, by its id; tied parameters have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names

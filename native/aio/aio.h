@@ -11,11 +11,11 @@
 //   What is the result?  Result: errno (0 = success) and the bytes moved. error == 0 if and only if done == asked. A
 //                        short transfer and EINTR/EAGAIN are continued inside, at most kTries times in a row without
 //                        progress; error == 0 is never reported for fewer bytes. A read that meets the end of the file
-//                        gives kEndOfFile with what was there. When the ring itself fails, that errno is the result of
-//                        every ticket, then and later.
-//   Who outlives whom?   The caller's memory outlives the ticket's completion. A File may go sooner: its descriptor
+//                        gives kEndOfFile with the bytes before it. When the ring itself fails, that errno is the
+//                        result of every ticket, then and later.
+//   Lifetimes?           The caller's memory outlives the ticket's completion. A File may go sooner: its descriptor
 //                        stays open until its last request is done. A Ticket may outlive its Engine, whose
-//                        destructor drains: it waits for what is in flight, then stops.
+//                        destructor drains: it waits for all transfers in flight, then stops.
 //
 // Files are opened with O_DIRECT where the file system allows it. Callers may pass any address, offset and length:
 // aligned spans go straight to the device in requests of `request_bytes`, the rest through aligned bounce buffers
@@ -42,8 +42,8 @@ constexpr int kTries = 64;                // then a device request that makes no
 enum class Operation { read, write };
 
 // Background requests are cut into device requests when no foreground request is queued, and once in a while (one device
-// request in 32) when there always is one, so that they end too. They use at most half of the slots and buffers. When somebody
-// waits for one after all: Engine::promote().
+// request in 32) when there always is one, so that they end too. They use at most half of the slots and buffers. A caller that
+// waits for one calls Engine::promote().
 enum class Priority { foreground, background };
 
 // One part of a batch.
@@ -120,7 +120,7 @@ class File {
 };
 
 class Transfer;     // internal: the state of one ticket
-class QueueEngine;  // internal: who reads it
+class QueueEngine;  // internal: it reads tickets
 
 // One request in flight; copyable, all copies name the same request.
 class Ticket {
@@ -140,13 +140,13 @@ class Engine {
   virtual ~Engine() = default;
   virtual const char* kind() const = 0;  // "io_uring" or "posix"
   // Both throw std::invalid_argument when some memory is null or offset + bytes is past the largest file. The second takes
-  // the lock once, and its one ticket is complete when all parts are; what is left after a failure is not started.
+  // the lock once, and its one ticket is complete when all parts are. Parts after a failure are not started.
   virtual Ticket submit(Operation operation, File& file, std::uint64_t offset, void* memory, std::size_t bytes,
                         Priority priority = Priority::foreground) = 0;
   virtual Ticket submit(Operation operation, File& file, std::vector<Part> parts,
                         Priority priority = Priority::foreground) = 0;
-  // A background request of this engine goes on as a foreground one, after those that are queued; does not block, and does
-  // nothing for any other.
+  // Moves a background request of this engine to the end of the foreground queue. Does not block. Does nothing for any other
+  // request.
   virtual void promote(const Ticket& ticket) = 0;
   // io_uring: pins [memory, memory + bytes) until it is forgotten, so that requests inside need not do so each time.
   // The caller forgets memory before unmapping it. Throws std::system_error, with nothing registered, when the kernel refuses
@@ -169,9 +169,9 @@ bool io_uring_available(std::string* reason);
 std::unique_ptr<Engine> make_io_uring(const Options& options);
 std::unique_ptr<Engine> make_posix(const Options& options);
 
-// libcufile with its driver open, and what is registered with it: how a drive writes into the memory of a GPU with no host memory
-// between. It is told not to fall back to copying through host memory ("compatibility mode"), and where it does not promise
-// that, there is no CuFile. Used by one thread at a time; the engines made with it keep it.
+// libcufile with its driver open, and the memory registered with it. Through it, a drive writes into the memory of a GPU, past
+// host memory. Copies through host memory ("compatibility mode") are turned off. If libcufile does not allow that, there is no
+// CuFile. Used by one thread at a time. The engines made with it keep it.
 class CuFile {
  public:
   // Takes the first of `libraries` (names or paths, as dlopen takes them) that can be loaded. Throws std::runtime_error that

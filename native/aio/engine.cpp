@@ -30,7 +30,7 @@ constexpr Pool kBouncePools[] = {{64u << 10, 64}, {1u << 20, 16}};
 // Below, the pages of a request are too few for the copy to pay; see [Note: ordinary memory].
 constexpr std::size_t kCopyFrom = 32u << 10;
 
-// In flight: enough for full speed, and what a demand read waits for at most.
+// The bytes in flight: enough for full speed, and the most that a demand read waits for.
 constexpr std::size_t kWindow = 32u << 20;
 
 // So many foreground requests may pass a waiting background transfer.
@@ -85,7 +85,7 @@ void Transfer::fail(std::uint64_t mark, int code) {
 }
 
 void Transfer::finish() {
-  descriptor.reset();  // before anybody can see the end: then no file is open that its caller has closed
+  descriptor.reset();  // before any thread sees the end, so that no file stays open that its caller has closed
   // Notifying under the lock: the waiter may drop the last reference as soon as it can run.
   std::lock_guard<std::mutex> lock(mutex_);
   finished_.store(true, std::memory_order_release);
@@ -120,7 +120,7 @@ void Request::assign(std::shared_ptr<Transfer> of, std::uint64_t to, char* buffe
   filling_ = transfer->operation == Operation::write && (device_begin_ != begin || device_end_ != end);
 }
 
-// O_DIRECT can only go on from a block boundary, so a transfer that stopped inside a block repeats that block.
+// O_DIRECT can only continue from a block boundary, so a transfer that stopped inside a block repeats that block.
 std::uint64_t Request::start() const { return transfer->direct ? floor_block(reached_) : reached_; }
 
 void Request::prepare() {

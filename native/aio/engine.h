@@ -1,21 +1,21 @@
-// What the engines share: everything except the execution of a device request.
+// The common part of the engines: everything except the execution of a device request.
 //
 // [Note: one path for every request]
 // submit() queues a Transfer. `next()` cuts it into device requests, each in one of `depth` slots (Request), and an
-// engine runs what next() gives it: `call()` says what to read or write, `complete()` takes the result. A short
+// engine runs the requests of next(): `call()` says what to read or write, `complete()` takes the result. A short
 // transfer, EINTR, and the write half of a read-modify-write all go back through next(), so retries, faults and the
 // throttle are written once and nothing ever loops inside an engine.
 //
 // Nothing can deadlock: a slot takes its bounce buffer when it is cut and needs nothing else to finish, so slots and
 // buffers always come back; a transfer that finds none free stays at the head of its queue until one does. Background
-// transfers wait in their own bounded queue and leave half of the slots and buffers to the others.
+// transfers wait in their own bounded queue and leave half of the slots and buffers to foreground transfers.
 //
 // [Note: ordinary memory]
 // A virtual disk pays for each physically separate piece of a request: from 4 KiB pages this one reads 1.0-1.8 and writes
 // 2.5-3.4 GB/s, from huge pages 2.9 and 6 (benchmarks/results/aio.json). Copying costs less than that, so on virtio large
 // requests from ordinary pages go through the bounce buffers, which lie on huge pages. Elsewhere they go straight.
 //
-// [Note: what was measured and left out]
+// [Note: options that were measured and left out]
 // On that disk: reads and writes mixed 70/30 reach the time of reading and then writing the same bytes, so there are no phases;
 // registered files change no rate, and the disk has no IOPOLL queues. SQPOLL reads requests of 1 MiB, 32 at a time, some 10%
 // faster, for a thread that spins: 0.34 CPU seconds per GB and not 0.01, on cores that the optimizer wants.
@@ -90,7 +90,7 @@ class Transfer {
   std::condition_variable wakeup_;
 };
 
-// What an engine executes.
+// A device request for an engine.
 struct Call {
   Operation operation;
   int descriptor;
@@ -186,7 +186,7 @@ class QueueEngine : public Engine {
 
  private:
   struct Queue {
-    std::deque<std::shared_ptr<Transfer>> transfers;  // at most options_.depth, and what was promoted
+    std::deque<std::shared_ptr<Transfer>> transfers;  // at most options_.depth, besides promoted ones
     std::condition_variable room;
     std::size_t slots = 0, bytes = 0;                 // in use by its requests
     bool remove(const std::shared_ptr<Transfer>& transfer);  // false: it is not there

@@ -25,8 +25,8 @@ class HugeBuffer {
 // the scan stops at the first such page. True where the kernel cannot tell (before Linux 6.7).
 bool on_huge_pages(const void* memory, std::size_t bytes);
 
-// False when a part of [memory, memory + bytes) is not mapped (at most 1 MiB). A caller who freed memory under way then gets
-// EFAULT, as from the kernel, and the copy does not crash; between this look and the copy nothing can help.
+// False when a part of [memory, memory + bytes) is not mapped (at most 1 MiB). If the caller freed memory during
+// a transfer, it gets EFAULT, as from the kernel, and the copy does not crash. Memory freed after this check is not detected.
 bool is_mapped(const void* memory, std::size_t bytes);
 
 }  // namespace infinity::aio

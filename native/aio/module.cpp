@@ -50,7 +50,7 @@ struct Range {
   std::uint64_t offset = 0, bytes = 0;
 };
 
-// What a request asks for, as its error says it.
+// The operation of a request, as its error shows it.
 struct Asked {
   Operation operation;
   std::string path, what;
@@ -146,9 +146,9 @@ std::unique_ptr<PyEngine> cufile_engine(const PyCuFile& self, const PyFile& file
   return std::make_unique<PyEngine>(make_cufile({Options{}.depth, threads, request_bytes}, cufile, *target));
 }
 
-// A ticket and, when the caller wishes, the object that owns the memory: it lives until the request is complete, so
-// whoever drops such a ticket waits for that. Once it is seen to be complete it keeps the outcome alone. The GIL guards the
-// fields.
+// A ticket and, when the caller wishes, the object that owns the memory: that object lives until the request is
+// complete, so the thread that drops such a ticket waits for that. A ticket that was seen to be complete keeps only the outcome.
+// The GIL guards the fields.
 class PyTicket {
  public:
   PyTicket(Ticket ticket, std::weak_ptr<Engine> engine, Asked asked, py::object owner)

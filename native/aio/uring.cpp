@@ -359,9 +359,9 @@ class Uring final : public QueueEngine {
   }
 
   // [Note: a ring that fails]
-  // What was not submitted never moves. What was, the device still works on: its completions are awaited for a second, then
-  // everything left gets the errno. A ring that cannot be waited on may hide a completion; its pages stay pinned until the
-  // device is done with them.
+  // Requests that were not submitted never move. The device still works on submitted ones: their completions are awaited for a
+  // second, then all remaining requests get the errno. A ring that cannot be waited on may hide a completion. Its pages stay
+  // pinned until the device is done with them.
   void die(Ring& ring, int code) {
     ::eventfd_write(bell_.number, 1);
     for (int i = 0; i < 1000 && in_flight_ > ring.prepared(); ++i) {

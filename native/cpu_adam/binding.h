@@ -1,4 +1,4 @@
-// What the Python modules of the CPU and CUDA kernels share: names of formats, addresses, and the arguments of `update`.
+// The common part of the Python modules of the CPU and CUDA kernels: names of formats, addresses, and the arguments of `update`.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -21,7 +21,7 @@ INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Dtype dtype) { return dtype =
 INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Master format) { return format == Master::none ? 0 : format == Master::fp32 ? 4 : 2; }
 INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Format format) { return format == Format::fp32 ? 4 : format == Format::bf16 ? 2 : 1; }
 
-// Null stays null, unless it is known that nothing is (`there`): then nobody asks.
+// Null stays null. With `there` no pointer is null, and none is compared.
 template <bool there = false, class T>
 INFINITY_EVERYWHERE T* offset(T* from, std::size_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<T>, const unsigned char, unsigned char>;

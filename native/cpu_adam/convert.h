@@ -43,7 +43,7 @@ INFINITY_DEVICE inline float from_bits(std::uint32_t bits) {
   return value;
 }
 
-// What was computed once stays computed: nvcc repeats a hash of ten instructions rather than keep its result in a register.
+// Keeps a result in a register. Without it, nvcc repeats a hash of ten instructions.
 template <class Bits>
 INFINITY_INLINE Bits kept(Bits x) {
 #ifdef __CUDA_ARCH__

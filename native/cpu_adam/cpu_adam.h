@@ -15,16 +15,16 @@ enum class Isa { scalar, neon, avx2, avx512 };  // each better than the one befo
 enum class Rule { adam, adagrad, lion, ademamix, sgd };
 
 // Where the fp32 value of a parameter is kept between steps.
-//   none   the parameter is fp32 and is it
+//   none   the parameter is fp32, and is the value itself
 //   fp32   4 bytes beside a bf16 or fp16 parameter, which is written and never read
-//   split  2 bytes beside a bf16 parameter: what the parameter lacks (update.h, [Note: split])
+//   split  2 bytes beside a bf16 parameter: the bits that it lacks (update.h, [Note: split])
 enum class Master { none, fp32, split };
 
 // How moments are kept: 4, 2 or 1.125 bytes each; moments.h. The second one is never negative.
 enum class Format { fp32, bf16, int8 };
 enum class Moment { first, second };
 
-constexpr std::size_t kGroup = 32;          // elements with one scale in int8, and what a kernel works on at a time
+constexpr std::size_t kGroup = 32;          // elements with one scale in int8; a kernel works on one group at a time
 constexpr std::size_t kSuperblock = 32768;  // elements; int8: this many codes, then their scales
 constexpr std::size_t kSuperblockBytes = kSuperblock + kSuperblock / kGroup * sizeof(float);
 
@@ -43,7 +43,7 @@ struct Hyper {
   double beta3 = 0, alpha = 0;                 // ademamix: of the slow average
 };
 
-// What the kernels work with: each constant is computed in double and rounded to fp32 once. Rounding the hyper-parameters
+// The constants of the kernels. Each is computed in double and rounded to fp32 once. Rounding the hyper-parameters
 // first would not do: 1 - 0.999f is 0.00100004673, and v would be off by 5e-5.
 struct Constants {
   explicit Constants(const Hyper& h)
@@ -58,7 +58,7 @@ struct Constants {
   float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, inverse2, eps, step, lr, momentum, undamped;
   bool decay, decoupled, nesterov, first_step;
   float beta3, rest3, alpha, inverse1;
-  std::uint32_t ordinary = 0;  // native/cuda: what a Quick rule compares with (octet.h)
+  std::uint32_t ordinary = 0;  // native/cuda: the bound of a Quick rule (octet.h)
 };
 
 // Addresses of one chunk of each block of a unit. All but int8 moments may lie at any multiple of their element size; streaming stores are
@@ -73,8 +73,8 @@ struct Chunk {
   void* slow = nullptr;    // ademamix: the slow average, kept as a first moment is
 };
 
-// Where an update puts what it makes, laid out like the chunk; null: in place. What is there is not read, and must not overlap with what
-// is. It is written past the caches, so this moves no more bytes than an update in place.
+// The targets of an update, laid out like the chunk; null: in place. They are not read, and must not overlap with memory that is. They
+// are written past the caches, so this moves no more bytes than an update in place.
 struct Targets {
   void *param = nullptr, *master = nullptr, *first = nullptr, *second = nullptr, *slow = nullptr;
 };
@@ -92,7 +92,7 @@ void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, c
             const Targets& targets = {});
 
 // Elements [begin, begin + n) of a block of moments to and from fp32. `encode` rounds to nearest, and for int8 writes whole groups:
-// `begin` must be a multiple of kGroup, and what lies behind the n elements in the last group becomes zeros.
+// `begin` must be a multiple of kGroup, and the elements behind the n in the last group become zeros.
 void decode(const void* block, Format format, Moment moment, float* values, std::size_t begin, std::size_t n);
 void encode(void* block, Format format, Moment moment, const float* values, std::size_t begin, std::size_t n);
 

@@ -43,7 +43,7 @@ std::size_t piece(Format format, std::size_t at, std::size_t n) {
   return format == Format::int8 ? std::min(n, kSuperblock - at % kSuperblock) : n;
 }
 
-// One call of `update`: what is the same for all its ranges.
+// One call of `update`: the part that is the same for all its ranges.
 struct Work {
   UpdateKernel* kernel;
   const Chunk& chunk;

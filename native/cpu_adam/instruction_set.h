@@ -1,5 +1,5 @@
-// What the file of an instruction set compiles: the loops over the groups of a run, and the table of them. Internal linkage, for the reason
-// given in convert.h.
+// The code that the file of an instruction set compiles: the loops over the groups of a run, and the table of them. Internal linkage;
+// convert.h has the reason.
 #pragma once
 
 #include <type_traits>
@@ -66,8 +66,8 @@ inline double sum_of(const double (&lanes)[8]) {
   return sum;
 }
 
-// The sum of two bf16, each the upper half of 32 bits; the lower half of what it gives means nothing. The canonical NaN, the only one there
-// is, keeps its upper half.
+// The sum of two bf16, each the upper half of 32 bits; the lower half of the result means nothing. The canonical NaN, the only NaN
+// here, keeps its upper half.
 template <class V>
 INFINITY_INLINE typename V::Bits bf16_sum(typename V::Bits a, typename V::Bits b) {
   const auto sum = bits_of<V>(canonical<V>(bit_cast<typename V::Reg>(a) + bit_cast<typename V::Reg>(b)));

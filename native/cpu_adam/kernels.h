@@ -6,7 +6,7 @@
 
 namespace infinity::cpu_adam {
 
-// What is written with stores that leave the caches out: of addresses that are multiples of 64 bytes.
+// The values that are written past the caches, to addresses that are multiples of 64 bytes.
 enum class Streamed { nothing, param, all };
 
 // A part of a chunk that lies in one piece in every block: `n` elements from these addresses, whole groups.

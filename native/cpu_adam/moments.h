@@ -1,10 +1,10 @@
 // How moments are kept, a group of kGroup elements at a time. Written once for all instruction sets: `V` names the types `Reg` (floats),
-// `Bits` and `Ints` (32-bit integers), their `width`, and what the operators of the language do not give; `Group<V>` says how a group is
-// read and written.
+// `Bits` and `Ints` (32-bit integers), their `width`, and operations that the language lacks; `Group<V>` reads and writes a
+// group.
 //
 // [Note: int8 moments]
-// Each group has one fp32 scale s. What is coded is r = |m| or r = sqrt(v), by its root, for in one group lie elements of very different
-// size and the step divides one by the other, so that relative errors count:
+// Each group has one fp32 scale s. The coded value is r = |m| or r = sqrt(v), by its root: elements of one group differ much in size,
+// and the step divides one moment by the other, so that relative errors count:
 //   first:  s = max |m|,      m = +-s (c/127)^2,   c in -127..127
 //   second: s = max sqrt(v),  sqrt(v) = s (c/255)^2,   c in 0..255
 // FlashOptim (arXiv 2602.23349) has these bytes with softsign for m and sqrt(v) itself. In a simulation (EMAs of gradients whose sizes
@@ -15,7 +15,7 @@
 // nearest would freeze the second moment: with beta2 = 0.999 it changes by less than half a code per step. When each gradient changes its
 // size (sigma = 1), simulated, sqrt(v) is then wrong by 50 to 70%, and by 9% with stochastic rounding.
 //
-// A second moment that is not zero is never decoded to zero, for the step would divide by eps: its code is at least 1, and s at
+// A second moment that is not zero is never decoded to zero, because the step would divide by eps: its code is at least 1, and s at
 // least 2^-58, whose code 1 is still an fp32. The least s of a first moment is 2^-112, so that 127^2/s is finite. A group with a
 // NaN, an infinity or (second) a negative number is NaN as a whole: its scale is, and its codes are zeros. Zero bytes are zeros.
 #pragma once
@@ -242,7 +242,7 @@ INFINITY_INLINE typename V::Bits share(typename V::Bits noise) {
   }
 }
 
-// The codes of what is z/127^2 (first) or z/255^2 (second) of the scale: their lowest bytes. native/cuda has one of its own.
+// The codes of values that are z/127^2 (first) or z/255^2 (second) of the scale, in the lowest bytes. native/cuda has one of its own.
 template <class V>
 struct Code {
   using Reg = typename V::Reg;
@@ -273,8 +273,8 @@ struct Code {
   }
 };
 
-// `x` is a first moment, or the root of a second one, which is not -0: what is decoded is not, and of beta2 times that and 1 - beta2 times a
-// square not both are.
+// `x` is a first moment, or the root of a second one, which is not -0: a decoded value is not -0, and beta2 times it and 1 - beta2 times
+// a square are not both -0.
 template <class V, Moment moment>
 INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
                                 const typename V::Bits (&noise)[kRegs<V>]) {

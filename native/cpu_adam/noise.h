@@ -8,8 +8,8 @@
 
 namespace infinity::cpu_adam {
 
-// What is the same for 2^32 elements: the key and the upper half of their numbers, mixed. `between` comes with its part of the xor-shift
-// that follows it.
+// The part that is the same for 2^32 elements: the key and the upper half of their numbers, mixed. `between` includes its part of the
+// xor-shift after it.
 struct Noise {
   std::uint32_t before, between;
 };

@@ -98,8 +98,8 @@ std::size_t Pool::boundary(const Job& job, int share) const {
   return std::min(job.n, grains * static_cast<std::size_t>(share) / static_cast<std::size_t>(threads_) * job.grain);
 }
 
-// Whether the condition came true while it was asked for. Whoever shares this CPU goes first: it may be the caller. There is no PAUSE in
-// the loop: a hypervisor may take the CPU away for it, and waking then took 110 microseconds where it takes 1 without (KVM on AMD).
+// Whether the condition became true while this thread polled it. Another thread on this CPU, perhaps the caller, goes first. There is
+// no PAUSE in the loop, because a hypervisor may take the CPU away for it. Waking then took 110 microseconds instead of 1 (KVM on AMD).
 template <class Condition>
 bool Pool::spin(Condition condition) const {
   if (condition()) return true;

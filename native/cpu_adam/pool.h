@@ -18,8 +18,8 @@ namespace infinity::cpu_adam {
 // [Note: late threads]
 // A sleeping thread takes 50 microseconds to wake, and one whose CPU is busy with something else milliseconds; a call of half a million
 // elements takes 200 microseconds. So a thread that waits, for the next call or for the end of this one, asks for 100 microseconds
-// before it sleeps; each thread has a share of its own, always the same, and who is done with it takes slices of the others'; and a call
-// ends when all slices are done, whether or not every worker came to help. Nothing is allocated for a call.
+// before it sleeps; each thread has a share of its own, always the same. A thread that is done with it takes slices of other shares. A call
+// ends when all slices are done, even if some worker is still asleep. Nothing is allocated for a call.
 class Pool {
  public:
   explicit Pool(int threads);  // throws std::invalid_argument when threads < 1, std::system_error when a thread cannot start
@@ -44,7 +44,7 @@ class Pool {
     const void* task;
   };
   struct alignas(64) Share {
-    std::atomic<std::size_t> next{0};  // the first element that nobody has taken
+    std::atomic<std::size_t> next{0};  // the first element that no thread has taken
   };
 
   void run(const Job& job);
@@ -57,7 +57,7 @@ class Pool {
 
   const int threads_;
   const bool spins_;                       // there is a CPU for every thread
-  const std::unique_ptr<Share[]> shares_;  // with job_ written by `run` while the gate is shut and nobody inside
+  const std::unique_ptr<Share[]> shares_;  // `run` writes it and job_ while the gate is shut and no thread is inside
   Job job_{};
   std::mutex callers_;  // held for a whole call; taken before mutex_
 
@@ -68,7 +68,7 @@ class Pool {
   std::atomic<unsigned long> serial_{0};  // counts jobs: a worker looks when it differs from the last one it saw
   std::atomic<bool> stop_{false};         // set before serial_ changes for the last time
 
-  std::mutex mutex_;  // of those who sleep: serial_ changes under it, and the last worker says so under it
+  std::mutex mutex_;  // for sleeping threads: serial_ changes under it, and the last worker notifies under it
   std::condition_variable start_, done_;
   std::atomic<bool> asleep_{false};  // the caller sleeps until the gate is empty
 

@@ -1,9 +1,9 @@
 // The update rules, one element or one register of them at a time. Each is torch.optim's with foreach=False in this order of operations;
-// `g` is the gradient in fp32 times c.grad_scale. sgd is two rules, for without momentum there is no moment.
+// `g` is the gradient in fp32 times c.grad_scale. sgd is two rules, because without momentum there is no moment.
 //
 // Rules with a second moment have two parts: `begin` makes the moments, and `finish` takes the step with its root. They divide and take
-// roots by `A`, so that native/cuda can ask in between how large the numbers of a group are. What is divided by the root is the first moment of
-// Adam, and `g` of the others.
+// roots by `A`, so that native/cuda can check in between how large the numbers of a group are. Adam divides its first moment by the root, and
+// the other rules divide `g`.
 #pragma once
 
 #include "convert.h"

@@ -105,8 +105,8 @@ void with_type(Dtype dtype, F&& f) {
 
 cudaStream_t as_stream(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// What a call of CUDA returns is asked, and never cudaGetLastError, which another library may have left set on this thread. A call that
-// fails sets it, too, so it is cleared for those that come next. A broken context stays: every call returns that error.
+// Checks the result of a call of CUDA, and not cudaGetLastError, which another library may have left set on this thread. A failed call
+// sets it, too, so it is cleared for later calls. A broken context stays: every call returns that error.
 void check_cuda(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
@@ -138,7 +138,7 @@ unsigned blocks_at_once(UpdateKernel& kernel) {
   return blocks;
 }
 
-// CUDA blocks for this many groups: no more than run at once, for they loop over the rest. What a group becomes does not depend on it.
+// CUDA blocks for this many groups: no more than run at once, because they loop over the rest. The result of a group does not depend on it.
 unsigned grid(UpdateKernel& kernel, std::size_t groups) {
   constexpr std::size_t groups_per_block = kThreads / 8;
   return static_cast<unsigned>(std::min<std::size_t>((groups + groups_per_block - 1) / groups_per_block, blocks_at_once(kernel)));

@@ -13,16 +13,16 @@
 //                        update is up to two launches, and more for some chunks of 2^29 elements or more, and one behind the first has
 //                        failed. All else that can fail is asked before the first. An error inside a kernel shows at the caller's next
 //                        synchronization, and at every later call.
-//   Errors of others?    What another library left as CUDA's last error on this thread is neither reported nor cleared by a call that
-//                        succeeds. One that fails leaves none set. A sticky error is returned by every call of CUDA, so by these.
-//   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here. What is kept is how many CUDA blocks of
-//                        a kernel a device runs at once, which is asked of CUDA before its first launch there.
+//   Earlier errors?      CUDA's last error of another library on this thread is neither reported nor cleared by a call that succeeds. A
+//                        call that fails leaves none set. A sticky error is returned by every call of CUDA, so by these.
+//   Lifetimes?           All memory outlives the work on the stream. Nothing is allocated here. The number of CUDA blocks of a kernel
+//                        that a device runs at once is kept. CUDA is asked for it before the first launch there.
 //
-// What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
-// from hooks one at a time and torch's copy takes each to its place at once, with the cast, so nothing is left to pack; torch adds up those
-// that stay in device memory; a scaled gradient is unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all
-// of it is finite, so there is no other pass over it; and what moves over links and to drives, which check it themselves, is not checked
-// again by a CRC: checkpoints are, on the host.
+// Functions that are not needed here. Nothing is unpacked, because gathered parameters are views into the flat buffer. Nothing is packed,
+// because hooks bring gradients one at a time, and torch's copy moves each to its place, with the cast. torch adds up gradients that stay in
+// device memory. A scaled gradient is unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all of it is
+// finite, so there is no other pass over it. Links and drives check their bytes themselves, so no CRC checks them again. Checkpoints are
+// checked on the host.
 #pragma once
 
 #include <cstddef>
@@ -43,9 +43,9 @@ using cpu_adam::Rule;
 // context makes one there. Leaves no error of CUDA set.
 std::string unavailable_reason(int device);
 
-// For a thread of our own, on its device: graphs that other threads capture are none of its business from now on. By default a thread may
-// neither wait for an event nor allocate while any other one captures in CUDA's global mode; such a call fails, and breaks that capture.
-// In the thread-local mode only what this thread captures itself forbids that. Says nothing: who cannot be told meets the error later.
+// For a thread of our own, on its device: it ignores captures of graphs by other threads from now on. By default a thread may neither wait
+// for an event nor allocate while another one captures in CUDA's global mode; such a call fails, and breaks that capture. In the
+// thread-local mode only captures of this thread forbid that. Reports no error: a later call of the thread meets it.
 void ignore_captures();
 
 // Doubles of device memory that squared_norm() needs as `block_sums` for `n` values.

@@ -39,7 +39,7 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   chunk.moments = format;
   chunk.param_dtype = master == Master::none ? Dtype::fp32 : master == Master::split || chunk.param_dtype == Dtype::bf16 ? Dtype::bf16
                                                                                                                        : Dtype::fp16;
-  // Every address is one, so that none is compared with null: for what there is not stands the parameter, which nobody reads as that.
+  // No address is null, so that none is compared with null. The parameter stands in for missing blocks, and is not read as one.
   if (master == Master::none) chunk.master = chunk.param;
   if (!RuleOf<Octet>::first) chunk.first = chunk.param;
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;

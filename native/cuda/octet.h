@@ -1,10 +1,10 @@
 // The registers of a GPU for the kernels of native/cpu_adam: eight neighbouring lanes of a warp work on one group, and each of them on four
-// neighbours of it, so that a lane reads 16, 8 or 4 bytes at once and a warp a stretch without gaps. A register is a float here, and what is
-// in it belongs to this lane; register k of a lane holds element 4 * lane + k of the group. A run begins with element 4 * lane, so that an
+// neighbours of it, so that a lane reads 16, 8 or 4 bytes at once and a warp a stretch without gaps. A register is a float here, and its
+// content belongs to this lane; register k of a lane holds element 4 * lane + k of the group. A run begins with element 4 * lane, so that an
 // address is computed once.
 //
-// Whatever is decided for a group is decided alike by its eight lanes, so they do not part; other octets of the warp may go other ways, but
-// each of them must come to every exchange. (One of eight lanes alone would need seven more instructions to check who is there.)
+// The eight lanes of a group decide alike, so they do not diverge. Other octets of the warp may diverge, but each of them must come to
+// every exchange. (A single lane of eight would need seven more instructions to check which lanes are there.)
 // Addresses of a group must be multiples of four elements.
 #pragma once
 
@@ -28,7 +28,7 @@ struct Octet {
       const Bits other = __shfl_xor_sync(0xffffffffu, x, apart);
       x = x > other ? x : other;
     }
-    // An exchange of values orders no memory: what the lanes have read of the group, its scale among it, may be written from now on.
+    // An exchange of values orders no memory. From now on, values that the lanes have read, such as the scale, may be overwritten.
     __syncwarp();
     return x;
   }
@@ -55,7 +55,7 @@ template <>
 struct Quick<Octet> {
   static constexpr bool known = true;
 
-  // What a launch has as Constants::ordinary: with other constants nothing is ordinary.
+  // The value of Constants::ordinary for a launch. With other constants nothing is ordinary.
   static std::uint32_t ordinary(Rule rule, const Constants& c) {
     const bool eps = c.eps >= 0 && c.eps <= 0x1p16f, correction = c.correction2 >= 0x1p-16f && c.correction2 <= 1;
     constexpr std::uint32_t range = 0x4f800000 - 0x0f800000;  // the bits of 2^32 less those of 2^-96

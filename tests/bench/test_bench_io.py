@@ -1167,7 +1167,7 @@ def test_the_load_is_adam_on_every_core() -> None:
             pass
     before = load.updated
     assert load.seconds > 0
-    assert torch.isfinite(load._adam._chunks[0].tensors[Kind.PARAM]).all()
+    assert torch.isfinite(load._adam.chunks[0].tensors[Kind.PARAM]).all()
     with load:
         while load.updated == before:
             pass

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from infinity.cli.planned import print_plan
 from infinity.plan.advice import advise
-from infinity.plan.forecast import Forecast, config_text, default_config, plan, summary
+from infinity.plan.forecast import Forecast, config_text, plan, summary
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, of_dimensions
+from support.configs import default_config
 
 GB = 10**9
 DRIVE = DriveSpec(6e9, 3e9, 2000 * GB)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from infinity.config import Config, Tuning
-from infinity.plan.forecast import default_config, plan
+from infinity.plan.forecast import plan
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, of_dimensions
 from infinity.plan.pace import Pace
+from support.configs import default_config
 
 GB = 10**9
 READ, WRITE = 6e9, 3e9

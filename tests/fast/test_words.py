@@ -47,8 +47,7 @@ TURNS = (
 )
 UNREAD = {
     "",  # the files beside the rooms
-    "deepspeed",
-    "sharding",
+}
 """Rooms whose words were not yet read once through."""
 
 

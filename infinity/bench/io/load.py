@@ -24,14 +24,14 @@ _WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2} | {kind: form.nbytes for kind, form in _
 _HYPER = AdamW.hyper({"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, step=10)
 
 
-class _Adam:
+class _AdamLoad:
     """CPU Adam over chunks that take turns."""
 
     def __init__(self) -> None:
         self._kernels = Kernels("auto", None)
         per_chunk = sum(_WIDTHS.values()) * _ELEMENTS
         self._memory = HostMemory(_CHUNKS * per_chunk)
-        self._chunks = []
+        self.chunks = []
         for number in range(_CHUNKS):
             chunk, at = {}, number * per_chunk
             for kind, width in _WIDTHS.items():
@@ -39,23 +39,23 @@ class _Adam:
                     _DTYPES.get(kind, torch.uint8)
                 )
                 at += width * _ELEMENTS
-            self._chunks.append(StateTensors(chunk, _FORMATS))
+            self.chunks.append(StateTensors(chunk, _FORMATS))
         self.updated = 0
         """Updated parameters."""
 
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
-            for chunk in self._chunks:
+            for chunk in self.chunks:
                 self._kernels.update(chunk, 0, _ELEMENTS, _HYPER, 1.0)
                 self.updated += _ELEMENTS
 
     def close(self) -> None:
         self._kernels.close()
-        self._chunks.clear()
+        self.chunks.clear()
         self._memory.close()
 
 
-class _Copies:
+class _CopyLoad:
     """Copies from host memory to `device`, which has memory of its own."""
 
     def __init__(self, device: ComputeDevice) -> None:
@@ -75,9 +75,9 @@ class Load:
     """Runs inside a `with` block, on threads of its own. Used any number of times, then closed."""
 
     def __init__(self) -> None:
-        self._adam = _Adam()
+        self._adam = _AdamLoad()
         self._device = ComputeDevice("auto")
-        self._copies = None if self._device.unified_memory else _Copies(self._device)
+        self._copies = None if self._device.unified_memory else _CopyLoad(self._device)
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._start = 0.0
