@@ -104,6 +104,18 @@ def of_pytest(sources: Path, library: str, models: Path) -> Iterator[Outcome]:
         yield Outcome(f"{library}/{name}", result, error)
 
 
+def not_imported(sources: Path, models: Path) -> Iterator[Outcome]:
+    """The files of DeepSpeed's tests that cannot be imported."""
+    plugins = ["-p", "their_suites.outcomes", "-p", "their_suites.ranks", "-p", "no:cacheprovider"]
+    options = ["-c", os.devnull, "--collect-only", "-q", *plugins, of_deepspeed.FOLDER]
+    command = [*RUN, *["-m", "pytest"], *options]
+    subprocess.run(
+        command, cwd=sources / DEEPSPEED, env=environment(models, DEEPSPEED), check=False
+    )
+    for path, (result, error) in json.loads((models / "outcomes.json").read_text()).items():
+        yield Outcome(path.rpartition(STARTS[DEEPSPEED])[2], result, error)
+
+
 def of_peft(sources: Path, models: Path) -> Iterator[Outcome]:
     """Launch the script that PEFT's Makefile launches, on two ranks."""
     folder = sources / "peft/tests/training"
@@ -142,8 +154,9 @@ def version(sources: Path, library: str) -> str:
     return f"{installed} | {done.stdout.strip() or 'unknown'}"
 
 
-def tally(sources: Path, outcomes: list[Outcome]) -> str:
-    """A table of the libraries, and one of the tests that do not pass."""
+def tally(sources: Path, outcomes: list[Outcome], files: list[Outcome]) -> str:
+    """A table of the libraries, one of the tests that do not pass, and one of the `files` of
+    DeepSpeed that cannot be imported."""
     lines = [
         "# Suites of other libraries, by `make their-tests`",
         "",
@@ -167,12 +180,18 @@ def tally(sources: Path, outcomes: list[Outcome]) -> str:
             rows[name, known or ("**unknown**", each.error)] += 1
     for (name, (word, reason)), count in rows.items():
         lines.append(f"| {name}{f', {count} times' if count > 1 else ''} | {word} | {reason} |")
+    lines += ["", "Files of DeepSpeed that cannot be imported:"]
+    lines += ["", "| file | why not | reason |", "|---|---|---|"]
+    for each in files:
+        word, reason = of_deepspeed.why_not_imported(each.error)
+        lines.append(f"| {each.test} | {word} | {reason} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
     sources = Path(sys.argv[1]).absolute()
     outcomes: list[Outcome] = []
+    files: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "hub"
         hub.make(models)
@@ -183,9 +202,11 @@ def main() -> None:
                 outcomes += of_peft(sources, models)
             else:
                 outcomes += of_pytest(sources, library, models)
+                if library == DEEPSPEED:
+                    files += not_imported(sources, models)
         if (sources / EXAMPLES).is_dir():
             outcomes += of_examples(sources, Path(folder) / "examples")
-    TALLY.write_text(tally(sources, outcomes))
+    TALLY.write_text(tally(sources, outcomes, files))
     print(TALLY.read_text())
     surprises = [
         each

@@ -28,6 +28,17 @@ PATHS = [
 ]
 """Files about what scripts use."""
 
+FOLDER = "tests/unit"
+_NOT_THERE = " is not in the package of `infinity run`"
+
+
+def why_not_imported(error: str) -> tuple[str, str]:
+    """A word and a reason for a file whose import ends with the line `error`."""
+    sentence = error.removeprefix("E ").strip().partition(": ")[2]
+    name, found, _ = sentence.partition(_NOT_THERE)
+    return ("refused", f"{name}{found}") if found else ("layout", sentence)
+
+
 _OWN = "asks for the class or identity of an optimizer; `initialize` returns one of the engine"
 _MODEL = "deepspeed.runtime.config_utils.DeepSpeedConfigModel: use a model of pydantic"
 _SCALE = "in words of its own, some only by `initialize`"

@@ -1,4 +1,5 @@
-"""A plugin of pytest: it writes what became of each test to the file that `OUTCOMES` names."""
+"""A plugin of pytest: it writes what became of each test, and of each file that cannot be imported,
+to the file that `OUTCOMES` names."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     text = str(report.longrepr or "").strip()
     _OUTCOMES[report.nodeid] = (report.outcome, text.splitlines()[-1] if text else "")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """The last line is that of the error that a file raises when it is imported."""
+    if report.failed:
+        _OUTCOMES[report.nodeid] = (report.outcome, str(report.longrepr).strip().splitlines()[-1])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
