@@ -298,6 +298,7 @@ def _work(
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     try:
         result = train(set_up, folder, resume, event)
     except KeyboardInterrupt:
