@@ -18,7 +18,7 @@ from infinity.modules.grouping import Units
 from infinity.placement.decide import Machine
 from infinity.placement.demand import Demand, UnitShape, demand_of
 from infinity.sharding import collectives
-from infinity.sharding.facts import UnitFacts
+from infinity.sharding.facts import UnitFacts, UnitParameters
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.tiles import tile_places
 from infinity.tier import TIERS
@@ -78,7 +78,13 @@ class UnitSearch:
         tiles = {number: places[0] for number, places in tile_places(model).items()}
         device = self._device.torch
         facts = [
-            UnitFacts.of(shape, group.parameters, group.stored, tiles, self._ranks, device, config)
+            UnitFacts.of(
+                shape,
+                UnitParameters(group.parameters, group.stored, tiles),
+                self._ranks,
+                device,
+                config,
+            )
             for shape, group in zip(self._shapes(division), division.groups, strict=True)
         ]
         tiled = [] if division.tiled is None else division.tiled.names
