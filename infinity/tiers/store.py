@@ -168,8 +168,8 @@ class Store:
             self.staging = Staging(*parts, self._arenas.staging, chunks, self.latch)
             loader = Loader(*parts, self.staging, chunks)
             self.resident = Residency(gpu, self._blocks, layout, loader, self.latch, listeners)
-            self.addresses = Addresses(gpu, self._blocks, self._changed)
             self._closing.callback(self.resident.close)
+            self.addresses = Addresses(gpu, self._blocks, self._changed)
         except BaseException:
             self.close()
             raise

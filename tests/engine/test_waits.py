@@ -129,6 +129,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "deepspeed/accelerator.py DeepSpeedAccelerator": DEVICE,
     "deepspeed/timers.py _now": DEVICE,
+    "integrations/accelerate.py Accelerator.backward": NEVER,  # ContextVar.get
     "device.py read_values": DEVICE,
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,
