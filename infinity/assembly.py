@@ -293,7 +293,7 @@ class Assembly:
         """The updater; `steps` is called when a step has been fixed."""
         basis, tuning = self.basis, self.basis.config.tuning
         # No I/O, and one set of CPUs for all: then nothing can hide an update.
-        alone = basis.store.io is None and basis.device.unified_memory
+        alone = not basis.store.nvme.engines and basis.device.unified_memory
         mode = "plain" if tuning.update == "auto" and alone else tuning.update
         listeners = StepListeners(executions.end_interrupted, steps)
         if self._durability is not None:

@@ -83,7 +83,7 @@ def await_closings() -> None:
 
 def _shut_down_apart(parts: Shutdown) -> None:
     """`shut_down`, on a thread of its own."""
-    parts.store.begin_thread()
+    parts.store.device.begin_thread()
     _shut_down_told(parts)
 
 

@@ -229,15 +229,10 @@ def test_nothing_is_touched_when_nothing_is_reserved(tmp_path):
 )
 def test_a_transfer_outside_of_its_extent_is_refused(tmp_path, begin, nbytes):
     with tier(tmp_path, 1, [ALIGNMENT, ALIGNMENT]) as made:
+        place = torch.zeros(2 * ALIGNMENT, dtype=torch.uint8)
         for transfer in (made.read, made.write):
             with pytest.raises(ValueError, match="not in an extent of 4096"):
-                transfer(
-                    Extent(0, ALIGNMENT),
-                    begin,
-                    nbytes,
-                    torch.zeros(2 * ALIGNMENT, dtype=torch.uint8).data_ptr(),
-                    "x",
-                )
+                transfer(ExtentTransfer(Extent(0, ALIGNMENT), begin, nbytes, place.data_ptr(), "x"))
 
 
 @each_engine
