@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from infinity import native
 from infinity.errors import CorruptStateError
@@ -28,7 +29,7 @@ from infinity.placement.spec import Placed
 from infinity.tiers.block import Block
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.originals import FileExtent
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 
 Sums = npt.NDArray[np.uint32]
 
@@ -81,8 +82,9 @@ class BlockIo:
         raises `CorruptStateError` if the bytes are checked and differ from the written bytes."""
         extent = block.home.extent
         begin = at - begin_of(block, extent)
+        meter = meter or self._meter
         ticket = self._drives.read(
-            extent, begin, nbytes, address, block.name, meter or self._meter, direct=direct
+            ExtentTransfer(extent, begin, nbytes, address, block.name, meter), direct
         )
         if self._verifies:
             self._check(ticket, block, extent, at, nbytes, address)
@@ -93,7 +95,9 @@ class BlockIo:
     ) -> Ticket:
         """Like `read`, from `extent`, which has all of `block`, in the background. An `Extent` is
         always checked; a `FileExtent` never is."""
-        ticket = self._drives.read(extent, at, nbytes, address, block.name, background=True)
+        ticket = self._drives.read(
+            ExtentTransfer(extent, at, nbytes, address, block.name, background=True)
+        )
         self._check(ticket, block, extent, at, nbytes, address)
         return ticket
 
@@ -116,20 +120,21 @@ class BlockIo:
         block: Block,
         extent: Extent | FileExtent,
         at: int,
-        nbytes: int,
-        address: int,
+        content: torch.Tensor,
         meter: Meter | None = None,
         background: bool = False,
     ) -> Ticket:
-        """Start writing bytes [at, at + nbytes) of `block` from `address` to `extent`, one of its
-        own. Raises `RuntimeError` for a `FileExtent`."""
+        """Start writing `content` (uint8, contiguous) to `extent`, an extent of `block`, from byte
+        `at` of the block on. Raises `RuntimeError` for a `FileExtent`."""
+        nbytes, address = content.numel(), content.data_ptr()
         if self._keeps and isinstance(extent, Extent):
             self._of(self.sums(block, extent), block.placed, at, nbytes)[:] = _computed(
                 block.placed, nbytes, address
             )
         begin = at - begin_of(block, extent)
+        meter = meter or self._meter
         return self._drives.write(
-            extent, begin, nbytes, address, block.name, meter or self._meter, background
+            ExtentTransfer(extent, begin, nbytes, address, block.name, meter, background)
         )
 
     def sums(self, block: Block, extent: Extent | FileExtent) -> Sums:

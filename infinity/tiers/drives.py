@@ -16,11 +16,11 @@ from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
-from infinity.observe import Meter, Recorder
+from infinity.observe import Recorder
 from infinity.tiers.extents import Extents, Shares
 from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.places import Places, check_directories
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 
 log = logging.getLogger("infinity")
 
@@ -176,54 +176,33 @@ class NvmeTier:
         finally:
             place.copy_(before)
 
-    def read(
-        self,
-        extent: Extent | FileExtent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        meter: Meter | None = None,
-        direct: bool = False,
-        background: bool = False,
-    ) -> Ticket:
-        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in
-        the memory that was attached; in the `background` when nobody waits for it. `name` labels
-        the span, `meter` counts."""
-        if meter is not None:
-            meter.add(read=nbytes)
-        self._recorder.count("nvme bytes read", nbytes)
+    def read(self, transfer: ExtentTransfer, direct: bool = False) -> Ticket:
+        """Start reading the bytes of `transfer`, with `direct` to the attached memory."""
+        extent, name = transfer.extent, transfer.name
+        if transfer.meter is not None:
+            transfer.meter.add(read=transfer.nbytes)
+        self._recorder.count("nvme bytes read", transfer.nbytes)
         if isinstance(extent, FileExtent):
-            requests = self.originals.requests(extent, begin, nbytes, address, name)
-            return Ticket(requests, self._spanning("nvme read", name))
-        _check_within(extent, begin, nbytes)
-        engines = self.direct if direct else self.engines
-        requests = self._states.read(extent, begin, nbytes, address, name, engines, background)
+            where = (transfer.begin, transfer.nbytes, transfer.address, name)
+            requests = self.originals.requests(extent, *where)
+        else:
+            engines = self.direct if direct else self.engines
+            requests = self._states.read(_start_of(extent, transfer), transfer, engines)
         return Ticket(requests, self._spanning("nvme read", name))
 
-    def write(
-        self,
-        extent: Extent | FileExtent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        meter: Meter | None = None,
-        background: bool = False,
-    ) -> Ticket:
-        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in
-        the `background` when nobody waits for it: reads then go first.
+    def write(self, transfer: ExtentTransfer) -> Ticket:
+        """Start writing the bytes of `transfer`.
 
-        Raises `RuntimeError`, and writes nothing, where the bytes were not given out or a commit
-        speaks of them.
+        Raises `RuntimeError`, and writes nothing, if the bytes were not given out or a commit
+        includes them.
         """
+        extent, name = transfer.extent, transfer.name
         if isinstance(extent, FileExtent):
             raise RuntimeError(f"{name} is at home in files of the user, which are only read")
-        _check_within(extent, begin, nbytes)
-        requests = self._states.write(extent, begin, nbytes, address, name, background)
-        if meter is not None:
-            meter.add(written=nbytes)
-        self._recorder.count("nvme bytes written", nbytes)
+        requests = self._states.write(_start_of(extent, transfer), transfer)
+        if transfer.meter is not None:
+            transfer.meter.add(written=transfer.nbytes)
+        self._recorder.count("nvme bytes written", transfer.nbytes)
         return Ticket(requests, self._spanning("nvme write", name))
 
     def where(self, extent: Extent, begin: int) -> tuple[str, int]:
@@ -264,6 +243,9 @@ class NvmeTier:
         self._parts.close()
 
 
-def _check_within(extent: Extent, begin: int, nbytes: int) -> None:
-    if begin < 0 or begin + nbytes > extent.nbytes:
-        raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
+def _start_of(extent: Extent, transfer: ExtentTransfer) -> int:
+    """The address of the first byte of `transfer`. Raises `ValueError` beyond `extent`."""
+    begin, end = transfer.begin, transfer.begin + transfer.nbytes
+    if begin < 0 or end > extent.nbytes:
+        raise ValueError(f"bytes {begin}..{end} are not in an extent of {extent.nbytes}")
+    return extent.start + begin

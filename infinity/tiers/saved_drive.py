@@ -12,7 +12,7 @@ from infinity.tiers.drives import NvmeTier
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.saved_memory import SavedMemory
 from infinity.tiers.saved_storage import SavedStorage, StorageState
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 
 log = logging.getLogger("infinity")
 
@@ -58,7 +58,9 @@ class SavedDrive:
         if self._verifies:
             saved.checksum = native.aio().crc32c(address, nbytes)
         saved.ticket = self._nvme.write(
-            saved.extent, 0, nbytes, address, "activations", self.meter, background=True
+            ExtentTransfer(
+                saved.extent, 0, nbytes, address, "activations", self.meter, background=True
+            )
         )
         self._memory.forget_unwritten(saved)
         saved.state = StorageState.WRITING
@@ -85,7 +87,9 @@ class SavedDrive:
         if saved.extent is None or saved.slot is None:
             raise RuntimeError("a saved storage has no extent or no slot")
         nbytes, address = saved.extent.nbytes, saved.slot.data_ptr()
-        saved.ticket = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
+        saved.ticket = self._nvme.read(
+            ExtentTransfer(saved.extent, 0, nbytes, address, "activations", self.meter)
+        )
         if self._verifies:
             saved.ticket.check = functools.partial(self._check, saved)
         saved.state = StorageState.READING

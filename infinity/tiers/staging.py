@@ -347,8 +347,7 @@ class Staging:
         self, block: Block, at: int, tensor: torch.Tensor, request: ChunkRequest
     ) -> Callable[[bool], Ticket]:
         target = block.home.extents[block.home.target(request.left)]
-        where = (at, tensor.numel(), tensor.data_ptr(), request.meter)
-        return functools.partial(self._io.write, block, target, *where)
+        return functools.partial(self._io.write, block, target, at, tensor, request.meter)
 
     def _write_home(
         self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, _background: bool

@@ -24,6 +24,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from infinity.observe import Meter
+from infinity.tiers.originals import FileExtent
 from infinity.tiers.stripes import Stripes
 
 
@@ -32,6 +34,22 @@ class Extent(NamedTuple):
 
     start: int
     nbytes: int
+
+
+class ExtentTransfer(NamedTuple):
+    """Bytes [begin, begin + nbytes) of `extent`, to or from memory at `address`. The caller keeps
+    the memory until the transfer ends."""
+
+    extent: Extent | FileExtent
+    begin: int
+    nbytes: int
+    address: int
+    name: str
+    """The label in spans and errors."""
+    meter: Meter | None = None
+    """Counts the bytes."""
+    background: bool = False
+    """Whether no thread waits for it. Other transfers then go first."""
 
 
 class Claims:
@@ -146,40 +164,22 @@ class StatesFiles:
 
     # Bytes
 
-    def read(
-        self,
-        extent: Extent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        engines: Sequence[Any],
-        background: bool,
-    ) -> list[Any]:
-        """Requests that read bytes [begin, begin + nbytes) of `extent` into `address`."""
-        return self._submit("read", engines, extent, begin, nbytes, address, name, background)
+    def read(self, start: int, transfer: ExtentTransfer, engines: Sequence[Any]) -> list[Any]:
+        """Requests that read the bytes of `transfer`, which begin at `start`."""
+        return self._submit("read", start, transfer, engines)
 
-    def write(
-        self, extent: Extent, begin: int, nbytes: int, address: int, name: str, background: bool
-    ) -> list[Any]:
-        """Requests that write `nbytes` from `address` to bytes [begin, begin + nbytes) of
-        `extent`. Raises `RuntimeError`, and writes nothing, where they may not be written."""
-        self.claims.check(extent.start + begin, nbytes, name)
-        return self._submit("write", self.engines, extent, begin, nbytes, address, name, background)
+    def write(self, start: int, transfer: ExtentTransfer) -> list[Any]:
+        """Requests that write the bytes of `transfer`, which begin at `start`. Raises
+        `RuntimeError`, and writes nothing, if the bytes may not be written."""
+        self.claims.check(start, transfer.nbytes, transfer.name)
+        return self._submit("write", start, transfer, self.engines)
 
     def _submit(
-        self,
-        operation: str,
-        engines: Sequence[Any],
-        extent: Extent,
-        begin: int,
-        nbytes: int,
-        address: int,
-        name: str,
-        background: bool,
+        self, operation: str, start: int, transfer: ExtentTransfer, engines: Sequence[Any]
     ) -> list[Any]:
-        requests = []
-        for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
+        requests, address = [], transfer.address
+        background, name = transfer.background, transfer.name
+        for number, offset, length in self._stripes.pieces(start, transfer.nbytes):
             submit = getattr(engines[number], operation)
             requests.append(
                 submit(self._files[number], offset, address, length, background, what=name)

@@ -43,6 +43,7 @@ from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.places import KeptStates, Places
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
+from infinity.tiers.states_files import ExtentTransfer
 
 log = logging.getLogger("infinity")
 
@@ -312,7 +313,7 @@ class Store:
         cached = block.home.cached
         if cached is not None:
             where = (0, cached.numel(), cached.data_ptr(), block.name, self.meter)
-            self._nvme.read(self._originals[block], *where).wait()
+            self._nvme.read(ExtentTransfer(self._originals[block], *where)).wait()
         block.home.written = True
 
     def mapped(self, place: StoredBytes, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,7 @@ from infinity.durable.session import Session
 from infinity.nvme.ticket import Ticket
 from infinity.tiers.block_io import BlockIo
 from infinity.tiers.drives import NvmeTier
+from infinity.tiers.states_files import ExtentTransfer
 from support.configs import config_of
 from support.durable import LEAST, PLACES, Model, ranks_in_processes
 from support.models import text_batch
@@ -525,10 +526,10 @@ def damaged(held: Held, run: Run, monkeypatch: pytest.MonkeyPatch) -> str:
 def fails_to_read(held: Held, run: Run, monkeypatch: pytest.MonkeyPatch) -> str:
     real = NvmeTier.read
 
-    def read(tier: NvmeTier, *values: Any, **named: Any) -> Ticket:
-        if named.get("background"):
+    def read(tier: NvmeTier, transfer: ExtentTransfer, direct: bool = False) -> Ticket:
+        if transfer.background:
             raise OSError(errno.EIO, "Input/output error")
-        return real(tier, *values, **named)
+        return real(tier, transfer, direct)
 
     monkeypatch.setattr(NvmeTier, "read", read)
     return "cannot be written: .*Input/output error"

@@ -35,6 +35,7 @@ from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.manifest import DURABLE_NAMES, MANIFEST_NAME, STATES_NAME
+from infinity.tiers.states_files import ExtentTransfer
 from support.configs import config_of
 from support.durable import (
     LEAST,
@@ -332,13 +333,13 @@ class Slow:
             assert self.go_on.wait(60)
             commit(store, *values)
 
-        def looked_at(tier: NvmeTier, extent: Any, *values: Any, **named: Any) -> Any:
+        def looked_at(tier: NvmeTier, transfer: ExtentTransfer) -> Any:
             for home in (block.home for block in self.blocks):
                 kept = (ExtentState.SEALED, ExtentState.COMMITTED)
                 states = zip(home.extents, home.states, strict=False)
-                assert extent not in {each for each, state in states if state in kept}
+                assert transfer.extent not in {each for each, state in states if state in kept}
             self.writes += 1
-            return write(tier, extent, *values, **named)
+            return write(tier, transfer)
 
         monkeypatch.setattr(DurableStore, "commit", slow)
         monkeypatch.setattr(NvmeTier, "write", looked_at)

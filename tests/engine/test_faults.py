@@ -22,6 +22,7 @@ from infinity.tiers import drives, extents
 from infinity.tiers.access import Mover
 from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import Places
+from infinity.tiers.states_files import ExtentTransfer
 from support.faults import Run, fail_from_the_update_on
 from support.machine import IO_ENGINES
 from support.probe import Probe
@@ -330,10 +331,10 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
     tier.open()
     memory = torch.zeros(extent.nbytes + drives.ALIGNMENT, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % drives.ALIGNMENT
-    tier.write(extent, 0, extent.nbytes, address, "").wait()
+    tier.write(ExtentTransfer(extent, 0, extent.nbytes, address, "")).wait()
     tier.engines[0].set_faults(bytes_per_second=1e6)
     tier.engines[1].set_faults(fail_read_at=0, bytes_per_second=1e6)
-    transfer = tier.read(extent, 0, extent.nbytes, address, "")
+    transfer = tier.read(ExtentTransfer(extent, 0, extent.nbytes, address, ""))
     for _ in range(2):
         with pytest.raises(infinity.NvmeError) as caught:
             transfer.wait()

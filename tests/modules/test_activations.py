@@ -49,7 +49,7 @@ from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import Places
 from infinity.tiers.saved_copies import AHEAD
 from infinity.tiers.saved_storage import SavedStorage, StorageState
-from infinity.tiers.states_files import StatesFiles
+from infinity.tiers.states_files import ExtentTransfer, StatesFiles
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.machine import PAGE
@@ -453,14 +453,14 @@ def test_the_drive_grows_without_moving_what_is_there(
             if extent is None:
                 break
             memory.copy_(content(5, number))
-            nvme.write(extent, 0, extent.nbytes, memory.data_ptr(), "").wait()
+            nvme.write(ExtentTransfer(extent, 0, extent.nbytes, memory.data_ptr(), "")).wait()
             extents.append(extent)
         assert len(extents) == 11, "62 of 64 pages"
         assert [end for _, end in [(e.start, e.start + e.nbytes) for e in extents]] == [
             12 * PAGE + 5 * PAGE * n for n in range(11)
         ]
         for number, extent in enumerate(extents):
-            nvme.read(extent, 0, extent.nbytes, memory.data_ptr(), "").wait()
+            nvme.read(ExtentTransfer(extent, 0, extent.nbytes, memory.data_ptr(), "")).wait()
             assert torch.equal(memory, content(5, number)), number
         sizes = [(folder / STATES_NAME).stat().st_size for folder in folders]
         assert sizes[1] <= 6 * PAGE

@@ -528,9 +528,9 @@ def test_writes_that_the_next_forward_does_not_wait_for_let_reads_go_first(
     optimizer = infinity.AdamW(engine.model.parameters())
     plain = Probe(engine).nvme.write
 
-    def write(*args: Any) -> Any:
-        priorities[-1].append(args[-1])
-        return plain(*args)
+    def write(transfer: Any) -> Any:
+        priorities[-1].append(transfer.background)
+        return plain(transfer)
 
     monkeypatch.setattr(Probe(engine).nvme, "write", write)
     for number in range(2):

@@ -163,15 +163,13 @@ def test_saved_tensors_are_checked_where_that_is_wanted(
     )
     real, flips = NvmeTier.read, 0
 
-    def read(
-        tier: NvmeTier, extent: Any, begin: int, nbytes: int, *values: Any, **named: Any
-    ) -> Ticket:
+    def read(tier: NvmeTier, transfer: Any, direct: bool = False) -> Ticket:
         nonlocal flips
-        if values[1] == "activations":
-            path, offset = tier.where(extent, 5)
+        if transfer.name == "activations":
+            path, offset = tier.where(transfer.extent, 5)
             flip(Path(path), offset)
             flips += 1
-        return real(tier, extent, begin, nbytes, *values, **named)
+        return real(tier, transfer, direct)
 
     monkeypatch.setattr(NvmeTier, "read", read)
     with pytest.raises(infinity.InfinityError, match=r"is damaged.*autograd saved"):

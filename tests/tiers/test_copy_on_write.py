@@ -167,6 +167,7 @@ from infinity.bench.io.preflight import copying
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.places import Places
+from infinity.tiers.states_files import ExtentTransfer
 
 place, nbytes = Path(sys.argv[1]), 48 << 20
 tier = NvmeTier(Places([place]), "auto", None, Recorder())
@@ -175,10 +176,10 @@ tier.open()
 
 def write(seed):
     data = torch.randint(1 << 60, (nbytes // 8,), generator=torch.Generator().manual_seed(seed))
-    tier.write(extent, 0, nbytes, data.data_ptr(), "test").wait()
+    tier.write(ExtentTransfer(extent, 0, nbytes, data.data_ptr(), "test")).wait()
     tier.flush()
     back = torch.empty_like(data)
-    tier.read(extent, 0, nbytes, back.data_ptr(), "test").wait()
+    tier.read(ExtentTransfer(extent, 0, nbytes, back.data_ptr(), "test")).wait()
     assert torch.equal(back, data)
 
 write(0)

@@ -270,20 +270,13 @@ def test_no_read_overtakes_the_model(
     real, checked = tier.NvmeTier.read, []
     memory = Probe(engine).memory("gpu")
 
-    def read(
-        self: Any,
-        extent: Any,
-        begin: int,
-        nbytes: int,
-        address: int,
-        *rest: Any,
-        direct: bool = False,
-    ) -> Any:
+    def read(self: Any, transfer: Any, direct: bool = False) -> Any:
         if direct:
-            at = address - memory.data_ptr()
-            places.check(memory[at : at + nbytes], here.__dict__.pop("mark", None))
-            checked.append(nbytes)
-        return real(self, extent, begin, nbytes, address, *rest, direct=direct)
+            at = transfer.address - memory.data_ptr()
+            place = memory[at : at + transfer.nbytes]
+            places.check(place, here.__dict__.pop("mark", None))
+            checked.append(transfer.nbytes)
+        return real(self, transfer, direct)
 
     Probe(engine).device.on_reach = lambda mark: here.__dict__.update(mark=mark)
     monkeypatch.setattr(tier.NvmeTier, "read", read)

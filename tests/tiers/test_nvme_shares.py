@@ -32,7 +32,7 @@ from infinity.tiers import drives, extents, states_files
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import UNNAMED, Places
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
 from support.budgets import ROOMY
 from support.configs import config_of
@@ -327,10 +327,10 @@ def check_content(made: NvmeTier, nbytes: int) -> None:
     memory = memory[-memory.data_ptr() % ALIGNMENT :]
     source, target = memory[:nbytes], memory[nbytes : 2 * nbytes]
     source.random_(generator=torch.Generator().manual_seed(nbytes))
-    made.write(extent, 0, nbytes, source.data_ptr(), "x").wait()
+    made.write(ExtentTransfer(extent, 0, nbytes, source.data_ptr(), "x")).wait()
     for begin in range(0, nbytes, 7 * ALIGNMENT):
         length = min(7 * ALIGNMENT, nbytes - begin)
-        made.read(extent, begin, length, target[begin:].data_ptr(), "x").wait()
+        made.read(ExtentTransfer(extent, begin, length, target[begin:].data_ptr(), "x")).wait()
     assert torch.equal(source, target)
     for key in ("bytes_read", "bytes_written"):
         moved = [
@@ -357,7 +357,9 @@ def test_all_engines_know_registered_memory(tmp_path: Path, small: None, kind: s
         memory = torch.zeros(8 * STRIPE + ALIGNMENT, dtype=torch.uint8)
         memory = memory[-memory.data_ptr() % ALIGNMENT :][: 8 * STRIPE]
         made.register(memory)
-        made.write(Extent(0, 8 * STRIPE), 0, 8 * STRIPE, memory.data_ptr(), "x").wait()
+        made.write(
+            ExtentTransfer(Extent(0, 8 * STRIPE), 0, 8 * STRIPE, memory.data_ptr(), "x")
+        ).wait()
         assert all(
             (io.counters()["fixed_requests"] > 0) == (kind == "io_uring") for io in made.engines
         )

@@ -34,7 +34,7 @@ from infinity.tiers import extents
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.manifest import STATES_NAME, Member
 from infinity.tiers.places import Places
-from infinity.tiers.states_files import Extent
+from infinity.tiers.states_files import Extent, ExtentTransfer
 from support.planted import PLANTED, Planted
 
 PIECE = 2 * ALIGNMENT  # of a stripe, so that small tests use many
@@ -81,12 +81,12 @@ def content(nbytes: int, seed: int) -> torch.Tensor:
 
 def read(made: NvmeTier, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
     target = torch.full((nbytes,), 0xAB, dtype=torch.uint8)
-    made.read(extent, begin, nbytes, target.data_ptr(), "test").wait()
+    made.read(ExtentTransfer(extent, begin, nbytes, target.data_ptr(), "test")).wait()
     return target
 
 
 def write(made: NvmeTier, extent: Extent, begin: int, data: torch.Tensor) -> None:
-    made.write(extent, begin, data.numel(), data.data_ptr(), "test").wait()
+    made.write(ExtentTransfer(extent, begin, data.numel(), data.data_ptr(), "test")).wait()
 
 
 OPERATIONS = st.lists(
@@ -140,7 +140,7 @@ def test_transfers_in_flight_together_do_not_mix(tmp_path, small_stripes, kind, 
         extents = [Extent(index * 7 * PIECE, 7 * PIECE) for index in range(6)]
         sources = [content(7 * PIECE, seed) for seed in range(6)]
         writes = [
-            made.write(e, 0, e.nbytes, s.data_ptr(), "w")
+            made.write(ExtentTransfer(e, 0, e.nbytes, s.data_ptr(), "w"))
             for e, s in zip(extents, sources, strict=True)
         ]
         for transfer in writes:
@@ -149,7 +149,7 @@ def test_transfers_in_flight_together_do_not_mix(tmp_path, small_stripes, kind, 
             transfer.wait()
         targets = [torch.zeros(7 * PIECE, dtype=torch.uint8) for _ in extents]
         reads = [
-            made.read(e, 0, e.nbytes, t.data_ptr(), "r")
+            made.read(ExtentTransfer(e, 0, e.nbytes, t.data_ptr(), "r"))
             for e, t in zip(extents, targets, strict=True)
         ]
         for transfer in reversed(reads):
@@ -207,7 +207,9 @@ def test_close_waits_for_what_is_in_flight_and_may_be_called_twice(tmp_path):
     with tier(tmp_path, 1, [1 << 20]) as made:
         data = content(1 << 20, 0)
         made.engines[0].set_faults(bytes_per_second=float(8 << 20))
-        transfer = made.write(Extent(0, 1 << 20), 0, 1 << 20, data.data_ptr(), "late")
+        transfer = made.write(
+            ExtentTransfer(Extent(0, 1 << 20), 0, 1 << 20, data.data_ptr(), "late")
+        )
         made.close()
         transfer.wait()
         assert transfer.done()
@@ -227,15 +229,10 @@ def test_nothing_is_touched_when_nothing_is_reserved(tmp_path):
 )
 def test_a_transfer_outside_of_its_extent_is_refused(tmp_path, begin, nbytes):
     with tier(tmp_path, 1, [ALIGNMENT, ALIGNMENT]) as made:
+        place = torch.zeros(2 * ALIGNMENT, dtype=torch.uint8)
         for transfer in (made.read, made.write):
             with pytest.raises(ValueError, match="not in an extent of 4096"):
-                transfer(
-                    Extent(0, ALIGNMENT),
-                    begin,
-                    nbytes,
-                    torch.zeros(2 * ALIGNMENT, dtype=torch.uint8).data_ptr(),
-                    "x",
-                )
+                transfer(ExtentTransfer(Extent(0, ALIGNMENT), begin, nbytes, place.data_ptr(), "x"))
 
 
 @each_engine
@@ -244,7 +241,7 @@ def test_a_failed_transfer_says_what_where_and_why(tmp_path, kind):
         data = content(8 << 20, 0)
         extent = Extent(0, 8 << 20)
         made.engines[1].set_faults(fail_write_at=1, fail_errno=28)  # the second request of 1 MiB
-        transfer = made.write(extent, 0, extent.nbytes, data.data_ptr(), "x")
+        transfer = made.write(ExtentTransfer(extent, 0, extent.nbytes, data.data_ptr(), "x"))
         with pytest.raises(NvmeError) as caught:
             transfer.wait()
         error = caught.value
@@ -306,7 +303,7 @@ def test_close_does_all_it_can_whatever_fails(tmp_path, monkeypatch):
     made.open()
     data = content(16 << 20, 0)
     made.engines[1].set_faults(bytes_per_second=float(64 << 20))
-    transfer = made.write(Extent(0, 16 << 20), 0, 16 << 20, data.data_ptr(), "late")
+    transfer = made.write(ExtentTransfer(Extent(0, 16 << 20), 0, 16 << 20, data.data_ptr(), "late"))
     with pytest.raises(PermissionError, match="no, not"):
         made.close()
     transfer.wait()
@@ -356,13 +353,14 @@ from pathlib import Path
 from infinity.observe import Recorder
 from infinity.tiers.drives import NvmeTier
 from infinity.tiers.places import Places
+from infinity.tiers.states_files import ExtentTransfer
 import torch
 
 tier = NvmeTier(Places([Path(sys.argv[1])]), "posix", None, Recorder())
 extent = tier.extents.reserve(4096)
 tier.open()
 data = torch.full((4096,), 7, dtype=torch.uint8)
-tier.write(extent, 0, 4096, data.data_ptr(), "x").wait()
+tier.write(ExtentTransfer(extent, 0, 4096, data.data_ptr(), "x")).wait()
 print("ready", flush=True)
 sys.stdin.readline()
 tier.close()

@@ -28,7 +28,7 @@ from infinity.tiers import drives, extents
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.manifest import STATES_NAME
 from infinity.tiers.places import Places
-from infinity.tiers.states_files import Claims, Extent, StatesFiles
+from infinity.tiers.states_files import Claims, Extent, ExtentTransfer, StatesFiles
 from infinity.tiers.stripes import Stripes
 from support.configs import config_of
 from support.models import text_batch, transformer
@@ -108,7 +108,9 @@ def writable(engine: infinity.Engine, blocks: Any = None) -> list[bool]:
     for block in one.store.state_blocks() if blocks is None else blocks:
         for extent in block.home.extents:
             try:
-                one.nvme.write(extent, 0, ALIGNMENT, data.data_ptr(), "a stray write").wait()
+                one.nvme.write(
+                    ExtentTransfer(extent, 0, ALIGNMENT, data.data_ptr(), "a stray write")
+                ).wait()
             except RuntimeError as error:
                 assert "which are committed states; nothing was written" in str(error)
                 found.append(False)
@@ -191,11 +193,13 @@ def test_before_the_restore_no_byte_of_the_earlier_run_may_be_written(tmp_path: 
             data = torch.zeros(ALIGNMENT, dtype=torch.uint8)
             for at in range(0, beyond.start, ALIGNMENT):
                 with pytest.raises(RuntimeError, match="which are committed states"):
-                    made.write(Extent(at, ALIGNMENT), 0, ALIGNMENT, data.data_ptr(), "x")
-            made.write(beyond, 0, ALIGNMENT, data.data_ptr(), "x").wait()
+                    made.write(
+                        ExtentTransfer(Extent(at, ALIGNMENT), 0, ALIGNMENT, data.data_ptr(), "x")
+                    )
+            made.write(ExtentTransfer(beyond, 0, ALIGNMENT, data.data_ptr(), "x")).wait()
             with pytest.raises(RuntimeError, match=r"which are more than the \d+ given out"):
                 stray = Extent(beyond.start + ALIGNMENT, ALIGNMENT)
-                made.write(stray, 0, ALIGNMENT, data.data_ptr(), "x")
+                made.write(ExtentTransfer(stray, 0, ALIGNMENT, data.data_ptr(), "x"))
         finally:
             made.close()
 

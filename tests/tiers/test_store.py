@@ -32,6 +32,7 @@ from infinity.tiers.block import Block, CopyState
 from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.staging import ChunkRequest
+from infinity.tiers.states_files import ExtentTransfer
 from infinity.tiers.store import Store
 from support.configs import config_of
 
@@ -709,7 +710,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
     def on_drive(which: Block, version: int) -> torch.Tensor:
         target = torch.empty(which.nbytes, dtype=torch.uint8)
         store._nvme.read(
-            which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check"
+            ExtentTransfer(which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check")
         ).wait()
         return target
 
