@@ -47,6 +47,8 @@ class DeviceCopy:
 
     `to_updating` leads from ABSENT, RESERVED and READY to UPDATING; `to_ready`, `to_loading` and
     `to_absent` end it.
+
+    One class, because each step between states changes the lease and its transfers together.
     """
 
     def __init__(self, name: str) -> None:

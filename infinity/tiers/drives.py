@@ -76,12 +76,12 @@ class NvmeTier:
         return self.extents.measure()
 
     def open(self) -> None:
-        """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
+        """Lock, reclaim, measure and preallocate. After an error no file of ours remains.
 
         Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process),
         `BudgetError` (space), `NvmeError` (a drive that fails when it is measured).
         """
-        # A mistake in a path is told even if all states fit elsewhere.
+        # A wrong path is an error even if all states fit elsewhere.
         check_directories(self.places.paths)
         if self.extents.reserved == 0:
             return
@@ -120,8 +120,8 @@ class NvmeTier:
             raise
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
-        needless, so it may be refused."""
+        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU. An
+        engine may refuse."""
         if memory.numel() > 0:
             for engine in filter(None, (*self.engines, self.originals.engine)):
                 try:
@@ -135,8 +135,8 @@ class NvmeTier:
         """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for
         `read` with `direct`.
 
-        A block of a file beside each is written and read so to see that it arrives. Raises
-        `RuntimeError` that says why it cannot be, and then nothing has changed.
+        Tries each drive with a file of its own. Raises `RuntimeError` with the reason if a drive
+        cannot write there; then nothing has changed.
         """
         with ExitStack() as undo:
             cufile = native.cufile()
@@ -159,8 +159,8 @@ class NvmeTier:
             self._parts.enter_context(undo.pop_all())
 
     def _try_direct(self, number: int, file: Any, engine: Any, place: torch.Tensor) -> None:
-        """Raise `RuntimeError` unless a block of `file`, on drive `number`, arrives in `place`,
-        which is as before then."""
+        """Raise `RuntimeError` unless a block of `file`, on drive `number`, arrives in `place`.
+        `place` keeps its content."""
         before = place.cpu().clone()
         block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
         try:
@@ -210,10 +210,10 @@ class NvmeTier:
         return self._states.where(extent.start + begin)
 
     def flush(self) -> None:
-        """Return when all that was written, and has ended, would survive a power cut.
+        """Return when all writes that have ended would survive a power cut.
 
-        Where that failed once it fails from then on: the system may have dropped what it could not
-        write, and the next flush of that file would succeed all the same.
+        After a failure, each later flush fails too. The system may have dropped the bytes that it
+        could not write, and its next flush of that file would still succeed.
         """
         if self._unflushed is not None:
             reason = "an earlier flush failed, and what was written there may be lost"
@@ -226,7 +226,7 @@ class NvmeTier:
                 raise
 
     def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
-        """Begin a span that ends with a ticket; what fails is not recorded."""
+        """Begin a span that ends with a ticket. A failed transfer is not recorded."""
         start = time.perf_counter()
         shown = self._recorder.show(lane, name)
 
@@ -238,8 +238,8 @@ class NvmeTier:
         return ended
 
     def close(self) -> None:
-        """Wait for what is in flight, then remove the files and the locks, all of it whatever
-        fails. May be called twice."""
+        """Wait for transfers in flight, then remove the files and the locks, even after failures.
+        May be called twice."""
         self._parts.close()
 
 

@@ -119,11 +119,8 @@ class Extents:
         return count
 
     def allocate(self, stripes: int) -> None:
-        """Lay `stripes` out as the shares say, as far as each directory has room, and take the
-        space.
-
-        Raises `BudgetError` when all together do not have it.
-        """
+        """Lay out `stripes` stripes by the shares, within the room of each directory, and take the
+        space. Raises `BudgetError` if all directories together lack the room."""
         if self._places.kept is not None and self._places.found is not None:
             self._places.kept.check()
             self._take_over(stripes, self._places.found)
@@ -131,7 +128,7 @@ class Extents:
         rooms = [stripes] * len(self.states)
         shares = self._decide(stripes, rooms)
         short = True
-        while short:  # once more for every directory that turns out to have too little room
+        while short:  # again for every directory that has too little room
             if sum(rooms) < stripes:
                 raise self._refusal(stripes, sum(rooms) * STRIPE_BYTES)
             layout, short = Stripes(STRIPE_BYTES, shares, rooms), False

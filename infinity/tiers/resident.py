@@ -100,7 +100,7 @@ class Loader:
         self, block: Block, target: torch.Tensor, begin: int, end: int
     ) -> Callable[[], None] | None:
         """Start bringing elements [begin, end) of `block`, which are in host memory or on NVMe as a
-        whole; the result blocks until they are in `target`. None where that is queued."""
+        whole; the result blocks until they are in `target`. None if the copy is queued."""
         at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
         part, memory, used = target[at : at + nbytes], block.home.memory_of(begin), block.copy.used
         if memory is not None:

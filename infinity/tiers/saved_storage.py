@@ -119,7 +119,7 @@ def _end(going: Copy | Ticket) -> None:
 
 
 class Stack:
-    """The storages that one thread saved, in order, and a guess which is fetched next."""
+    """The storages of one thread, in order, and a guess which is fetched next."""
 
     def __init__(self) -> None:
         self.top: SavedStorage | None = None

@@ -1,10 +1,10 @@
-"""Placement arithmetic of an arena: runs of consecutive slots, and which of them to give up for a
-new one. Imports no torch.
+"""Placement arithmetic of an arena: runs of consecutive slots, and the runs to evict for a new run.
+Imports no torch.
 
 [Note: runs of one length]
-Mostly all units have one length. Then each run is a window, and the best one is that of the owner
-whose next use is farthest away. `_Farthest` keeps the owners in this order, so that a choice takes
-as long among a thousand runs as among ten. It needs a `Clock`.
+Mostly all units have one length. Then each run is a window, and the best window belongs to the
+owner whose next use is farthest away. `_Farthest` keeps the owners in this order, so a choice among
+a thousand runs takes as long as among ten. It needs a `Clock`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class SlotWindow(NamedTuple, Generic[Owner]):
 
 
 class Clock(NamedTuple):
-    """When it is in a future that is known: while the `version` is the same, each next use is one
-    use nearer when `time` is one more. Only what was used at a time between has another next use
-    since, and an owner's next use is at a time of its own."""
+    """A time in a known future. While `version` stays the same, each next use is one use nearer
+    when `time` is one more. Only an owner that was used in between has a new next use. No two
+    owners have their next use at the same time."""
 
     version: int
     time: int
@@ -53,8 +53,8 @@ class _Farthest(Generic[Owner]):
     def __init__(self) -> None:
         self._clock = Clock(-1, 0)
         self._when: dict[Owner, float] = {}  # the time of the next use
-        self._at: dict[float, Owner] = {}  # the same the other way round, without infinite times
-        # Those of which the time is not known now: new, used since, or not to be evicted.
+        self._at: dict[float, Owner] = {}  # the inverse of `_when`, without infinite times
+        # Owners with an unknown time: new, used since, or not to be evicted.
         self._unknown: dict[Owner, None] = {}
         # (-time, start, number, owner): among equal times the lowest start, as in `SlotMap.place`.
         # An entry counts while `_when` says the same.
@@ -62,11 +62,11 @@ class _Farthest(Generic[Owner]):
         self._numbers = itertools.count()
 
     def add(self, owner: Owner) -> None:
-        """`owner` has a run now."""
+        """`owner` got a run."""
         self._unknown[owner] = None
 
     def remove(self, owner: Owner) -> None:
-        """`owner` has none any more."""
+        """`owner` lost its run."""
         self._unknown.pop(owner, None)
         self._when.pop(owner, None)
 
@@ -77,8 +77,7 @@ class _Farthest(Generic[Owner]):
         next_use: Callable[[Owner], float | None],
         beyond: float,
     ) -> Owner | None:
-        """Of the owners of `runs`, which are all that were added, the one to evict; see
-        `SlotMap.place`."""
+        """The owner to evict; see `SlotMap.place`. `runs` has the runs of all owners."""
         self._advance(clock, runs)
         for owner in list(self._unknown):
             distance = next_use(owner)
@@ -96,7 +95,7 @@ class _Farthest(Generic[Owner]):
         return None
 
     def _advance(self, clock: Clock, owners: Iterable[Owner]) -> None:
-        """It is `clock` now: what was used since has another next use."""
+        """Advance to `clock`. The owners that were used since get an unknown time."""
         if clock.version != self._clock.version:
             self._unknown = dict.fromkeys(owners)
             self._when.clear()
@@ -122,7 +121,8 @@ class _Farthest(Generic[Owner]):
 
 
 class SlotMap(Generic[Owner]):
-    """Who holds which run of an arena of `count` equal slots. Not thread-safe: its owner locks."""
+    """The runs of an arena of `count` equal slots, and their owners. Not thread-safe: its owner
+    locks."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -142,17 +142,17 @@ class SlotMap(Generic[Owner]):
         beyond: float = -math.inf,
         clock: Clock | None = None,
     ) -> SlotWindow[Owner] | None:
-        """The best window of `length` slots, or None when there is none; nothing is changed.
+        """The best window of `length` slots; None if there is none. Changes nothing.
 
-        `next_use(owner)` is how far away that owner's next use is, or None when its run may not be
-        evicted; only owners whose next use is farther away than `beyond` may be. Belady's rule for
-        runs: take the window whose soonest next use is farthest away (free slots are never used),
-        then the one that evicts least, then the lowest.
+        `next_use(owner)` is the distance of that owner's next use, or None if its run may not be
+        evicted. Only owners whose next use is farther away than `beyond` may be evicted. Belady's
+        rule for runs: take the window whose soonest next use is farthest away (free slots are never
+        used), then the window that evicts least, then the lowest.
 
-        Example: slots AAB.., next uses A=9, B=2, length 3: [2, 5) would evict B (soonest 2) and [0,
-        3) A and B (soonest 2), so with beyond=1 the answer is start 2, evicted (B,).
+        Example: slots AAB.., next uses A=9, B=2, length 3. [2, 5) evicts B (soonest 2). [0, 3)
+        evicts A and B (soonest 2). So with beyond=1 the answer is start 2, evicted (B,).
 
-        `clock` says when `next_use` is asked. It changes no answer, and makes it faster where all
+        `clock` is the time of this call. It changes no answer, and makes the call faster if all
         runs have one length.
         """
         free = self._first_free(length)
@@ -233,12 +233,12 @@ class SlotMap(Generic[Owner]):
         self.used -= run.length
 
     def owner_at(self, slot: int) -> Owner | None:
-        """Who holds `slot`."""
+        """The owner of the run that contains `slot`; None if it is free."""
         at = bisect.bisect(self._starts, slot) - 1
         return self._owners[at] if at >= 0 and slot < self.runs[self._owners[at]].end else None
 
     def _gap_before(self, at: int) -> bool:
-        """Whether there is a run `at` that place in the order, and free slots right before it."""
+        """Whether run number `at` exists, and free slots lie right before it."""
         if at >= len(self._starts):
             return False
         return self._starts[at] != (self.runs[self._owners[at - 1]].end if at else 0)

@@ -1,13 +1,13 @@
 """Chunks of blocks on the host: checked out, changed, committed, released.
 
 The optimizer needs every block of a unit in pieces, on the host, and writes them back. A chunk at
-home in host memory is handed out in place. So is a chunk of the cached part of a block on NVMe
-(`infinity.placement.cache`). The rest passes through staging slots. Chunks do not cross the border
-between the two.
+home in host memory is checked out in place. So is a chunk of the cached part of a block on NVMe
+(`infinity.placement.cache`). Other chunks pass through staging slots. A chunk lies on one side of
+the border between the two.
 
-[Note: nobody starves]
-A request takes all its slots at once or none. Only threads that can give back their slots take any.
-So there is always one that can go on.
+[Note: no request starves]
+A request takes all its slots at once or none. Only a thread that can release its slots takes any.
+So one thread can always continue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infinity.tiers.chunks import Chunks
 from infinity.tiers.latch import Latch
 
 IN_TURN = 4
-"""Requests that `Staging.in_turn` has under way: half of them end, the others begin."""
+"""Requests that `Staging.in_turn` has under way: half of them end, the other half begin."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class ChunkRequest:
     blocks: Sequence[Block]
     begin: int
     load: Collection[Block] = ()
-    """The blocks whose content is wanted. What a chunk of another one holds is undefined."""
+    """The blocks whose content is wanted. The bytes of other chunks are undefined."""
     updates: bool = False
-    """Whether an update will rewrite the chunks. What lies on the compute device is then copied
-    from there and not read from NVMe: for who knows that nobody wrote to it."""
+    """Whether an update will rewrite the chunks. Content on the compute device is then copied from
+    there, not read from NVMe. The caller knows that the copy there is clean."""
     on_device: bool = False
-    """Whether who asks has kernels for memory of the compute device: a block that is at home there
-    is then one chunk, and stays there."""
+    """Whether the caller has kernels for memory of the compute device. A block that is at home
+    there is then one chunk, in place."""
     spare: int = 0
-    """If not 0, one chunk more comes last, of so many bytes that belong to no block."""
+    """If not 0, the last chunk is scratch memory of this many bytes, which belongs to no block."""
     meter: Meter | None = None
-    """Counts what is moved; None for the meter of the store."""
+    """Counts the bytes that move; None for the meter of the store."""
     left: int = 0
-    """How many steps lie between the one of an update and the one that is committed next."""
+    """How many steps lie between the step of an update and the next committed step."""
 
 
 class Staging:
@@ -76,7 +76,7 @@ class Staging:
         self._changed = latch.changed
         self._tokens = itertools.count()
 
-    # What passes through slots
+    # Chunks that pass through slots
 
     def chunks(self, block: Block, on_device: bool = False) -> Sequence[int]:
         """The first element of every chunk of `block`; the same for all blocks of a unit."""
@@ -85,14 +85,14 @@ class Staging:
         return self._chunks.starts(block.placed)
 
     def _bytes_of(self, block: Block, request: ChunkRequest) -> tuple[int, int]:
-        """The first byte of the chunk of `block` that is wanted, and how many bytes it has."""
+        """The first byte of the wanted chunk of `block`, and its length in bytes."""
         if request.on_device and self.is_gpu_resident(block):
             return 0, block.nbytes
         return self._chunks.bytes_of(block.placed, request.begin)
 
     def staged_from(self, block: Block, on_device: bool = False) -> int:
-        """The first element of which a chunk is a copy in a slot. Chunks before it are a part of
-        the home itself."""
+        """The first element whose chunk is a copy in a slot. Chunks before it are parts of the home
+        itself."""
         if block.tier.needs_staging:
             return block.cached_elements
         if not block.tier.is_addressed(self._device.unified_memory):
@@ -111,17 +111,14 @@ class Staging:
     # Check-outs
 
     def check_out(self, request: ChunkRequest) -> list[Checkout]:
-        """The chunks that `request` wants; waits for slots.
-
-        Only for threads that hold no check-out.
-        """
+        """The chunks of `request`; waits for slots. Only for threads that hold no check-out."""
         chunks = self._stage(request, wait=True)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
     def try_check_out(self, request: ChunkRequest) -> list[Checkout] | None:
-        """Like `check_out`, but None when there are not enough free slots for all of it."""
+        """Like `check_out`, but None without enough free slots for all chunks."""
         return self._stage(request, wait=False)
 
     def in_turn(
@@ -129,13 +126,12 @@ class Staging:
         requests: Iterable[ChunkRequest],
         begin: Callable[[ChunkRequest, list[Checkout]], None] = lambda request, chunks: None,
     ) -> Generator[list[Checkout], None, None]:
-        """The chunks of one request after the other, each when its content is there; released when
-        what the caller started with them has ended. `begin(request, chunks)` may start more that
-        the content needs.
+        """Yields the chunks of each request in order, when their content has arrived. Releases
+        them when the transfers that the caller started with them have ended. `begin(request,
+        chunks)` may start transfers that the content needs.
 
-        The next chunks are on their way meanwhile, and the last ones, as far as there are slots
-        that nobody else holds. To be iterated to its end, or closed. For threads that hold no
-        check-out.
+        Reads ahead and writes behind, within free slots. The caller iterates to the end, or closes
+        the generator. For threads that hold no check-out.
         """
         coming = deque(requests)
         arriving: deque[list[Checkout]] = deque()
@@ -173,9 +169,9 @@ class Staging:
                     stack.callback(end_first)
 
     def begin_home(self, block: Block, content: torch.Tensor) -> Copy | None:
-        """Start copying `content` (uint8, of the size of a home of `block`, on a compute device
-        that the host cannot address) to that home, where it is host memory as a whole; else None.
-        It comes after what the caller has queued."""
+        """Start copying `content` to the home of `block`, if the home is host memory as a whole;
+        else None. `content` (uint8) has the size of the home, on a compute device that the host
+        cannot address. The copy comes after the work that the caller has queued."""
         memory = block.home.whole
         if memory is None or block.tier.is_device or self._device.unified_memory:
             return None
@@ -184,10 +180,10 @@ class Staging:
     def bring_home(
         self, block: Block, content: torch.Tensor, add: bool
     ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
-        """Parts of `block`, each beside its part of `content` (uint8, of the size of a home of
-        `block`, on the compute device). The caller puts the second into the first, or with `add`
-        adds it. Parts that hold `content` already are left out. To be iterated to its end, or
-        closed.
+        """Yields parts of `block`, each with its part of `content`. `content` (uint8) has the size
+        of a home of `block`, on the compute device. The caller copies the second part to the first,
+        or with `add` adds it. Omits parts that hold `content` already. The caller iterates to the
+        end, or closes the generator.
         """
         discrete = not self._device.unified_memory and not block.tier.is_device
         whole = None if add else self.begin_home(block, content)
@@ -222,8 +218,8 @@ class Staging:
     def _beside(
         self, home: torch.Tensor, content: torch.Tensor
     ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
-        """Parts of `home`, host memory, each beside a copy in a slot of its part of `content`, on
-        the compute device; both uint8."""
+        """Yields parts of `home` (uint8, host memory), each with a copy in a slot of its part of
+        `content` (uint8, on the compute device)."""
         size = self._arena.slot_bytes
         parts = list(zip(home.split(size), content.split(size), strict=True))
 
@@ -260,8 +256,8 @@ class Staging:
         return chunks
 
     def _take_slots(self, request: ChunkRequest, wait: bool) -> list[Lease | None] | None:
-        """A slot for each chunk, and for the spare one; None for a chunk that needs none. All of
-        them, or None."""
+        """A slot for each chunk, and for the spare chunk; None for a chunk in place. All slots, or
+        None."""
         self._latch.check_usable()
         begin, on_device = request.begin, request.on_device
         staged = [begin >= self.staged_from(block, on_device) for block in request.blocks]
@@ -280,7 +276,7 @@ class Staging:
             ]
 
     def _in_place(self, block: Block, request: ChunkRequest) -> Checkout:
-        """A chunk that is a part of the home itself."""
+        """The chunk as a part of the home itself."""
         at, nbytes = self._bytes_of(block, request)
         home, load = block.home, block in request.load
         memory = home.memory_of(request.begin)
@@ -295,7 +291,7 @@ class Staging:
         return Checkout(new, source=memory[at : at + nbytes] if load else None)
 
     def _in_slot(self, block: Block, request: ChunkRequest, slot: Lease) -> Checkout:
-        """A chunk that is a copy in `slot`: its bytes are under way."""
+        """The chunk as a copy in `slot`, on its way."""
         at, nbytes = self._bytes_of(block, request)
         home, load = block.home, block in request.load
         shift = 0
@@ -323,8 +319,8 @@ class Staging:
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
     def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> Copy | None:
-        """Start filling `tensor` with the current bytes of the chunk of `block` from `begin` on, if
-        they are on the compute device; None where they are not."""
+        """Start copying the chunk of `block` from element `begin` on to `tensor`, if its content is
+        on the compute device; else None."""
         copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
         with self._changed:
             there = copy.holds_old or copy.state is CopyState.READY

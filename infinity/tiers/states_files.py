@@ -61,13 +61,13 @@ class Claims:
         self._kept: tuple[Sequence[int], Sequence[int]] = (), ()  # starts and ends, in order
 
     def give(self, nbytes: int) -> Extent:
-        """The next `nbytes`, which the caller may write while no commit speaks of them."""
+        """The next `nbytes`. The caller may write them while no commit includes them."""
         extent = Extent(self.given, nbytes)
         self.given += nbytes
         return extent
 
     def keep(self, extents: Iterable[Extent]) -> None:
-        """From now on no byte of `extents` is written; what was kept before may be."""
+        """From now on no byte of `extents` is written. Bytes that were kept before may be."""
         ordered = sorted(extent for extent in extents if extent.nbytes)
         self._kept = (
             [extent.start for extent in ordered],
@@ -81,8 +81,8 @@ class Claims:
         return ends[-1] if ends else 0
 
     def check(self, start: int, nbytes: int, name: str) -> None:
-        """Raise `RuntimeError` unless bytes [start, start + nbytes) may be written, with what
-        `name` says."""
+        """Raise `RuntimeError`, which names `name`, unless bytes [start, start + nbytes) may be
+        written."""
         starts, ends = self._kept
         at = bisect_right(starts, start + nbytes - 1) - 1
         if start < 0 or start + nbytes > self.given or (at >= 0 and ends[at] > start):
@@ -97,8 +97,8 @@ class Claims:
 class StatesFiles:
     """The states files of all directories, each behind its native I/O engine.
 
-    `add` every file, then `lay` says how the address space is striped over them. `read` and `write`
-    may be called by any thread.
+    First `add` every file. Then `lay` stripes the address space over them. `read` and `write` may
+    be called by any thread.
     """
 
     def __init__(self, stripes: Stripes) -> None:
@@ -107,25 +107,25 @@ class StatesFiles:
         self.engines: list[Any] = []
         """The native I/O engines, one per file."""
         self.claims = Claims()
-        """Who may write."""
+        """The bytes that may be written."""
 
     def __len__(self) -> int:
         return len(self._files)
 
     def add(self, file: Any, engine: Any) -> None:
-        """One more native file, which nothing else uses from now on, and its engine."""
+        """Add a native file, which no other code uses from now on, and its engine."""
         self._files.append(file)
         self.engines.append(engine)
 
     def lay(self, stripes: Stripes) -> None:
-        """The address space is striped so. Kept bytes stay where they are."""
+        """Stripe the address space. Raises `RuntimeError` if kept bytes would lie elsewhere."""
         kept = self.claims.kept_end
         if stripes.lengths_of(kept) != self._stripes.lengths_of(kept):
             raise RuntimeError("committed states would lie elsewhere in the files")
         self._stripes = stripes
 
     def take_over(self, stripes: Stripes, nbytes: int) -> None:
-        """The files hold `nbytes` of an earlier run, striped so: all of it is kept."""
+        """Keep all `nbytes` bytes of an earlier run, which are striped as `stripes`."""
         self._stripes = stripes
         self.claims.keep([Extent(0, nbytes)])
 
@@ -136,12 +136,12 @@ class StatesFiles:
         return [int(file.size()) for file in self._files]
 
     def path(self, number: int) -> str:
-        """Where file `number` is."""
+        """The path of file `number`."""
         return str(self._files[number].path)
 
     def extend(self, number: int, nbytes: int) -> bool:
-        """Take the space for `nbytes` of a file; False, and the file is as before, when there is no
-        room."""
+        """Take the space for `nbytes` of a file. False without room; the file is then as
+        before."""
         return extend(self._files[number], nbytes)
 
     def fill(self, number: int, nbytes: int, unit: int) -> int:
@@ -149,8 +149,8 @@ class StatesFiles:
         return fill(self._files[number], nbytes, unit)
 
     def shorten(self, lengths: Sequence[int]) -> None:
-        """Cut the files to these lengths, where they are longer. Raises `RuntimeError`, and cuts
-        none, where kept bytes would go."""
+        """Cut longer files to these lengths. Raises `RuntimeError`, and cuts none, if kept bytes
+        would be lost."""
         least = self._stripes.lengths_of(self.claims.kept_end)
         for number, (length, needed) in enumerate(zip(lengths, least, strict=True)):
             if length < needed:
@@ -193,17 +193,17 @@ class StatesFiles:
         return self.path(number), offset
 
     def direct_engine(self, number: int, cufile: Any, **options: Any) -> Any:
-        """An engine of `cufile`, which reads file `number` and never writes."""
+        """An engine of `cufile` that reads file `number` and never writes."""
         return cufile.engine(self._files[number], **options)
 
     def sync(self, number: int) -> None:
-        """Return when what was written to file `number` would survive a power cut."""
+        """Return when the bytes written to file `number` would survive a power cut."""
         self._files[number].sync()
 
 
 def extend(file: Any, nbytes: int) -> bool:
-    """Take the space for `nbytes` of a native file; False, and the file is as before, when there is
-    no room."""
+    """Take the space for `nbytes` of a native file. False without room; the file is then as
+    before."""
     had = file.size()
     try:
         file.allocate(nbytes)
@@ -216,10 +216,10 @@ def extend(file: Any, nbytes: int) -> bool:
 
 
 def fill(file: Any, nbytes: int, unit: int) -> int:
-    """Take as many units of bytes as there is room for, where `nbytes` is too much; returns how
-    many the file holds then."""
+    """Take as many units of `unit` bytes as there is room for, if there is no room for `nbytes`.
+    Returns how many units the file holds then."""
     fits, too_many = file.size() // unit, nbytes // unit
-    # What statvfs says is free need not be: quotas, and what the file system takes for itself.
+    # The free bytes of statvfs are too many: quotas and the file system's own data need room.
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if extend(file, middle * unit):

@@ -5,10 +5,10 @@ The store opens its parts in order, hands them out, and closes them in reverse:
     layout    where every block is at home (`infinity.placement`)
     resident  copies of parameters on the compute device, for the model
     staging   chunks of blocks on the host, for the optimizer and readers of states
-    latch     whether all this can go on
+    latch     whether the store can continue
 
-Each `Block` has a spec, a home (`tiers/home`) and a device copy (`tiers/block`). Placement is seen
-as time only, never in the values (I8).
+Each `Block` has a spec, a home (`tiers/home`) and a device copy (`tiers/block`). Placement changes
+time, never values (I8).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Store:
     """
 
     layout: Layout
-    """What was decided about all blocks; set by `open`, as what is below."""
+    """The decision about all blocks. `open` sets it and the next three attributes."""
     resident: Residency
     """The copies of parameters on the compute device."""
     staging: Staging
@@ -81,8 +81,8 @@ class Store:
         own: str = "",
         kept: KeptStates | None = None,
     ) -> None:
-        """What is on NVMe lies in directories called `own` below those of `config`, if that has
-        letters; `kept` stays there beyond the life of the store."""
+        """With `own`, the NVMe files lie in directories of that name below the directories of
+        `config`. With `kept`, they may outlive the store."""
         self._config = config
         self.patience = config.tuning.collective_timeout
         """Seconds that a rank waits for others."""
@@ -102,8 +102,8 @@ class Store:
                 for each in (config.gpu_memory, config.cpu_memory)
             )
         )
-        """What may be taken of each memory. What the configuration leaves open is 0 here, until
-        somebody says it."""
+        """The bytes of each memory that the store may take. A budget that the configuration leaves
+        open is 0 until the build sets it."""
         self._blocks: list[Block] = []
         self._originals: dict[Block, FileExtent] = {}
         # `close` undoes these in reverse order, even after failures: the memory last.
@@ -113,20 +113,19 @@ class Store:
         self._closing.callback(device.close)
         self._closing.callback(self._nvme.close)
         self.latch = Latch(self._changed, device)
-        """Whether the store can go on."""
+        """Whether the store can continue."""
         self.activations: Activations | None = None
-        """What autograd saves, off the compute device; set by `open`, where the configuration wants
-        that."""
+        """Saved tensors off the compute device; set by `open` if the configuration moves them."""
         self.meter = Meter()
-        """NVMe traffic of all that has no meter of its own."""
+        """NVMe traffic of transfers without a meter of their own."""
         self._verifies = config.tuning.verify == "always"
         self._io = BlockIo(self._nvme, self.meter, kept is not None, self._verifies)
 
     # Declaration
 
     def add(self, spec: BlockSpec, original: FileExtent | None = None) -> Block:
-        """Declare a block; its bytes are a multiple of 4096. The content of one that is `in_files`
-        lies in `original`."""
+        """Declare a block; its bytes are a multiple of 4096. `original` has the content of a block
+        that is `in_files`."""
         block = Block(spec, self._home)
         self._blocks.append(block)
         if original is not None:
@@ -135,7 +134,7 @@ class Store:
 
     @property
     def placement(self) -> Placement:
-        """What was declared so far, to be asked before `open` what would fit."""
+        """The blocks that were declared so far, with budgets, before `open`."""
         machine = Machine(self._device.unified_memory, self._device.has_kernels)
         return Placement(
             self._config, self.budgets, machine, tuple(block.spec for block in self._blocks)
@@ -143,7 +142,7 @@ class Store:
 
     def measure_drives(self) -> float:
         """Before `open`: bytes per second of all drives together, half read and half written;
-        infinite where nothing is there."""
+        infinite if no tier in use is on drives."""
         return (
             self._nvme.measure()
             if TIERS[self._config.activations].needs_staging
@@ -154,7 +153,7 @@ class Store:
     # Opening
 
     def open(self, layout: Layout, listeners: CopyListeners = NOBODY) -> None:
-        """Allocate everything, as `layout` says, which is about the blocks that were declared."""
+        """Allocate everything for `layout`, the layout of the declared blocks."""
         self.layout = layout
         rooms = layout.rooms
         try:
@@ -162,7 +161,7 @@ class Store:
             self._open_drives()
             self._allocate()
             self._lease_homes(rooms.cache)
-            # Zeros and poison, and what was there before: copies would overtake them.
+            # Copies would overtake the zeros and the poison.
             self._device.await_stream()
             chunks = Chunks(rooms.host.chunk_elements, layout.cuts)
             parts, gpu = (self._device, self._io), self._arenas.gpu
@@ -178,8 +177,8 @@ class Store:
     def _reserve_extents(self) -> None:
         """Reserve the places of all blocks on NVMe.
 
-        Those that commits may speak of come first, and do not depend on budgets: a later run with
-        other ones finds them there.
+        Blocks that commits may include come first. Their places do not depend on budgets, so a
+        later run with other budgets finds them.
         """
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
@@ -202,17 +201,17 @@ class Store:
                 block.home.extents = (*block.home.extents, spare)
         grows = TIERS[self._config.activations].needs_staging or self._originals
         if grows and self._config.nvme:
-            self._nvme.extents.reserve(ALIGNMENT)  # so that there is a file, which grows
+            self._nvme.extents.reserve(ALIGNMENT)  # a file that can grow
 
     def _open_drives(self) -> None:
-        """Make the files."""
+        """Open the files."""
         self._nvme.originals.open(
             each.file for original in self._originals.values() for each in original.slices
         )
         self._nvme.open()
 
     def _allocate(self) -> None:
-        """Make the arenas, and let the drives know what they read and write."""
+        """Allocate the memory, and register it with the drives."""
         rooms = self.layout.rooms
         poison = self._config.tuning.poison
         self._arenas = Arenas(self._device, rooms, poison)
@@ -231,8 +230,8 @@ class Store:
         self._attach(self._arenas.gpu)
 
     def _attach(self, gpu: Arena) -> None:
-        """Let the drives write parameters into the compute arena themselves, if that is wanted and
-        works, and say which it is."""
+        """Let the drives write parameters to the compute arena, if that is wanted and works. Logs
+        the outcome. Raises `ConfigError` if `gpu_direct` is "on" and no drive can."""
         wanted, problem = self._config.tuning.gpu_direct, "the compute device is the CPU"
         if wanted == "off" or not any(
             b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent
@@ -256,8 +255,7 @@ class Store:
             )
 
     def _lease_homes(self, cache_bytes: int) -> None:
-        """Give every block that is at home in memory, or in part in the cache, its place there, of
-        zeros."""
+        """Give every block with a home or a cached part in memory its place there, with zeros."""
         for block in self._blocks:
             if not block.tier.needs_staging:
                 nbytes, copies = block.spec.home_bytes, block.placed.copies
@@ -273,8 +271,8 @@ class Store:
                 start += block.placed.cached_bytes
 
     def state_blocks(self) -> list[Block]:
-        """The blocks on NVMe with parameters and states, but for those in files of the user, in the
-        order of declaration."""
+        """The blocks on NVMe with parameters and states, in the order of declaration. Omits blocks
+        in files of the user."""
         return [
             block
             for block in self._blocks
@@ -282,34 +280,33 @@ class Store:
         ]
 
     def steps_left(self, number: int) -> int:
-        """How many steps lie between step `number` and the one that is committed next: 0 for that
-        one itself, and where none is."""
+        """How many steps lie between step `number` and the next committed step. 0 for a committed
+        step, and if no step is committed."""
         return 0
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
-        """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
-        told."""
+        """A lease for a home or a buffer, for the life of the store. See `Arenas.reserve`."""
         return self._arenas.reserve(tier, nbytes)
 
     # While it is open
 
     def begin_thread(self) -> None:
-        """The calling thread is the engine's, and may use the compute device from now on."""
+        """Let the calling thread, a thread of the engine, use the compute device."""
         self._device.begin_thread()
 
     @property
     def staged_sets(self) -> int:
-        """How many chunks of a unit, with all its kinds, staging holds at once."""
+        """How many sets staging holds at once. A set is one chunk of every kind."""
         return self.layout.rooms.host.staged_sets
 
     @property
     def unified_memory(self) -> bool:
-        """Whether the host works on the memory of the compute device where it is."""
+        """Whether the host works on the memory of the compute device in place."""
         return self._device.unified_memory
 
     def fill_from_files(self, block: Block) -> None:
-        """Give `block`, which is `in_files`, its content: what is cached of it is read, and the
-        rest stays where it is."""
+        """Give `block`, which is `in_files`, its content: read its cached part. The rest stays in
+        the files."""
         cached = block.home.cached
         if cached is not None:
             where = (0, cached.numel(), cached.data_ptr(), block.name, self.meter)
@@ -321,8 +318,8 @@ class Store:
         return self._nvme.originals.mapped(place, dtype)
 
     def make_writable(self, block: Block) -> None:
-        """Give `block`, all of which is about to be rewritten, a place of ours if its home is in
-        files of the user. Raises `BudgetError` where NVMe has no room for it."""
+        """Give `block` an extent if its home is files of the user, because all of it is about to be
+        rewritten. Raises `BudgetError` if NVMe has no room."""
         if block.original is None or len(block.home.extents) > 1:
             return
         extent = self._nvme.extents.grow(block.placed.extent_bytes)
@@ -347,13 +344,13 @@ class Store:
             self._device.await_stream()
 
     def cached(self) -> tuple[int, int]:
-        """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those
-        blocks."""
+        """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all blocks on
+        NVMe."""
         on_nvme = [b for b in self._blocks if b.tier.needs_staging]
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def written_through(self) -> int:
-        """Bytes of what is cached that each step that is committed writes all the same."""
+        """Cached bytes that each committed step also writes to NVMe."""
         placed = (b.placed for b in self._blocks if b.placed.write_through and not b.spec.frozen)
         return sum(each.cached_bytes for each in placed)
 
@@ -377,13 +374,13 @@ class Store:
 
     @property
     def gpu_direct(self) -> bool:
-        """Whether drives write parameters straight into the memory of the compute device."""
+        """Whether drives write parameters straight to the memory of the compute device."""
         return bool(self._nvme.direct)
 
     @property
     def io(self) -> Any:
-        """The native I/O engine of the first directory, for counters and fault injection; None when
-        nothing is on NVMe."""
+        """The native I/O engine of the first directory, for counters and fault injection; None
+        without extents."""
         return self._nvme.engines[0] if self._nvme.engines else None
 
     @property
@@ -394,7 +391,7 @@ class Store:
     # The end
 
     def close(self) -> None:
-        """End every thread and I/O, remove the NVMe files, give the memory back. May be called
+        """End every thread and I/O, remove the NVMe files, and release the memory. May be called
         twice."""
         self.latch.close()
         self._closing.close()

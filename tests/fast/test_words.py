@@ -55,7 +55,6 @@ UNREAD = {
     "optim",
     "plan",
     "sharding",
-    "tiers",
 }
 """Rooms whose words were not yet read once through."""
 
