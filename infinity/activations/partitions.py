@@ -49,6 +49,8 @@ from infinity.observe import Recorder
 from infinity.quantities import round_up
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
+from infinity.sharding.posted import Contribution
+from infinity.sharding.ranks import Among
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.tiers.activations import Activations
@@ -251,7 +253,7 @@ class Partitions:
 
         sent = ours.nbytes * (self._number - 1)
         what = "gather activation of", partition.module
-        collective = self._exchange.post_among_parts(*what, join, sent)
+        collective = self._exchange.post(*what, Contribution(join, sent), Among.PARTS)
         with self._recorder.span("wait collective", partition.module):
             is_whole = collective.wait()
         if not is_whole:

@@ -36,7 +36,8 @@ from infinity.placement.treatment import (
     peak,
 )
 from infinity.quantities import format_bytes
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.posted import Collective
 
 log = logging.getLogger("infinity")
 

@@ -15,6 +15,7 @@ from infinity.errors import ConfigError, ShardedParameterError, in_words
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.posted import Contribution
 from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tiles import TiledWeight, pieces_of
 from infinity.sharding.unit import Unit, unit_of
@@ -220,7 +221,7 @@ class _Reading:
         def join() -> None:
             collectives.take_from(flat.view(torch.uint8), rank, groups)
 
-        exchange.post("take", self._unit.facts.name, join, flat.nbytes).wait()
+        exchange.post("take", self._unit.facts.name, Contribution(join, flat.nbytes)).wait()
 
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.collectives import Group
+from infinity.sharding.ranks import Among
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
@@ -170,7 +171,7 @@ class GradientNorm:
         """The sums of `values` over the ranks among which units and tensors are cut up; replicas
         would add the same again."""
         exchange = self._units[0].exchange
-        return values if exchange is None else exchange.sum(values, what, everywhere=False)
+        return values if exchange is None else exchange.sum(values, what, Among.COPY)
 
 
 def group_of(given: NormGroup) -> Group:

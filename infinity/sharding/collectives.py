@@ -45,7 +45,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Calls:
-    """A hash of the collectives that one rank has posted, in their order. The ranks compare it
+    """A hash of the collectives that a rank has posted, in their order. The ranks compare it
     (invariant I6).
 
     Many units have one size. So without it, ranks that run different modules would take data of one

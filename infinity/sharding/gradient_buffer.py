@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity.device import Copy
-from infinity.sharding.exchange import Collective
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_ledger import GradientLedger
 from infinity.sharding.gradient_reduction import GradientReduction
+from infinity.sharding.posted import Collective
 
 
 class Reduction(NamedTuple):

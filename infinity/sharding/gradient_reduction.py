@@ -8,10 +8,12 @@ import torch
 
 from infinity.device import Copy, Mark
 from infinity.sharding import collectives
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
 from infinity.sharding.layout import PARAMETER_ALIGNMENT
+from infinity.sharding.posted import Collective, Contribution
+from infinity.sharding.ranks import Among
 
 PIECE_BYTES = 32 << 20
 """The most bytes of gradients that pass the compute device in one reduction. They take 1 to 2 ms on
@@ -51,15 +53,16 @@ class GradientReduction:
         nbytes = facts.layout.shard_numel * facts.gradient_dtype.itemsize
         to_shards, to_replicas = facts.layout.ranks - 1, 2 * (facts.replicas - 1) / facts.replicas
         sent = nbytes * (scatters * to_shards + averages * to_replicas)
-        return self._exchange.post(
-            operation, facts.name, join, sent, everywhere=averages, idle=idle
-        )
+        contribution = Contribution(join, sent, idle=idle)
+        among = Among.DATA if averages else Among.SHARDS
+        return self._exchange.post(operation, facts.name, contribution, among)
 
     def bring(
         self, join: Callable[[], object], arrive: Callable[[], object] = lambda: None
     ) -> Collective:
         """Post `join`, which brings gradients of this rank home. It runs after `arrive`."""
-        return self._exchange.post("bring", self._facts.name, join, arrive=arrive, alone=True)
+        contribution = Contribution(join, arrive=arrive)
+        return self._exchange.post("bring", self._facts.name, contribution, Among.ALONE)
 
     def reduce_home(self, room: torch.Tensor) -> None:
         """Put this rank's part of the mean of the home of the whole unit into the block. On the

@@ -11,7 +11,7 @@ tensor. A few operators are known. Every other operator gets whole copies:
 | in `LazyTensor.answers` of the class | nothing |
 | makes a tensor of the same shape | shape, dtype and device |
 | gives a view | nothing; the view is a `LazyView` |
-| over lists | copies of one element after the other, so that one copy is alive at a time |
+| over lists | copies of one element after the other, so one copy lives at a time |
 | any other | copies of all arguments |
 
 If an operator writes to a copy, the copy replaces the values (`LazyTensor.replace`). A class that

@@ -7,8 +7,10 @@ import functools
 import torch
 
 from infinity.sharding import collectives
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.posted import Collective, Contribution
+from infinity.sharding.ranks import Among
 from infinity.tiers.arena import Lease
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
@@ -117,7 +119,7 @@ class GatheredOnDevice(OnDevice):
         resident.start(block)
         try:
             self.posted = exchange.post(
-                "gather", self._facts.name, join, sent, arrive, everywhere=False
+                "gather", self._facts.name, Contribution(join, sent, arrive), Among.SHARDS
             )
             self._lease = block.copy.lease
             resident.gather(block, self.posted)

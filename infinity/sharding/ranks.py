@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 from contextlib import suppress
@@ -33,6 +34,19 @@ def join(backend: str, **options: Any) -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
     dist.init_process_group(backend, **options)
+
+
+class Among(enum.Enum):
+    """The ranks that join a collective: whether these are the shards, the replicas, and the tensor
+    parallel ranks of `Ranks`."""
+
+    ALL = True, True, True
+    DATA = True, True, False
+    SHARDS = True, False, False
+    COPY = True, False, True
+    """The ranks that hold one copy of the model."""
+    PARTS = False, False, True
+    ALONE = False, False, False
 
 
 class Ranks(NamedTuple):
@@ -79,9 +93,11 @@ class Ranks(NamedTuple):
         places = [f"{name} {rank(g) + 1} of {size(g)}" for name, g in names if g is not None]
         return Member(dist.get_rank(), self.number * size(self.tensor), ", ".join(places))
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups. A sum over each of them in turn is a sum over all ranks."""
-        return [group for group in self if group is not None]
+    def groups(self, among: Among = Among.ALL) -> list[dist.ProcessGroup]:
+        """The groups of the ranks `among`. A sum over each of them in turn is a sum over all of
+        these."""
+        chosen = zip(self, among.value, strict=True)
+        return [group for group, joins in chosen if joins and group is not None]
 
     def copy(self, timeout: float, backend: str | None = None) -> Ranks:
         """The same ranks in new process groups, in which a collective fails after `timeout`

@@ -19,6 +19,8 @@ from infinity.errors import ShardedParameterError
 from infinity.placement.spec import SPLIT, Kind
 from infinity.sharding import codec, collectives
 from infinity.sharding.facts import UnitFacts
+from infinity.sharding.posted import Contribution
+from infinity.sharding.ranks import Among
 from infinity.sharding.services import UnitServices
 from infinity.tiers.access import Checkout
 from infinity.tiers.block import Block
@@ -281,9 +283,8 @@ class States:
         exchange.post(
             f"gather {kind.value} of",
             self.facts.name,
-            join,
-            self.facts.sent_bytes(shard),
-            everywhere=False,
+            Contribution(join, self.facts.sent_bytes(shard)),
+            Among.SHARDS,
         ).wait()
         return full
 

@@ -12,7 +12,7 @@ from infinity.tiers.store import Store
 
 
 class UpdateBlocks:
-    """Answers of the `blocks` of one unit to an update: what it may write, and where it computes.
+    """Answers of the `blocks` of one unit to an update: the bytes it may write, and its device.
     It reads and changes no content. Any thread may call it."""
 
     def __init__(self, facts: UnitFacts, blocks: Mapping[Kind, Block], store: Store) -> None:

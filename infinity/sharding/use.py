@@ -1,5 +1,5 @@
-"""Uses of a unit's bytes on the compute device. Each begins once and ends once. See [Note: what a
-use may leave behind] in `sharding/views`."""
+"""Uses of a unit's bytes on the compute device. Each begins once and ends once. See [Note: views
+that outlive a use] in `sharding/views`."""
 
 from __future__ import annotations
 

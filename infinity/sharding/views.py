@@ -1,6 +1,6 @@
 """Parameters as views of their unit's bytes on the compute device.
 
-[Note: what a use may leave behind]
+[Note: views that outlive a use]
 The bytes of a unit belong to a run of the compute arena that another unit may get next. So a use
 must not end while code can still reach these bytes through it. No code may have written to them:
 the copy is clean (invariant I1). Both are checked. Each parameter points at a storage of its own: a

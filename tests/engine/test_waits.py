@@ -31,7 +31,9 @@ from infinity.optim.job import JobQueue
 from infinity.optim.speculation import Speculation
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.lookout import Lookout
+from infinity.sharding.posted import Collective, Contribution
 from infinity.tiers.access import Checkout, Fetch, PlaceCopy
 from infinity.tiers.block import DeviceCopy
 from infinity.tiers.resident import Residency
@@ -192,12 +194,12 @@ WAITS: dict[str, tuple[str, str]] = {
     "measure/rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
     "sharding/collectives.py _wait": RANKS,
-    "sharding/exchange.py Collective._await": COLLECTIVE,
+    "sharding/posted.py Collective._await": COLLECTIVE,
     "sharding/exchange.py Exchange.sum": COLLECTIVE,
     "sharding/exchange.py Exchange.sum_by_rank": COLLECTIVE,
     "sharding/exchange.py Exchange.sum_alike": COLLECTIVE,
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),
-    "sharding/exchange.py Exchange._run": ("`close` posts None", CLOSING[1]),
+    "sharding/posted.py Posted.take": ("`close` posts None", CLOSING[1]),
     "sharding/exchange.py Exchange._join": RANKS,
     "sharding/gradient_buffer.py GradientBuffer._end_first": COLLECTIVE,
     "sharding/gradient_block.py GradientBlock.change": DRIVE,
@@ -278,7 +280,7 @@ LOCKS: dict[str, str] = {
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
     "durable/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
-    "sharding/exchange.py Exchange._lock": "for a few lines",
+    "sharding/posted.py Posted._lock": "for a few lines",
     "durable/agreement.py Agreement._lock": (
         "held while torch.distributed's store takes a note, or raises after its timeout"
     ),
@@ -783,7 +785,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
         {"discrete": True},
         broken(
             raising(DiscreteDevice, "side_stream", EXCHANGE),
-            raising(Exchange, "_explain", EXCHANGE),
+            raising(Lookout, "_explain", EXCHANGE),
         ),
     ),
 }
@@ -836,7 +838,7 @@ def test_a_wait_for_a_collective_ends(
     monkeypatch.setattr(sys.modules["infinity.sharding.exchange"], "CLOSING_SECONDS", 0.1)
     run, joined = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0), threading.Event()
     exchange = Probe(run.engine).exchange
-    collective = exchange.post("gather", "nobody", lambda: joined.wait(PATIENCE))
+    collective = exchange.post("gather", "nobody", Contribution(lambda: joined.wait(PATIENCE)))
     until_it_ends(run, collective._ended, "await_end", ending, collective.wait)
     joined.set()
     run.engine.close()
@@ -850,10 +852,10 @@ def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(
     run = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0)
     run.store.latch.fail(ZeroDivisionError("on purpose"))
     with pytest.raises(EngineClosedError, match="on purpose"):
-        Probe(run.engine).exchange.post("gather", "nobody", lambda: None).wait()
+        Probe(run.engine).exchange.post("gather", "nobody", Contribution(lambda: None)).wait()
     run.engine.close()
     with pytest.raises(EngineClosedError):
-        Probe(run.engine).exchange.post("gather", "nobody", lambda: None).wait()
+        Probe(run.engine).exchange.post("gather", "nobody", Contribution(lambda: None)).wait()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ UNREAD = {
     "measure",
     "optim",
     "plan",
-    "sharding",
     "tiers",
 }
 """Rooms whose words were not yet read once through."""
