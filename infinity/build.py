@@ -45,7 +45,7 @@ from infinity.modules.execution import Executions
 from infinity.modules.facade import move_buffers
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
-from infinity.modules.hooks import Hooks
+from infinity.modules.hooks import HookedModel, Hooks, Running, Saving
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.family import typical_update
@@ -706,18 +706,11 @@ class Build:
             names = [*self._blocks.values()]
             treatments = Treatments(names, gauge, self._activation_room, self.exchange)
         recomputation = Recomputation(self._blocks, treatments)
+        first_batch = FirstBatch(self._model, self._repeated, config, self._away, self.device)
         hooks = Hooks(
-            self._model,
-            self.users,
-            units,
-            runtime,
-            executions,
-            updater,
-            self._recorder,
-            offloader,
-            recomputation,
-            FirstBatch(self._model, self._repeated, config, self._away, self.device),
-            config.inference,
+            HookedModel(self._model, self.users, units, config.inference),
+            Running(runtime, executions, updater, self._recorder),
+            Saving(offloader, recomputation, first_batch),
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)

@@ -49,6 +49,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -92,46 +93,68 @@ _MOST_OBJECTS = 256
 """
 
 
+@dataclass(frozen=True)
+class HookedModel:
+    """The model that hooks are registered on."""
+
+    model: nn.Module
+    """A forward of it is a cycle of the trace."""
+    units_of: Mapping[nn.Module, Sequence[Unit]]
+    """For each hooked module, the units that its forward uses."""
+    units: Sequence[Unit]
+    """All units, by index."""
+    only_runs: bool
+    """Whether no forward trains, and a backward raises `ConfigError`."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The parts of an engine that hooks drive."""
+
+    runtime: Runtime
+    executions: Executions
+    updater: Updater
+    recorder: Recorder
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The parts of an engine that keep or recompute what a forward saves."""
+
+    offloader: SavedTensorOffloader
+    recomputation: Recomputation
+    first_batch: FirstBatch
+
+
 class Hooks(Border):
     """The hooks of one engine on one model, from construction to `close`.
 
-    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units
-    its forward uses.
+    One class, because each method is a callback of torch or of a unit into the same calls and
+    passes: any two of them may meet in one forward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units_of: Mapping[nn.Module, Sequence[Unit]],
-        units: Sequence[Unit],
-        runtime: Runtime,
-        executions: Executions,
-        updater: Updater,
-        recorder: Recorder,
-        offloader: SavedTensorOffloader,
-        recomputation: Recomputation,
-        first_batch: FirstBatch,
-        only_runs: bool = False,
-    ) -> None:
-        """If the model `only_runs`, no forward trains, and a backward raises `ConfigError`."""
-        self._model = weakref.ref(model)
-        self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
-        self._units = tuple(units)
-        self._runtime = runtime
-        self._executions = executions
-        self._updater = updater
-        self._recorder = recorder
-        self._only_runs = only_runs
-        self._recomputation, self._partitions = recomputation, offloader.partitions
-        self._first_batch = first_batch
-        treatments = recomputation.treatments
+    def __init__(self, hooked: HookedModel, running: Running, saving: Saving) -> None:
+        # The model may die before the engine.
+        self._model = weakref.ref(hooked.model)
+        self._units_of = weakref.WeakKeyDictionary(hooked.units_of)
+        self._units, self._only_runs = tuple(hooked.units), hooked.only_runs
+        self._runtime, self._executions = running.runtime, running.executions
+        self._updater, self._recorder = running.updater, running.recorder
+        self._recomputation, self._first_batch = saving.recomputation, saving.first_batch
+        self._partitions = saving.offloader.partitions
+        treatments = saving.recomputation.treatments
         told = () if treatments is None else (treatments.gauge.saves,)
         self._shortage: BudgetError | None = None
         self._lost: dict[
             Unit, tuple[tuple[int, int], list[str]]
         ] = {}  # parameters that forwards have written, and `_writes` at that time
         self._packer = Packer(
-            runtime.locate, offloader, self._bring, self._checkpointed, self._recomputed, *told
+            running.runtime.locate,
+            saving.offloader,
+            self._bring,
+            self._checkpointed,
+            self._recomputed,
+            *told,
         )
         self._claiming = threading.Lock()
         self._handles: list[Any] = []

@@ -123,7 +123,8 @@ class Interleaver:
     for one `run`.
 
     The thread that has the turn does all work. The caller's thread only waits, and may be
-    interrupted. `device` is the engine's device.
+    interrupted. `device` is the engine's device. One class, because the fields are the one state
+    that the thread with the turn may touch.
     """
 
     def __init__(

@@ -114,7 +114,11 @@ class Line:
 
 class Spans:
     """The turns of units that span others, in the backward under way. The thread that runs the
-    model calls all methods."""
+    model calls all methods.
+
+    One class, because one use of a unit may end the turn of another one, and all fields say which
+    turns are open.
+    """
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ class ReadOnlyCopy(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        copies = [value for value in _flat((args, kwargs)) if isinstance(value, ReadOnlyCopy)]
-        changed = _flat(args[:1] if writes(name) else kwargs.get("out"))
+        copies = [value for value in flattened((args, kwargs)) if isinstance(value, ReadOnlyCopy)]
+        changed = flattened(args[:1] if writes(name) else kwargs.get("out"))
         for value in changed:
             if isinstance(value, ReadOnlyCopy):
                 raise ShardedParameterError(f"{value.way} (changed by {name})")
@@ -103,9 +103,10 @@ def read_only(value: Any, copies: Iterable[torch.Tensor], way: str) -> Any:
     return tree_map(guarded, value)
 
 
-def _flat(value: Any) -> list[Any]:
+def flattened(value: Any) -> list[Any]:
+    """The objects in `value`, through dicts, lists and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in flattened(item)]
     return [value]

@@ -88,7 +88,10 @@ class _NoSlots(list[str]):
 
 class LazyTensor(InGraphs):
     """A tensor without data. It has the shape, dtype, strides and device of the tensor that `fetch`
-    gives. See [Note: operators on lazy tensors]."""
+    gives. See [Note: operators on lazy tensors].
+
+    One class, because torch finds each of these methods by the class of a tensor.
+    """
 
     answers: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     """Functions for operators that need no data. Each gets the operator and its arguments. It
@@ -111,7 +114,6 @@ class LazyTensor(InGraphs):
         device: torch.device,
         stride: Sequence[int] | None = None,
         offset: int = 0,
-        requires_grad: bool = False,
         keys: Sequence[str] = (),
     ) -> Any:
         """A new tensor, before its `__init__`. It is contiguous without `stride`. `keys` are
@@ -128,7 +130,6 @@ class LazyTensor(InGraphs):
                 storage_offset=offset or None,
                 dtype=dtype,
                 device=device,
-                requires_grad=requires_grad,
                 _extra_dispatch_keys=more,
             )
         # C++ code that takes the address then raises, and does not read address 0.

@@ -30,7 +30,7 @@ from infinity.compilation import call_uncompiled
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
-from infinity.sharding.copied import writes
+from infinity.sharding.copied import flattened, writes
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.recognize import is_dtensor, is_dtensor_class
 from infinity.sharding.twins import passing
@@ -38,53 +38,14 @@ from infinity.sharding.value import WRITE, LazyValue, ParameterSource, closed
 from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_leaf",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "grad_fn",
-    "retains_grad",
-    "itemsize",
-    "nbytes",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "output_nr",
-    "size",
-    "numel",
-    "nelement",
-    "dim",
-    "stride",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "__len__",
-    "requires_grad_",
-    "storage_offset",
-    "__hash__",
-    "_is_view",
-    "names",
-    "_version",
-    "get_device",
-    "grad_dtype",
-    "has_names",
-    "is_conj",
-    "is_cpu",
-    "is_inference",
-    "is_mps",
-    "is_neg",
-    "is_same_size",
-    "is_signed",
-    "is_sparse_csr",
-    "is_xpu",
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn"),
+    *("retains_grad", "output_nr", "itemsize", "nbytes", "size", "numel", "nelement", "dim"),
+    *("stride", "element_size", "storage_offset", "names", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "requires_grad_", "grad_dtype", "has_names", "get_device"),
+    *("is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr"),
+    *("is_quantized", "is_nested", "is_floating_point", "is_complex", "is_contiguous", "is_conj"),
+    *("is_neg", "is_inference", "is_signed", "is_same_size", "__len__", "__hash__"),
+    *("_is_view", "_version"),
 }
 """Functions and attributes that need no data."""
 
@@ -247,7 +208,7 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
             else ""
         )
         name = attribute or accessor
-        flat = _flatten((args, kwargs))
+        flat = flattened((args, kwargs))
         if any(isinstance(each, ShardedParameter) and each.is_double() for each in flat):
             args, kwargs = tree_map(parameter_of, (tuple(args), kwargs or {}))
             return func(*args, **kwargs)
@@ -397,12 +358,12 @@ def _is_readable(value: Any) -> bool:
 
 def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
     """Whether a function only reads values, of parameters that this rank may read."""
-    changed = [*_flatten(args[:1] if writes(name) else ()), *_flatten((kwargs or {}).get("out"))]
+    changed = [*flattened(args[:1] if writes(name) else ()), *flattened((kwargs or {}).get("out"))]
     return (
         accessor != "__set__"
         and name not in _MEMORY
         and not any(isinstance(value, ShardedParameter) for value in changed)
-        and all(map(_is_readable, _flatten((args, kwargs))))
+        and all(map(_is_readable, flattened((args, kwargs))))
     )
 
 
@@ -430,11 +391,3 @@ def hidden_leaf_for(source: ParameterSource) -> type[HiddenLeaf]:
     """The class of objects that hold the dense tensors of parameters of `source` while these are
     handles."""
     return type("HiddenLeaf", (HiddenLeaf,), {"source": source})
-
-
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    return [value]

@@ -13,18 +13,17 @@ import torch
 from infinity.errors import ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
-from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.memory_requests import refuse_memory_requests
 from infinity.sharding.on_device import OnDevice
 from infinity.sharding.parameter import guard_for, hidden_leaf_for
 from infinity.sharding.recognize import is_dtensor
+from infinity.sharding.services import UnitServices
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.twins import Twins
 from infinity.sharding.value import closed
 from infinity.sharding.views import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
-from infinity.tiers.resident import Residency
 
 
 class UnitState(enum.Enum):
@@ -42,7 +41,8 @@ class UnitState(enum.Enum):
 class ParameterData:
     """Shows and hides the parameters of one unit. For the thread that runs the model.
 
-    Until the first `hide` they keep their data.
+    Until the first `hide` they keep their data. One class, because a handle asks one source, and
+    each answer depends on whether the parameters are shown.
     """
 
     def __init__(
@@ -50,15 +50,14 @@ class ParameterData:
         owner: object,
         facts: UnitFacts,
         block: Block,
-        resident: Residency,
+        services: UnitServices,
         states: States,
         on_device: OnDevice,
-        listeners: UnitListeners,
     ) -> None:
-        """`block` has the parameters, and `resident` its copy. They are read from `states`, or
-        `on_device` where ranks have shards."""
+        """`block` has the parameters. They are read from `states`, or from `on_device` if ranks
+        have shards. `owner` is the unit, for `unit_of`."""
         refuse_memory_requests()
-        self.facts, self.listeners, self.owner = facts, listeners, owner
+        self.facts, self.listeners, self.owner = facts, services.listeners, owner
         self._block, self._states, self._on_device = block, states, on_device
         self.tier: str = block.tier
         """Where the parameters are at home; "" once the engine is closed."""
@@ -91,7 +90,7 @@ class ParameterData:
         ] = {}  # by the id of the object that holds the other tensor
         self._joined: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._updates = 0  # of the unit, when graphs were last outdated
-        self.views = Views(self, self._tensors, block, resident)
+        self.views = Views(self, self._tensors, block, services.store.resident)
         """The parameters as views of the bytes of the unit, while it is shown."""
         self._windows: dict[int, Window] = {}
 

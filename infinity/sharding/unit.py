@@ -67,9 +67,7 @@ class Unit:
         """Its blocks, as an update finds them."""
         self.states = States(facts, blocks, services, self.gradients.wait, self.outdate)
         """The content of its blocks, on the host."""
-        self.data = ParameterData(
-            self, facts, parameters, store.resident, self.states, self.on_device, listeners
-        )
+        self.data = ParameterData(self, facts, parameters, services, self.states, self.on_device)
         """The tensors of the parameters."""
 
     @property

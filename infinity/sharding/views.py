@@ -191,7 +191,8 @@ class Views:
     `detach` the parameters point there.
 
     `tensors` hold the data; the tensor of a DTensor is its local tensor. The parameters have the
-    version counters. If `UnitFacts.checked`, a digest of the whole content checks each stay.
+    version counters. If `UnitFacts.checked`, a digest of the whole content checks each stay. One
+    class, because storages, versions and digests together say whether a stay has ended cleanly.
     """
 
     def __init__(
