@@ -117,7 +117,7 @@ def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
     if place is None:
         raise ConfigError("infinity.get and infinity.set take a parameter of a wrapped model")
     unit, index = place
-    if not unit.tier:
+    if not unit.data.tier:
         raise EngineClosedError(
             f"{unit.facts.names[index]} has no data any more, because its engine was closed"
         )

@@ -45,7 +45,7 @@ from infinity.modules.execution import Executions
 from infinity.modules.facade import move_buffers
 from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
-from infinity.modules.hooks import HookedModel, Hooks, Running, Saving
+from infinity.modules.hooks import ActivationParts, HookedModel, Hooks, RunningParts
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.family import typical_update
@@ -709,8 +709,8 @@ class Build:
         first_batch = FirstBatch(self._model, self._repeated, config, self._away, self.device)
         hooks = Hooks(
             HookedModel(self._model, self.users, units, config.inference),
-            Running(runtime, executions, updater, self._recorder),
-            Saving(offloader, recomputation, first_batch),
+            RunningParts(runtime, executions, updater, self._recorder),
+            ActivationParts(offloader, recomputation, first_batch),
         )
         self.undo.callback(hooks.close)
         grads = LazyGradients(units, updater, self.device.torch)

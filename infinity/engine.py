@@ -185,7 +185,7 @@ class Engine:
         )
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
-        return self._grads.fetch(unit.facts, unit.position(parameter))
+        return self._grads.fetch(unit.facts, unit.data.index_of(parameter))
 
     def interleaver(self) -> Interleaver:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,

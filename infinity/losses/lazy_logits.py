@@ -110,7 +110,7 @@ class Projection:
             return function(hidden, module.weight, module.bias)
 
         place = place_of(module.weight)
-        if place is None or not place[0].tier:
+        if place is None or not place[0].data.tier:
             return run(hidden)
         return place[0].listeners.border.call(module, run, hidden)
 

@@ -82,7 +82,7 @@ class Loads:
                 self.add(piece, part)
         elif isinstance(parameter, ShardedParameter):
             unit = unit_of(type(parameter).source)
-            self._values.setdefault(unit, {})[unit.position(parameter)] = value
+            self._values.setdefault(unit, {})[unit.data.index_of(parameter)] = value
         else:  # gathered now
             with torch.no_grad():
                 parameter.copy_(value)

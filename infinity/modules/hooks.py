@@ -108,7 +108,7 @@ class HookedModel:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningParts:
     """The parts of an engine that hooks drive."""
 
     runtime: Runtime
@@ -118,7 +118,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Saving:
+class ActivationParts:
     """The parts of an engine that keep or recompute what a forward saves."""
 
     offloader: SavedTensorOffloader
@@ -133,7 +133,7 @@ class Hooks(Border):
     passes: any two of them may meet in one forward.
     """
 
-    def __init__(self, hooked: HookedModel, running: Running, saving: Saving) -> None:
+    def __init__(self, hooked: HookedModel, running: RunningParts, saving: ActivationParts) -> None:
         # The model may die before the engine.
         self._model = weakref.ref(hooked.model)
         self._units_of = weakref.WeakKeyDictionary(hooked.units_of)
@@ -466,8 +466,6 @@ class Hooks(Border):
         return output
 
     def packing(self) -> AbstractContextManager[object]:
-        """The context in which views of units that autograd saves are packed, so that units may
-        move."""
         return self._packer.context() or nullcontext()
 
     def _flat(self, unit: Unit) -> torch.Tensor:

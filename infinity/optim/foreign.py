@@ -281,7 +281,7 @@ class Adapted(Optimizer):
                 raise misfit(
                     self,
                     (
-                        f"{name} of {unit.name_of(parameter)} has shape {shape}, and should "
+                        f"{name} of {unit.data.name_of(parameter)} has shape {shape}, and should "
                         f"have {list(like.shape)}"
                     ),
                 )

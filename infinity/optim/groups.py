@@ -116,10 +116,10 @@ def belonging(
             )
         updater = found
         if unit.facts.only_runs:
-            raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
+            raise ConfigError(f"{who} got {unit.data.name_of(parameter)}, but {TRAINED}")
         # As in torch: one that is not gets no gradient, and cannot be made to.
         if unit.facts.trainable:
-            taken.setdefault(unit, []).append(unit.position(parameter))
+            taken.setdefault(unit, []).append(unit.data.index_of(parameter))
     return updater, taken
 
 

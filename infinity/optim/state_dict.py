@@ -222,7 +222,7 @@ def check_header(header: Mapping[str, Any], optimizer: SavedOptimizer) -> None:
 
 def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: SavedOptimizer) -> None:
     """Raise `ConfigError` when `state` cannot be that of `parameter`."""
-    name_of = unit.name_of(parameter)
+    name_of = unit.data.name_of(parameter)
     if not isinstance(state, Mapping):
         raise misfit(optimizer, f"the state of {name_of} is a {type(state).__name__}")
     step = state.get("step", 0)

@@ -87,7 +87,7 @@ class MomentSlot(Slot):
     @property
     def is_open(self) -> bool:
         """Whether the engine is open."""
-        return bool(self._unit.tier)
+        return bool(self._unit.data.tier)
 
     def fetch(self) -> torch.Tensor:
         """A copy of the whole, on the host."""
@@ -133,7 +133,7 @@ class CountSlot(Slot):
     @property
     def is_open(self) -> bool:
         """Whether the engine is open."""
-        return bool(self._unit.tier)
+        return bool(self._unit.data.tier)
 
     def fetch(self) -> torch.Tensor:
         """The number."""

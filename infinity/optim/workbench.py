@@ -202,7 +202,7 @@ class BenchSlot(Slot):
     @property
     def is_open(self) -> bool:
         """Whether the engine is open."""
-        return bool(self._bench.unit.tier) and self._adapted() is not None
+        return bool(self._bench.unit.data.tier) and self._adapted() is not None
 
     def fetch(self) -> torch.Tensor:
         """A copy, on the host."""

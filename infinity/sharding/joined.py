@@ -31,17 +31,14 @@ class JoinedTensor(LazyTensor):
 
     @property
     def called(self) -> str:
-        """Its name in errors."""
         first = self.parts[0]
         return first.called if isinstance(first, LazyTensor) else super().called
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values."""
         with torch.no_grad():
             return torch.cat([brought(part).detach() for part in self.parts], self.dimension)
 
     def detached(self) -> JoinedTensor:
-        """Another tensor of the same parts."""
         return JoinedTensor(self.parts, self.dimension)
 
     def check_replace(self) -> None:

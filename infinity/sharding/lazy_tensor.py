@@ -326,22 +326,18 @@ class LazyView(LazyTensor):
 
     @property
     def root(self) -> LazyTensor:
-        """The tensor that is no view, of which this is a view."""
         return self._root
 
     @property
     def called(self) -> str:
-        """Its name in errors."""
         return f"a view of {self._root.called}"
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same view of `whole`, a copy of the root."""
         for step in self._steps:
             whole = step.of(whole)
         return whole
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor on the meta device with the same shape, strides, offset and dtype."""
         return self._stand_in
 
     def fetch(self) -> torch.Tensor:
@@ -355,7 +351,6 @@ class LazyView(LazyTensor):
         call_uncompiled(self._root.replace, whole)
 
     def check_replace(self) -> None:
-        """Raise the error of the root."""
         self._root.check_replace()
 
 

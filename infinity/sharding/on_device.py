@@ -96,7 +96,6 @@ class GatheredOnDevice(OnDevice):
         return super().wait()
 
     def gather_ahead(self) -> None:
-        """As of the base class."""
         lease = self._block.copy.lease
         if lease is not None:
             self._gather(lease)
@@ -128,12 +127,10 @@ class GatheredOnDevice(OnDevice):
         return self.posted
 
     def outdate(self) -> None:
-        """As of the base class."""
         self._lease = None
 
     @property
     def stays_whole(self) -> bool:
-        """As of the base class."""
         return self._block.spec.whole
 
     @property
@@ -142,10 +139,8 @@ class GatheredOnDevice(OnDevice):
 
     @property
     def is_readable(self) -> bool:
-        """As of the base class."""
         return self.stays_whole and self._is_posted
 
     @property
     def is_gathered(self) -> bool:
-        """As of the base class."""
         return self._is_posted and self.posted is not None and self.posted.queued()

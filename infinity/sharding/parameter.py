@@ -155,11 +155,9 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         return source.part(source.index_of(self))
 
     def kept_gradient(self) -> torch.Tensor | None:
-        """The gradient that the engine has."""
         return _grad(self)
 
     def partition_numel(self) -> int:
-        """The number of its elements that this rank keeps."""
         source = type(self).source
         return source.facts.overlap(source.index_of(self)).length
 
@@ -189,12 +187,10 @@ class ShardedParameter(LazyTensor, nn.Parameter, ZeroNames):
         )
 
     def detached(self) -> LazyValue:
-        """A handle of its value, detached."""
         source = type(self).source
         return LazyValue(source, source.index_of(self))
 
     def check_replace(self) -> None:
-        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({type(self).source.name_of(self)})")
 
     @classmethod

@@ -96,14 +96,12 @@ class TiledWeight(LazyTensor):
         return _grad(self)
 
     def fetch(self) -> torch.Tensor:
-        """A copy of its values."""
         pieces = self.pieces
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = [p.values() if isinstance(p, LazyTensor) else p.detach() for p in pieces]
             return torch.cat(values, self.dimension)
 
     def detached(self) -> DetachedTiles:
-        """Its values, detached."""
         made = DetachedTiles(self)
         self.note(made)
         return made
@@ -121,7 +119,6 @@ class TiledWeight(LazyTensor):
                 piece.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles."""
         self.check_replace()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece, part in zip(self.pieces, self.divided(values), strict=True):
@@ -204,7 +201,6 @@ class TiledWeight(LazyTensor):
         return None if tracked else _side_by_side(pieces, self.dimension)
 
     def described(self) -> str:
-        """Its text, as of a parameter."""
         return f"Parameter containing:\nTiledWeight({tuple(self.shape)}, {len(self.tiles)} tiles)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
@@ -428,19 +424,15 @@ class DetachedTiles(LazyTensor):
         self._weight = weight
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values."""
         return self._weight.fetch()
 
     def check_replace(self) -> None:
-        """Raise the error of the weight."""
         self._weight.check_replace()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write `values` to the tiles."""
         self._weight.replace(values)
 
     def detached(self) -> DetachedTiles:
-        """Another alias."""
         return self._weight.detached()
 
 

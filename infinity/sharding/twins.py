@@ -145,7 +145,6 @@ class Blank(LazyTensor):
         return made
 
     def detached(self) -> torch.Tensor:
-        """Another blank handle."""
         return Blank.of(self)
 
 

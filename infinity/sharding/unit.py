@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from infinity.config import Config
 from infinity.placement.spec import Kind
 from infinity.sharding.facts import UnitFacts
@@ -69,19 +67,6 @@ class Unit:
         """The content of its blocks, on the host."""
         self.data = ParameterData(self, facts, parameters, services, self.states, self.on_device)
         """The tensors of the parameters."""
-
-    @property
-    def tier(self) -> str:
-        """The home of its parameters; "" once the engine is closed."""
-        return self.data.tier
-
-    def position(self, parameter: torch.Tensor) -> int:
-        """The index of one of this unit's parameters."""
-        return self.data.index_of(parameter)
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """The qualified name of one of this unit's parameters."""
-        return self.data.name_of(parameter)
 
     def changed(self) -> list[str]:
         """The names of parameters with a forbidden write, each reported once. Such a copy is

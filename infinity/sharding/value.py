@@ -70,17 +70,13 @@ class LazyValue(LazyTensor):
 
     @property
     def memory(self) -> Hashable:
-        """The memory of the parameter."""
         return id(self.source), self.place
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the value."""
         return self.source.read(self.place)
 
     def check_replace(self) -> None:
-        """Raise `ShardedParameterError`."""
         raise ShardedParameterError(f"{WRITE} ({self.source.facts.names[self.place]})")
 
     def detached(self) -> LazyValue:
-        """Another handle of the value."""
         return LazyValue(self.source, self.place)
