@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from infinity.device import ComputeDevice
+from infinity.errors import EngineClosedError
 from infinity.observe import Recorder
 from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_block import GradientBlock
-from infinity.sharding.gradient_ledger import GradientState
+from infinity.sharding.gradient_ledger import GradientEntry, GradientLedger, GradientState, Where
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.listeners import Border, Grads, UnitListeners, Updates
+from infinity.sharding.posted import Collective, Contribution, Posted
+from infinity.sharding.ranks import Among
 from infinity.sharding.unit import declare
 from infinity.tiers.store import Store
 from support.configs import config_of
@@ -156,3 +159,52 @@ def test_gradients_alone_tell_before_an_update_is_outdated() -> None:
         assert listener.rollbacks == told
         gradients.add(1, torch.ones(SHAPES[1]))
         assert listener.rollbacks == told + 1
+
+
+def test_a_ledger_knows_the_factors_of_gradients() -> None:
+    """A gradient that was scaled with its loss is divided by that; an assigned one is not."""
+    ledger = GradientLedger(facts_of([nn.Parameter(torch.zeros(shape)) for shape in SHAPES]))
+    ledger.loss_scale = 8.0
+    ledger.set([0], Where.HOME)
+    ledger.entries[1] = GradientEntry(Where.BUFFER, clip=0.5, unscaled=True)
+    assert ledger.present() == [0, 1] and not ledger.has(2)
+    assert (ledger.factor(0, 0.25), ledger.factor(1, 0.25)) == (0.25 / 8, 0.125)
+    assert ledger.summary() == [1.0, 1.0, 0.0, True, 8.0, False, False]
+    scaled = ledger.scaled(torch.ones(2))
+    assert scaled is not None and scaled.tolist() == [8.0, 8.0]
+    assert ledger.scaled(torch.full((2,), 3e38)) is None  # 2.4e39 is no fp32 number
+    generations = [ledger.generation(index) for index in range(len(SHAPES))]
+    ledger.clear()
+    assert ledger.present() == [] and ledger.loss_scale == 1.0
+    assert all(ledger.generation(i) != before for i, before in enumerate(generations))
+
+
+def _collective(name: str) -> Collective:
+    return Collective(0, name, Contribution(lambda: None), (), None, (60.0, lambda: None))
+
+
+def test_a_failure_ends_collectives_that_are_posted_before_and_after() -> None:
+    posted, (joined, waiting, late) = Posted(), map(_collective, ("joined", "waiting", "late"))
+    for collective in (joined, waiting):
+        posted.add(collective, "gather", collective.name, Among.DATA)
+    assert posted.first() is joined and posted.last() is waiting
+    assert posted.take() is joined and posted.remove(joined)
+    posted.fail(EngineClosedError("on purpose"))
+    posted.add(late, "gather", "late", Among.DATA)
+    for collective in (waiting, late):
+        with pytest.raises(EngineClosedError, match="on purpose"):
+            collective.wait()
+    assert not posted.remove(waiting)
+    assert not joined.ended()
+
+
+def test_ranks_compare_the_collectives_that_all_of_them_post() -> None:
+    """Tensor parallel ranks have an order of their own, and what a rank does alone is in none."""
+    found = []
+    for others in ((), (Among.PARTS, Among.ALONE)):
+        posted, last = Posted(), _collective("last")
+        for among in others:
+            posted.add(_collective("other"), "gather", "other", among)
+        posted.add(last, "reduce", "last", Among.DATA)
+        found.append((last.order, posted.count, posted.note(None)))
+    assert found[0] == found[1]
