@@ -6,7 +6,8 @@ import functools
 import gc
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ NO_GRAPH = (
 
 
 _MODES = ("FakeTensorMode", "ProxyTorchDispatchMode")
+
+
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame` and the frames that called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_traced() -> bool:

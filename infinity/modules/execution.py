@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from infinity.backward import BackwardPass, current_pass, in_backward
+from infinity.compilation import frames
 from infinity.errors import ShardedParameterError
 from infinity.modules.spans import Spans
 from infinity.observe import Recorder
@@ -436,11 +437,10 @@ def _swept(uses: Sequence[Use]) -> list[Use]:
 
 def caller() -> FrameType | None:
     """The frame that called the hook that calls this."""
-    frame: FrameType | None = sys._getframe(2)
-    # The frames of `uncompiled`.
-    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-        frame = frame.f_back
-    return frame
+    for frame in frames(sys._getframe(2)):
+        if frame.f_globals.get("__name__") != "torch._dynamo.eval_frame":  # that of `uncompiled`
+            return frame
+    return None
 
 
 def is_compiling() -> bool:
@@ -456,6 +456,4 @@ def is_compiling() -> bool:
 
 def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
     """Whether `frame` is `caller`, or one of its callers."""
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
+    return any(each is frame for each in frames(caller))

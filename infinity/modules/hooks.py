@@ -50,7 +50,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ from infinity.activations.first_batch import FirstBatch
 from infinity.activations.recompute import Recomputation
 from infinity.activations.saved_tensors import SavedTensorOffloader
 from infinity.backward import in_backward
-from infinity.compilation import uncompiled
+from infinity.compilation import frames, uncompiled
 from infinity.errors import BudgetError, ConfigError, ShardedParameterError
 from infinity.modules.execution import (
     Call,
@@ -606,24 +606,18 @@ class Hooks(Border):
 
 def _asked_by_hand() -> bool:
     """Whether code of a user, and not torch, asks for a saved tensor."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in frames(sys._getframe(2)):
         name: str = frame.f_globals.get("__name__", "")
         # `uncompiled` adds a frame of torch in between.
         if not name.startswith("infinity.") and name != "torch._dynamo.eval_frame":
             return name.partition(".")[0] != "torch"
-        frame = frame.f_back
     return False
 
 
 def _in_a_checkpoint() -> bool:
     """Whether the code that runs now is a recomputation of torch's checkpoint."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+    names = (frame.f_globals.get("__name__") for frame in frames(sys._getframe(2)))
+    return "torch.utils.checkpoint" in names
 
 
 def _writes(unit: Unit) -> tuple[int, int]:

@@ -5,12 +5,11 @@ that do not work with its hooks or with its parameters."""
 from __future__ import annotations
 
 import sys
-from types import FrameType
 
 import torch
 
 from infinity.backward import transforms
-from infinity.compilation import is_traced
+from infinity.compilation import frames, is_traced
 from infinity.errors import BudgetError, ShardedParameterError
 
 PLAIN_COPY = (
@@ -34,11 +33,9 @@ def refuse_tracing() -> None:
 def refuse_tracers() -> None:
     """`refuse_tracing`, also while a tracer touches a parameter before it runs the model."""
     refuse_tracing()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames(sys._getframe(1)):
         if frame.f_globals.get("__name__", "").startswith(_FOLLOWING):
             raise ShardedParameterError(_REFUSAL)
-        frame = frame.f_back
 
 
 def refuse_transforms() -> None:

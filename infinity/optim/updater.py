@@ -211,7 +211,8 @@ class Updater(Updates):
             found = exchange.sum_alike(values, OF_A_STEP, digest)
             if found is None:
                 way_out = "give the optimizers of all ranks the same settings and parameters"
-                exchange.explain([] if step is None else step.facts(), way_out)
+                facts = [] if step is None else step.facts()
+                check_alike(exchange.ranks, self._store.patience, facts, way_out)
                 raise ConfigError(f"the optimizers of the ranks differ; {way_out}")
             agreed = iter(found)
             added = next(agreed) > 0

@@ -33,7 +33,6 @@ from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError, InfinityError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
-from infinity.sharding.alike import Facts, check_alike
 from infinity.sharding.lookout import Lookout
 from infinity.sharding.posted import Collective, Contribution, Posted
 from infinity.sharding.ranks import Among, Ranks
@@ -113,10 +112,6 @@ class Exchange:
         contribution = Contribution(join, alike=alike)
         found: list[float] | None = self.post("sum", what, contribution, Among.ALL).wait()
         return found
-
-    def explain(self, facts: Facts, way_out: str) -> None:
-        """Raise `ConfigError` if ranks differ in `facts`; see `check_alike`."""
-        check_alike(self.ranks, self._watch.timeout, facts, way_out)
 
     def most(self, values: Sequence[float], what: str) -> Collective:
         """Begin to find the largest of each of `values` over all ranks. `what` names them in a

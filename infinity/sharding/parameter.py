@@ -19,14 +19,13 @@ bypasses Python's API gets a copy there, too.
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from infinity.compilation import call_uncompiled
+from infinity.compilation import call_uncompiled, frames
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
@@ -365,12 +364,10 @@ def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
 
 def _way_out() -> str:
     """The way out for the function that touches a parameter, if it is known; else ""."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in frames(sys._getframe()):
         way = _WAYS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if way is not None:
             return way
-        frame = frame.f_back
     return ""
 
 

@@ -23,13 +23,13 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map
 
+from infinity.compilation import frames
 from infinity.errors import ConfigError, ShardedParameterError
 from infinity.sharding import backwards
 from infinity.sharding.compiled import makes_graph
@@ -316,10 +316,9 @@ def _side_by_side(pieces: Sequence[torch.Tensor], dimension: int) -> torch.Tenso
 
 def _makes_a_parameter() -> bool:
     """Whether the caller of `__torch_function__` is `nn.Parameter(weight)`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+    codes = (frame.f_code for frame in frames(sys._getframe(2)))
+    callers = (code for code in codes if code.co_name != "__torch_function__")
+    return next(callers, None) is nn.Parameter.__new__.__code__
 
 
 def _side_by_side_in(args: Any, kwargs: Any) -> Any:
