@@ -36,8 +36,8 @@ class Unit:
     shard of the buffer.
 
     Lives as long as the engine. Its parts are `on_device` (brings the parameters), `data` (the
-    tensors of the parameters), `gradients` and `states`. No part uses the unit: each gets facts and
-    listeners.
+    tensors of the parameters), `gradients`, `states` and `update_blocks`. No part uses the unit:
+    each gets facts and listeners.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ DRIVE_OF_ALL = (
 )
 COLLECTIVE = (
     (
-        "`Exchange.fail` ends all, called for any failure here or on another rank, by the "
+        "`Posted.fail` ends all, called for any failure here or on another rank, by the "
         "timeout, and by `close`"
     ),
     "test_waits.py::test_a_wait_for_a_collective_ends",
