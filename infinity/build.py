@@ -66,7 +66,7 @@ from infinity.schedule.trace import Trace
 from infinity.sharding import collectives
 from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.facts import UnitFacts
+from infinity.sharding.facts import UnitFacts, UnitParameters
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.listeners import UnitListeners
 from infinity.sharding.parameter import ShardedParameter
@@ -437,9 +437,7 @@ class Build:
         self._facts = [
             UnitFacts.of(
                 shape,
-                group.parameters,
-                group.stored,
-                tiles,
+                UnitParameters(group.parameters, group.stored, tiles),
                 self.ranks,
                 self.device.torch,
                 config,

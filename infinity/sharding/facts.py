@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,16 @@ from infinity.sharding.layout import FlatLayout, LocalPart, Overlap, TilePlace
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
 from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
+
+
+class UnitParameters(NamedTuple):
+    """The parameters that form a unit: one dtype, all trainable or all frozen."""
+
+    named: Sequence[tuple[str, nn.Parameter]]
+    stored: Sequence[StoredBytes]
+    """The place of each in the user's files; empty unless they are the unit's home."""
+    tiles: Mapping[int, TilePlace]
+    """The places of parameters that are tiles, by `id(parameter)`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,19 +79,14 @@ class UnitFacts:
     def of(
         cls,
         shape: UnitShape,
-        named: Sequence[tuple[str, nn.Parameter]],
-        stored: Sequence[StoredBytes],
-        tiles: Mapping[int, TilePlace],
+        given: UnitParameters,
         ranks: Ranks,
         device: torch.device,
         config: Config,
     ) -> UnitFacts:
-        """The facts of a unit of the `named` parameters: one dtype, all trainable or all frozen.
-
-        `tiles` has the places of parameters that are tiles, by `id(parameter)`.
-        """
-        parameters = tuple(p for _, p in named)
-        places = tuple(tiles.get(id(p)) for p in parameters)
+        """The facts of a unit of the `given` parameters."""
+        parameters = tuple(p for _, p in given.named)
+        places = tuple(given.tiles.get(id(p)) for p in parameters)
         parts = tuple(
             part_of(p) if tile is None else tile.part
             for p, tile in zip(parameters, places, strict=True)
@@ -92,10 +98,10 @@ class UnitFacts:
             shape=shape,
             dtype=dtype,
             gradient_dtype=getattr(torch, gradient_format.name),
-            names=tuple(name for name, _ in named),
+            names=tuple(name for name, _ in given.named),
             parameters=parameters,
             tiles=places,
-            stored=tuple(stored),
+            stored=tuple(given.stored),
             parts=parts,
             counted=tuple(first or cut_along(p) is not None for p in parameters),
             layout=FlatLayout(

@@ -10,7 +10,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
-from infinity.sharding.facts import UnitFacts
+from infinity.sharding.facts import UnitFacts, UnitParameters
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.ranks import ALONE
 
@@ -20,4 +20,6 @@ def facts_of(parameters: Sequence[nn.Parameter], config: Config | None = None) -
     named = [(f"weight{index}", parameter) for index, parameter in enumerate(parameters)]
     numel = FlatLayout([parameter.shape for parameter in parameters]).numel
     shape = UnitShape(0, "unit", numel, 1, 0, Format("float32", 1, 4), trainable=True)
-    return UnitFacts.of(shape, named, [], {}, ALONE, torch.device("cpu"), config or Config())
+    return UnitFacts.of(
+        shape, UnitParameters(named, [], {}), ALONE, torch.device("cpu"), config or Config()
+    )
