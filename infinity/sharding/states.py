@@ -126,8 +126,8 @@ class States:
 
     def put(self, kind: Kind, index: int, part: torch.Tensor, caller: str) -> None:
         """Replace this rank's elements of one parameter by `part` (n,) on the host, as the method
-        `part` gives them. A new parameter takes its master along. Waits for pending updates. When
-        all ranks have called it the caller calls `OnDevice.renew`.
+        `part` gives them. A new parameter takes its master along. Waits for pending updates. The
+        caller then calls `OnDevice.renew`, on every rank.
 
         Raises `ShardedParameterError`, which names the `caller`, inside of a forward, a backward or
         `infinity.gathered`.
