@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from infinity.activations.partitions import check_partitions
-from infinity.assembly import Assembly, Basis, EngineMemory
+from infinity.assembly import Assembly, Basis
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
 from infinity.engine import ATTRIBUTE, Engine
@@ -183,7 +183,7 @@ def _assembled(request: Request, undo: ExitStack) -> Assembly:
         with build.together() as room:
             build.check()
             room += build.room()
-        with build.together():  # before anything that depends on what the ranks were given
+        with build.together():  # before steps that depend on the arguments
             build.compare(origin)
         with build.together():
             if weights is not None and not isinstance(weights, Weights):
@@ -214,7 +214,7 @@ def _assembled(request: Request, undo: ExitStack) -> Assembly:
 
 
 def _outgrown(model: nn.Module) -> Engine | None:
-    """The one engine in `model`, if parameters came to what it wrapped."""
+    """The only engine in `model`, if its model got parameters after `wrap`."""
     engines = [vars(m)[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in vars(m)]
     managed = (ShardedParameter, GatheredParameter)
     if len(engines) != 1:
@@ -471,7 +471,10 @@ class Build:
             declared=self._declared,
             choice=self._choice,
             rates=self._rates,
-            memory=EngineMemory(self._layout, trace, jobs, buffer),
+            layout=self._layout,
+            trace=trace,
+            jobs=jobs,
+            buffer=buffer,
         )
 
 
