@@ -2,7 +2,7 @@
 `infinity run`: losses and weights are those of the same script without one.
 
 The models and the data are local and small. Each variant is one process, forked after the imports
-that all share.
+that all share. Variants that no chosen test needs do not run.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Variant(NamedTuple):
         return f"{self.script}-{'lora' if self.adapters else 'full'}-zero{self.stage}"
 
 
+NAMES = Variant._fields
 SCRIPTS = [(script, adapters) for script in OWN for adapters in (False, True)]
 SCRIPTS.remove(("dpo precomputed", True))
 VARIANTS = [
@@ -136,20 +137,31 @@ def job(top: Path, scripts: Path, variant: Variant) -> hosted.Job:
     return hosted.Job(str(directory), [*map(str, words)], [{}])
 
 
+def chosen(session: pytest.Session) -> list[Variant]:
+    """The variants of the tests of this file that are to run."""
+    tests = [
+        item
+        for item in session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    return [Variant(**{name: each.callspec.params[name] for name in NAMES}) for each in tests]
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all variants have run: plain Python the plain ones, `infinity run` the others."""
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the variants have run: plain Python the plain ones, `infinity run` the others."""
     package = importlib.util.find_spec("trl")
     if package is None or not package.submodule_search_locations:
         pytest.skip("needs trl")
     scripts = Path(package.submodule_search_locations[0]) / "scripts"
     top = tmp_path_factory.mktemp("trl")
     prepare(top)
-    plain = [Variant(script, adapters, 0) for script, adapters in SCRIPTS]
+    variants = chosen(request.session)
+    plain = {each._replace(stage=0): None for each in variants}
     run = [sys.executable, "-m", "infinity_command", "run"]
     hosts = {
         "plain": ([sys.executable], [job(top, scripts, variant) for variant in plain]),
-        "zero": (run, [job(top, scripts, variant) for variant in VARIANTS]),
+        "zero": (run, [job(top, scripts, variant) for variant in variants]),
     }
     trainers = [f"trl.trainer.{key}_trainer" for key in OWN if key.isalpha()]
     hosted.run(top, hosts, ["datasets", *trainers], {})
@@ -174,11 +186,12 @@ def saved(top: Path, variant: Variant) -> tuple[list[float], dict[str, torch.Ten
     return losses, load_file(directory / "out" / f"{name}.safetensors")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
-    "variant",
+    NAMES,
     [
         pytest.param(
-            each,
+            *each,
             id=str(each),
             marks=road(
                 *("TRL", f"`{each.script}`", "`infinity run`", each.stage),
@@ -188,7 +201,10 @@ def saved(top: Path, variant: Variant) -> tuple[list[float], dict[str, torch.Ten
         for each in VARIANTS
     ],
 )
-def test_a_script_of_trl_runs_unmodified(ran: Path, variant: Variant) -> None:
+def test_a_script_of_trl_runs_unmodified(
+    ran: Path, script: str, adapters: bool, stage: int
+) -> None:
+    variant = Variant(script, adapters, stage)
     found, weights = saved(ran, variant)
     expected, plain = saved(ran, variant._replace(stage=0))
     checkpoint = ran / str(variant) / f"out/checkpoint-{STEPS}"
