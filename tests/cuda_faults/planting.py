@@ -19,7 +19,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._sources = folder, folder / "sources"
-        self._fault: Fault | None = None
+        self._planted: list[str] = []  # files
         for name in ("native", "tests/native"):
             # Older than their objects, so only what a fault changes is compiled anew.
             shutil.copytree(
@@ -30,20 +30,21 @@ class Copy:
             )
         shutil.copy2(ROOT / "CMakeLists.txt", self._sources)
 
-    def plant(self, fault: Fault) -> None:
+    def plant(self, *faults: Fault) -> None:
+        """Plant these faults, in place of those before."""
         self.heal()
-        file = self._sources / "native/cuda" / fault.file
-        text = file.read_text()
-        if text.count(fault.old) < 1:
-            raise ValueError(f"{fault.breaks}: {fault.file} has no {fault.old!r}")
-        file.write_text(text.replace(fault.old, fault.new, 1))
-        self._fault = fault
+        for fault in faults:
+            file = self._sources / "native/cuda" / fault.file
+            text = file.read_text()
+            if text.count(fault.old) < 1:
+                raise ValueError(f"{fault.breaks}: {fault.file} has no {fault.old!r}")
+            file.write_text(text.replace(fault.old, fault.new, 1))
+            self._planted.append(f"native/cuda/{fault.file}")
 
     def heal(self) -> None:
-        if self._fault is not None:
-            name = f"native/cuda/{self._fault.file}"
+        for name in self._planted:
             (self._sources / name).write_text((ROOT / name).read_text())
-            self._fault = None
+        self._planted.clear()
 
     def compares(self, sanitizers: str = "", few: bool = True) -> bool:
         """Whether the kernels have the bits of the specification, and no sanitizer reports one."""
