@@ -2,10 +2,13 @@
 collectives and memory of the stage.
 
 This file is also what each rank runs: all the cases of one number of ranks, one after the other.
+Two ranks do all cases. Three do those whose parts may be uneven, and four those of a mesh. With
+`make long-test` four do all.
 """
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +22,34 @@ from support.configs import config_of
 from support.rank_group import run_ranks
 from support.stages import CASES, GPU, HYBRID, Model, flat, same, train
 
+COMPARED = ("ZeRO-1", "ZeRO-3", "ZeRO-3, one micro-batch")
+"""Cases whose bits others must have."""
 UNEVEN = (
-    "data parallel",
-    "ZeRO-1",
-    "ZeRO-1, gradients at home",
-    "ZeRO-2",
-    "ZeRO-3",
-    "ZeRO-Inf-NVMe",
-    "ZeRO-3, one micro-batch",
-    "some kept, little memory",
-    "ZeRO-3, no_sync",
+    *("data parallel", "ZeRO-1", "ZeRO-1, gradients at home", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe"),
+    *("ZeRO-3, one micro-batch", "some kept, little memory", "ZeRO-3, no_sync"),
 )
-"""What three ranks do, among whom nothing is divided evenly; four do all."""
+"""What three ranks do, among whom nothing is divided evenly."""
+GROUPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "two": (2, tuple(CASES)),
+    "three": (3, UNEVEN),
+    "four": (4, (*COMPARED, *HYBRID)),
+    "four, all": (4, (*CASES, *HYBRID)),
+}
+"""How many ranks, and their cases."""
 
 
 def serve(directory: Path, rank: int, ranks: int) -> None:
     """One rank, from start to end."""
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    results = {
-        name: train(case, directory / f"{name} {rank}", rank, dist.group.WORLD)
-        for name, case in CASES.items()
-        if ranks == 4 or name in UNEVEN
-    }
+    _, names = GROUPS[directory.name.rstrip(string.digits)]
+    mesh = dist.group.WORLD
     if ranks == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        results |= {
-            name: train(case, directory / f"{name} {rank}", rank, mesh)
-            for name, case in HYBRID.items()
-        }
+    results = {}
+    for name in names:
+        group = mesh if name in HYBRID else dist.group.WORLD
+        results[name] = train((CASES | HYBRID)[name], directory / f"{name} {rank}", rank, group)
     torch.save(results, directory / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -55,12 +57,15 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
 # This side
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(
+    scope="module",
+    params=["two", "three", "four", pytest.param("four, all", marks=pytest.mark.long)],
+)
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """By rank, then by case."""
-    directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
+    directory, (ranks, _) = tmp_path_factory.mktemp(request.param), GROUPS[request.param]
     run_ranks(__file__, directory, ranks)
     return [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
 
