@@ -86,31 +86,34 @@ def _is_tensor(value: Any) -> bool:
 
 
 @functools.cache
-def cases(tiled: bool) -> tuple[Case, ...]:
-    """One call of each operator; with `tiled` those of weights that have rows to cut.
+def cases() -> dict[bool, tuple[Case, ...]]:
+    """One call of each operator; at True those of weights that have rows to cut into tiles.
 
     The catalogue reads the whole stack of calls for each sample, which takes seconds below pytest
     and little in a thread.
     """
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_cases, tiled).result()
+        return pool.submit(_cases).result()
 
 
-def _cases(tiled: bool) -> tuple[Case, ...]:
-    found = []
+def _cases() -> dict[bool, tuple[Case, ...]]:
+    found: dict[bool, dict[str, Case]] = {False: {}, True: {}}
     for op in catalogue.op_db:
         if op.name in NOT_COMPARABLE or not op.supports_dtype(torch.float32, "cpu"):
             continue
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
-                if _is_weight(sample.input, tiled):
-                    call = functools.partial(_call, op.op, sample.args, sample.kwargs)
-                    name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-                    found.append(Case(name, call, sample.input, op.supports_autograd))
+                call = functools.partial(_call, op.op, sample.args, sample.kwargs)
+                case = Case(name, call, sample.input, op.supports_autograd)
+                for tiled, some in found.items():
+                    if _is_weight(sample.input, tiled):
+                        some.setdefault(name, case)
+                if name in found[True]:  # and so in the other one
                     break
-    return tuple(found)
+    return {tiled: tuple(some.values()) for tiled, some in found.items()}
 
 
 def _is_weight(value: Any, tiled: bool) -> bool:
@@ -225,7 +228,7 @@ def wrapped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[tuple[Case, ...], Any]]:
     """The cases, and a wrapped model with a module for each."""
-    some = cases(request.param)
+    some = cases()[request.param]
     kind = LinearHolder if request.param else Holder
     model = nn.ModuleList(kind(case.weight) for case in some)
     if request.param:
