@@ -41,6 +41,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "dtype",
     [
