@@ -365,6 +365,7 @@ def both(loss: Loss, place: str, weight: str, wrap: Wrap) -> Iterator[tuple[Any,
 weights = pytest.mark.parametrize("weight", WEIGHTS)
 
 
+@pytest.mark.pairs
 @weights
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOSSES)
@@ -384,6 +385,7 @@ def test_a_transformed_loss_after_the_forward_has_the_bits_of_plain_pytorch(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.pairs
 @weights
 @pytest.mark.parametrize("place", [place for place in PLACES if place != AFTER])
 @pytest.mark.parametrize("name", TRANSFORMED)
