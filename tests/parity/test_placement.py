@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity
+from support import elsewhere
 from support.budgets import ROOMY
 from support.configs import config_of
 from support.machine import IO_ENGINES, ISAS, PAGE, TIERS
@@ -117,6 +118,7 @@ def check_equal(outcome: Outcome, expected: Outcome) -> None:
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
+@pytest.mark.pairs
 @each_precision
 @pytest.mark.parametrize(
     ("parameters", "gradients", "optimizer"), list(itertools.product(TIERS, repeat=3))
@@ -135,6 +137,7 @@ def test_every_tier_of_every_state_with_the_smallest_budgets(
     check(train(precision=precision, **where, **budgets), precision)
 
 
+@pytest.mark.pairs
 @each_precision
 @pytest.mark.parametrize("extra_gpu", [0, 1, 4, 9, 17, 40])
 @pytest.mark.parametrize("extra_cpu", [0, 500])
@@ -151,6 +154,7 @@ def test_budgets_from_the_smallest_up(
     check(train(precision=precision, nvme=[tmp_path], **budgets), precision)
 
 
+@pytest.mark.pairs
 @each_precision
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 @pytest.mark.parametrize("gpu_cache", ["300KiB", "700KiB", "auto"])
@@ -183,6 +187,7 @@ def test_pieces_of_any_length(
         check_equal(other, first)
 
 
+@pytest.mark.pairs
 @each_precision
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
 @pytest.mark.parametrize("copy_on_write", [True, False])
@@ -210,6 +215,7 @@ def test_io_engine_copy_on_write_and_stripes(
     assert [list(path.iterdir()) for path in paths] == [[]] * len(shares)
 
 
+@pytest.mark.pairs
 @each_precision
 @pytest.mark.parametrize("instruction_set", [*ISAS, "auto"])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -224,8 +230,13 @@ def test_instruction_sets_and_threads(
     )
 
 
+EXAMPLES = 8 if elsewhere.KIND == "queued" else 25
+
+
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     precision=st.sampled_from(PRECISIONS),
