@@ -248,6 +248,7 @@ def test_noise_is_another_in_every_step_unit_and_place(form: Format) -> None:
     kernels.close()
 
 
+@pytest.mark.pairs
 @low_bits
 @pytest.mark.parametrize(("parameters", "optimizer"), list(itertools.product(TIERS, repeat=2)))
 def test_every_tier_with_the_smallest_budgets(
