@@ -74,6 +74,7 @@ def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
         check_traffic(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("extra", [0, 4, 16, 100])
@@ -128,6 +129,7 @@ def test_who_waits_for_updates_has_parameters_read_again(
         assert alone.read_again == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize(
