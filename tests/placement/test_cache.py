@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def on_nvme(engine: infinity.Engine) -> int:
 # Bytes
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -169,34 +171,44 @@ def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculativ
 # Values
 
 
+def trained(engine: infinity.Engine) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+    """The norms of nine steps, two of which are clipped, and all values after them."""
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+    norms = []
+    for number in range(9):
+        step(engine, optimizer, number)
+        norms.append(optimizer.grad_norm)
+    assert sum(norm > LIMIT for norm in norms if norm is not None) == 2
+    return norms, everything(engine, optimizer)
+
+
+@cache
+def trained_in_host_memory(
+    precision: str,
+) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+    options: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "64MiB", "update": "plain"}
+    config = config_of(parameters="cpu", optimizer="cpu", precision=precision, **options)
+    model = infinity.wrap(build(), config)
+    with infinity.engine(model) as engine:
+        return trained(engine)
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("share", SHARES)
 def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(
-    precision: str, mode: str, wrap: Wrap
+    precision: str, mode: str, share: float, wrap: Wrap
 ) -> None:
-    outcomes = []
     options = {"precision": precision, "update": mode}
-    whole = on_nvme(wrap(0, **options))
-    for share in (None, *SHARES):
-        if share is None:
-            engine = wrap(
-                0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"}
-            )
-        else:
-            engine = wrap(int(share * whole), **options)
-        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
-        norms = []
-        for number in range(9):
-            step(engine, optimizer, number)
-            norms.append(optimizer.grad_norm)
-        assert sum(norm > LIMIT for norm in norms if norm is not None) == 2
-        outcomes.append((norms, everything(engine, optimizer)))
-        counters = engine.recorder.counters()
-        if mode == "speculative" and share not in (None, 1.0):
-            assert counters["updates kept"] > 0 and counters["updates rolled back"] > 0
-    for norms, values in outcomes[1:]:
-        assert norms == outcomes[0][0]
-        assert_equal(values, outcomes[0][1])
+    engine = wrap(int(share * on_nvme(wrap(0, **options))), **options)
+    norms, values = trained(engine)
+    counters = engine.recorder.counters()
+    if mode == "speculative" and share < 1.0:
+        assert counters["updates kept"] > 0 and counters["updates rolled back"] > 0
+    expected = trained_in_host_memory(precision)
+    assert norms == expected[0]
+    assert_equal(values, expected[1])
 
 
 @settings(
