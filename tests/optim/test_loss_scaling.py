@@ -293,6 +293,7 @@ def test_a_loss_that_is_not_scaled_in_fp16_is_told_once(
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["plain", "exact", "speculative"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["tokens.weight", "blocks.2.up.bias", "norm.weight"])
