@@ -63,6 +63,7 @@ RULES: dict[str, dict[str, Callable[[Side], Any]]] = {
 CASES = [(rule, name) for rule in RULES for name in (*EDITS, *RULES[rule])]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("rule", "edit"), CASES)
 def test_an_edit_counts(rule: str, edit: str, tiles: bool, tmp_path: Path) -> None:
