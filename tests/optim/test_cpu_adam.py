@@ -186,6 +186,7 @@ def test_the_position_means_nothing_without_noise(isa: str) -> None:
     assert chunk.update(isa).bits() == expected
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("param", "master"), MASTERS)
 @pytest.mark.parametrize("isa", ISAS)
@@ -235,6 +236,7 @@ def reference(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return w - fp32(hyper.lr / hyper.bias_correction1) * (m / d), m, v
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("grad", [*DTYPES, None])
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("hyper", HYPERS)
