@@ -71,6 +71,7 @@ def are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_killed_again_and_again_it_ends_with_the_same_bits(
@@ -162,8 +163,12 @@ def _step_of_some(model: Model, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+AT = [0, 1, 2, *(pytest.param(at, marks=pytest.mark.long) for at in (3, 4))]
+"""One step of three is committed, so the first three places are all that differ."""
+
+
 @pytest.mark.parametrize("what", list(BETWEEN))
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_what_comes_between_leaves_a_whole_state_to_be_committed(
     what: str, at: int, update: str, cache: int | str, tmp_path: Path

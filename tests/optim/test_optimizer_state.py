@@ -61,6 +61,7 @@ def same_states(ours: Side, theirs: Side) -> None:
             )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tier", "tiles"), PLACES)
 @pytest.mark.parametrize("name", MOMENTS)
 def test_it_has_what_torch_has(name: str, tier: str, tiles: bool, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_it_has_what_torch_has(name: str, tier: str, tiles: bool, tmp_path: Path
         same_states(ours, theirs)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tier", "tiles"), PLACES)
 @pytest.mark.parametrize("name", MOMENTS)
 def test_what_is_written_in_place_is_the_state(
@@ -122,6 +124,7 @@ RESETS: dict[str, Callable[[Side, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tier", "tiles"), PLACES)
 @pytest.mark.parametrize("name", ["adamw", "momentum", "lion"])
 @pytest.mark.parametrize("reset", RESETS)
