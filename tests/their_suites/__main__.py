@@ -39,7 +39,7 @@ SUITES = {
     "accelerate": Suite(["tests/deepspeed"], []),
     "trl": Suite(["tests/distributed"], ["-k", "zero"]),
     "transformers": Suite(
-        ["tests/deepspeed/test_deepspeed.py"], ["-k", "Core or TrainerIntegration"]
+        ["tests/deepspeed/test_deepspeed.py"], ["-k", "Core or TrainerIntegration or Launcher"]
     ),
     "lightning": Suite(
         [
