@@ -42,7 +42,7 @@ import infinity
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.modules.hooks import Hooks
 from infinity.modules.packing import Packer
-from infinity.optim.job_queue import JobQueue
+from infinity.optim.job_table import JobTable
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
 from infinity.quantities import round_up
@@ -72,7 +72,7 @@ COMPONENTS: dict[str, dict[type, tuple[str, ...]]] = {
         Optimizer: ("step", "zero_grad"),
         Updater: ("post", "gradients_came", "pass_forward"),
     },
-    WAITS: {Residency: ("wait", "await_idle"), JobQueue: ("_wait_for",)},
+    WAITS: {Residency: ("wait", "await_idle"), JobTable: ("block_until",)},
 }
 """What is timed of the thread of the model, by component."""
 

@@ -50,7 +50,7 @@ class JobState(enum.Enum):
 
 class Job:
     """The update of `unit` on its way through the pipeline. `JobQueue` alone changes it, under its
-    lock.
+    lock. One class, because that lock protects all of it.
 
     `place` is the unit's position in the next forward, `number` that of the step that it is for;
     `meter` counts what the job moves, in bytes.
@@ -63,7 +63,6 @@ class Job:
         self.left = unit.store.steps_left(number)
         """How many steps lie between this one and the one that is committed next."""
         self.state = JobState.AWAITED
-        self._is_durable = unit.store.is_durable
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
         starts = unit.states.update_chunks()
@@ -107,7 +106,8 @@ class Job:
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
         return may_begin and (
-            not self._is_durable or (self.unit.states.is_free(self.left) and not self.is_pinned)
+            not self.unit.store.is_durable
+            or (self.unit.states.is_free(self.left) and not self.is_pinned)
         )
 
     @property
@@ -118,7 +118,7 @@ class Job:
     @property
     def writes_through(self) -> bool:
         """Whether it writes what is cached, too, because its step is committed."""
-        return self._is_durable and self.left == 0
+        return self.unit.store.is_durable and self.left == 0
 
     @property
     def read_again(self) -> int:

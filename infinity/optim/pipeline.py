@@ -1,7 +1,7 @@
 """The update pipeline: one thread that takes chunk after chunk of units through read i+1 | update i
 | write i-1.
 
-Which chunk is next is said in `infinity.optim.job_queue`; what an update does to one, in
+Which chunk is next is said in `infinity.optim.job_table`; what an update does to one, in
 `infinity.optim.chunk`.
 
 [Note: nobody waits for writes]
@@ -64,7 +64,8 @@ class Pipeline:
         self._kernels = kernels
         self._recorder = recorder
         self.jobs = jobs
-        """What it is to do; any thread may post and wait there."""
+        """Its jobs; any thread may post and wait there."""
+        self._queue = jobs.chunks
         self._chunks = ChunksByPhase()
         self._busy = Stopwatch()
         self._busy_before = 0.0
@@ -91,7 +92,7 @@ class Pipeline:
     def _run(self) -> None:
         try:
             self._store.begin_thread()
-            while self.jobs.await_work(self._may_hold()):
+            while self._queue.await_work(self._may_hold()):
                 self._busy.start()
                 while self._work():
                     pass
@@ -107,7 +108,7 @@ class Pipeline:
             with contextlib.ExitStack() as stack:  # each of these happens; the last one first
                 stack.callback(self.jobs.end_jobs)
                 for chunk in self._chunks.all():
-                    stack.callback(self.jobs.leave, chunk.job)
+                    stack.callback(self._queue.leave, chunk.job)
                     stack.callback(chunk.abandon)
                 stack.callback(self.jobs.refuse)
                 stack.callback(self._store.latch.fail, error)
@@ -195,7 +196,7 @@ class Pipeline:
     def _update_in_memory(self, turn: _Turn) -> bool:
         """Update a chunk that needs no I/O, where none that has been read is needed sooner."""
         before = turn.first.job.place if turn.first is not None and turn.arrived else math.inf
-        taken = self.jobs.take_in_memory(before, turn.may_write)
+        taken = self._queue.take_in_memory(before, turn.may_write)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
         if chunk is None:
             return False
@@ -252,7 +253,7 @@ class Pipeline:
         held = self._chunks.of(Phase.HELD)
         if held:
             self._busy.stop()
-            self.jobs.await_change(
+            self._queue.await_change(
                 lambda: any(chunk.may_go_on() for chunk in held), self._may_hold()
             )
             self._busy.start()
@@ -269,7 +270,7 @@ class Pipeline:
     def _check_out(self, ready: bool, wait: bool) -> bool:
         """Start to read the next chunk; False when there is none, or (without `wait`) no slots for
         it."""
-        taken = self.jobs.take(self._may_hold(), ready)
+        taken = self._queue.take(self._may_hold(), ready)
         return taken is not None and self._open(*taken, taken[0].chunks, wait) is not None
 
     def _open(self, job: Job, begin: int, queue: deque[int], wait: bool) -> Chunk | None:
@@ -291,7 +292,7 @@ class Pipeline:
             outs = staging.check_out(request) if wait else staging.try_check_out(request)
         finally:
             if outs is None:
-                self.jobs.put_back(job, queue, begin)
+                self._queue.put_back(job, queue, begin)
         if outs is None:
             return None
         chunk = Chunk(job, begin, dict(zip(unit.blocks, outs, strict=True)))
@@ -349,7 +350,7 @@ class Pipeline:
         chunk.await_device()
         chunk.job.placed &= chunk.placing is not None
         chunk.release()
-        self.jobs.leave(chunk.job)
+        self._queue.leave(chunk.job)
         self._chunks.remove(chunk)
 
 

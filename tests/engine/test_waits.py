@@ -27,7 +27,7 @@ from infinity.errors import EngineClosedError
 from infinity.modules.interleave import Interleaver
 from infinity.nvme.ticket import Ticket
 from infinity.optim.chunk import Chunk
-from infinity.optim.job_queue import JobQueue
+from infinity.optim.job_queue import ChunkQueue, JobQueue
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
@@ -172,9 +172,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "pinning.py Pinning.close": ("each slice ends, and no other one is begun", PINNING[1]),
     "optim/chunk.py Chunk.wait": DRIVE,
     "optim/chunk.py Chunk.await_device": DEVICE,
-    "optim/job_queue.py JobQueue._wait_for": PIPELINE,
-    "optim/job_queue.py JobQueue.await_work": ("`close` notifies", CLOSING[1]),
-    "optim/job_queue.py JobQueue.await_change": (
+    "optim/job_table.py JobTable.block_until": PIPELINE,
+    "optim/job_queue.py ChunkQueue.await_work": ("`close` notifies", CLOSING[1]),
+    "optim/job_queue.py ChunkQueue.await_change": (
         "`close` ends what is held",
         "test_waits.py::test_close_ends_what_the_updater_holds",
     ),
@@ -276,7 +276,7 @@ LOCKS: dict[str, str] = {
     "observe.py Recorder._lock": "for a few lines",
     "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
     "durable/committer.py Committer._changed": "for a few lines; who waits on it lets go of it",
-    "optim/job_queue.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
+    "optim/job_table.py JobTable.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
     "durable/agreement.py Agreement._lock": (
         "held while torch.distributed's store takes a note, or raises after its timeout"
@@ -700,13 +700,13 @@ def test_close_ends_what_the_updater_holds(start: Start, monkeypatch: pytest.Mon
         run.step()
     run.engine.drain()
     waits = threading.Event()
-    plain = JobQueue.await_change
+    plain = ChunkQueue.await_change
 
     def await_change(*args: Any) -> None:
         waits.set()
         plain(*args)
 
-    monkeypatch.setattr(JobQueue, "await_change", await_change)
+    monkeypatch.setattr(ChunkQueue, "await_change", await_change)
     run.forward()
     assert waits.wait(PATIENCE), "nothing was read ahead"
     monkeypatch.setattr(Updater, "rollback", lambda *_: 1 // 0)

@@ -50,7 +50,7 @@ class World:
     def take(self) -> int | None:
         """The number of the unit that is taken; what was `asked` before is forgotten."""
         self.asked.clear()
-        taken = self.queue.take(may_hold=True, ready=True)
+        taken = self.queue.chunks.take(may_hold=True, ready=True)
         return None if taken is None else taken[0].place
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from infinity.nvme.ticket import Ticket
-from infinity.optim.job_queue import JobQueue
+from infinity.optim.job_queue import ChunkQueue, JobQueue
+from infinity.optim.job_table import JobTable
 from infinity.optim.pipeline import Pipeline
 from infinity.optim.speculation import Speculation
 from infinity.optim.updater import Updater
@@ -29,7 +30,7 @@ from infinity.tiers.resident import Loader, Residency
 from infinity.tiers.staging import Staging
 
 CLASSES = (
-    *(JobQueue, Pipeline, Speculation, Updater),
+    *(ChunkQueue, JobQueue, JobTable, Pipeline, Speculation, Updater),
     *(Exchange, GradientBlock, GradientReduction, Gradients, States),
     *(Chunks, Fetch, Loader, Mover, Residency, Staging, Ticket),
 )

@@ -35,7 +35,7 @@ from infinity.durable import committer
 from infinity.durable.committer import Committer
 from infinity.durable.states import HEAD_BYTES, RecordKey
 from infinity.durable.store import DurableStore
-from infinity.optim.job_queue import JobQueue
+from infinity.optim.job_table import JobTable
 from infinity.optim.updater import Updater
 from infinity.tiers.manifest import MANIFEST_NAME
 from support.configs import config_of
@@ -720,7 +720,7 @@ def updates_in_backward_wait_for_the_commits_of_others(directory: Path, rank: in
     has no place on the compute device, and on the second rank nothing else needs that it ends."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(JobQueue, "_is_waited_for", lambda queue: False)
+            patch.setattr(JobTable, "_is_waited_for", lambda table: False)
         _train_with_updates_in_backward(directory, rank)
 
 

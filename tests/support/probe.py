@@ -206,7 +206,7 @@ class Probe:
         pipeline, queue = self.pipeline, self.jobs
         self.await_jobs(
             lambda: (
-                not queue.has_work(pipeline._may_hold())
+                not queue.chunks._table.has_next(pipeline._may_hold())
                 and not any(job.in_flight for job in queue.jobs)
             )
         )
