@@ -15,82 +15,57 @@ from __future__ import annotations
 
 import logging
 import math
-import uuid
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from infinity.activations.first_batch import FirstBatch
-from infinity.activations.gauge import Gauge
-from infinity.activations.partitions import Partitions, check_partitions
-from infinity.activations.recompute import Recomputation
-from infinity.activations.saved_tensors import SavedTensorOffloader
-from infinity.activations.treatments import Treatments
-from infinity.closing import end_with
+from infinity.activations.partitions import check_partitions
+from infinity.assembly import Assembly, Basis, EngineMemory
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
-from infinity.engine import ATTRIBUTE, Engine, Parts
+from infinity.engine import ATTRIBUTE, Engine
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, most_of_device, read_host
 from infinity.measure.rates import DTYPES, copies, formats_of, updates
 from infinity.modules.check import check_arguments, check_model
-from infinity.modules.division import Division, divisions, first_fitting
-from infinity.modules.execution import Executions
-from infinity.modules.facade import move_buffers
-from infinity.modules.given import GivenTensors
 from infinity.modules.grouping import Units
-from infinity.modules.hooks import Hooks
-from infinity.modules.spans import Spans
 from infinity.observe import Recorder
 from infinity.optim.family import typical_update
 from infinity.optim.job_queue import JobQueue
 from infinity.optim.kernels import Kernels
-from infinity.optim.lazy_gradient import LazyGradients
-from infinity.optim.speculation import Policy
-from infinity.optim.step import StepRun
-from infinity.optim.updater import StepListeners, Updater
 from infinity.own_engines import beside_own_engines
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Machine, describe_choice
-from infinity.placement.demand import Demand, UnitShape, demand_of, in_one_pool
-from infinity.placement.treatment import ActivationRoom
-from infinity.report import Reporter, StepMeter
-from infinity.schedule.runtime import Runtime
+from infinity.placement.decide import describe_choice
+from infinity.placement.demand import Demand, in_one_pool
 from infinity.schedule.trace import Trace
-from infinity.sharding import collectives
 from infinity.sharding.alike import Fact, Facts, check_alike, facts_of, settings_of
-from infinity.sharding.exchange import Exchange
-from infinity.sharding.facts import UnitFacts
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
-from infinity.sharding.tiles import tile_places
-from infinity.sharding.unit import Unit, UnitListeners, UnitServices, declare
+from infinity.sharding.unit import declare
 from infinity.sharding.views import GatheredParameter
-from infinity.sharding.watch import announce, ranks_of_this_node, together, told
-from infinity.tiers.originals import StoredBytes
+from infinity.sharding.watch import announce, ranks_of_this_node, together
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
-from infinity.tiles.tiling import InTiles, refuse_retained, relink
-from infinity.unwrapping import KeptValues, forget_kept, unwrap
+from infinity.unit_search import UnitSearch
+from infinity.unwrapping import KeptValues, unwrap
 from infinity.version import __version__
-from infinity.weights.frozen import StoredParameters, find_stored
 from infinity.weights.init import replace_meta
-from infinity.weights.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
+from infinity.weights.load import FirstValues, Weights, open_weights
 from infinity.weights.matching import all_adapters
 from infinity.weights.snapshot import Snapshot
-from infinity.weights.taped import as_built, give_up
+from infinity.weights.taped import as_built
 from infinity.weights.tensors import Source
 
 if TYPE_CHECKING:
-    from infinity.durable.session import Session
+    from infinity.durable.resumption import Resumption
     from infinity.durable.store import DurableStore
 
 log = logging.getLogger("infinity")
@@ -161,46 +136,51 @@ def wrap(
     model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
     keep.
     """
+    request = Request(model, config, weights, units, group, seed, resume)
     with beside_own_engines(config), ExitStack() as undo:
-        build = _built(model, config, weights, units, group, seed, undo, resume)
-        build.keep()
+        _assembled(request, undo).keep()
     return model
 
 
 @contextmanager
 def wrapping(model: Model, config: Config | None = None, units: Units = None) -> Iterator[Model]:
-    """`wrap`, and a block that belongs to it: what fails in the block, on any rank, undoes all."""
+    """`wrap`, and a block that belongs to it: a failure in the block, on any rank, undoes all."""
     with beside_own_engines(config), ExitStack() as undo:
-        build = _built(model, config, None, units, "auto", None, undo)
-        with build.together():
+        assembly = _assembled(Request(model, config, units=units), undo)
+        with assembly.basis.together():
             yield model
-        build.keep()
+        assembly.keep()
 
 
-def _built(
-    model: nn.Module,
-    config: Config | None,
-    weights: Source | Weights | None,
-    units: Units,
-    group: GivenGroup,
-    seed: int | None,
-    undo: ExitStack,
-    resume: bool = False,
-) -> Build:
-    """All steps of `wrap`, which `undo` undoes."""
-    check_arguments(model, config, units, seed)
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `wrap`."""
+
+    model: nn.Module
+    config: Config | None = None
+    weights: Source | Weights | None = None
+    units: Units = None
+    group: GivenGroup = "auto"
+    seed: int | None = None
+    resume: bool = False
+
+
+def _assembled(request: Request, undo: ExitStack) -> Assembly:
+    """All steps of `wrap` but the last, which `undo` undoes."""
+    model, weights, seed = request.model, request.weights, request.seed
+    check_arguments(model, request.config, request.units, seed)
     values: FirstValues | None = weights if isinstance(weights, Weights) else None
     before = _outgrown(model)
     if before is not None:
-        config = before.config if config is None else config
+        if request.config is None:
+            request = replace(request, config=before.config)
         _take_apart(before)
         values = KeptValues.of(model, are_fresh=True)
-    elif weights is None and not resume:
+    elif weights is None and not request.resume:
         values = KeptValues.of(model)
-    config = Config() if config is None else config
-    build = Build(model, config, group, undo, resume)
+    build = Build(request, undo)
     origin = [("weights", "none" if values is weights is None else "given"), ("seed", seed)]
-    with as_built(), nullcontext() if config.inference else all_adapters(model):
+    with as_built(), nullcontext() if build.config.inference else all_adapters(model):
         with build.together() as room:
             build.check()
             room += build.room()
@@ -209,7 +189,7 @@ def _built(
         with build.together():
             if weights is not None and not isinstance(weights, Weights):
                 values = open_weights(weights, model)
-            build.group(units, values, room[0])
+            build.group(values, room[0])
             build.size()
         with build.together() as least:
             build.find()
@@ -223,16 +203,15 @@ def _built(
         with build.together():  # before the first collective
             build.compare_places()
         with build.together():
-            build.allocate()
+            basis = build.allocate()
         with build.together():
-            build.meet()
-            build.take_over()
+            assembly = Assembly(basis)
+            assembly.take_over(build.resumption)
         with build.together():  # no rank gives up what another one may still refuse
-            build.fill(values, seed)
-            build.move_buffers()
-            build.await_pinned()
-            build.hook()
-    return build
+            assembly.fill(values, seed)
+            assembly.move_buffers()
+            assembly.hook()
+    return assembly
 
 
 def _outgrown(model: nn.Module) -> Engine | None:
@@ -258,58 +237,33 @@ def _take_apart(engine: Engine) -> None:
 
 
 class Build:
-    """The parts of an engine on their way: each step adds some. The steps are called once, in the
-    order in which they stand."""
+    """The first steps of `wrap`: they check, decide and allocate. The steps are called once, in the
+    order in which they stand. One class, because each of them needs results of those before."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        group: GivenGroup,
-        undo: ExitStack,
-        resume: bool = False,
-    ) -> None:
-        self.undo = undo
-        """What undoes all that was done so far, the last first."""
-        self.ranks = find_ranks(group, config.stage)
-        self.exchange: Exchange | None = None
-        self.buffer: GradientBuffer | None = None
-        self.durability: Session | None = None
+    def __init__(self, request: Request, undo: ExitStack) -> None:
+        self.config = Config() if request.config is None else request.config
+        """The settings; `room` may change the budgets."""
+        self.resumption: Resumption | None = None
+        """The committed states, with durability."""
         self._durable: DurableStore | None = None  # the store, with durability
-        self._repeated: dict[nn.Module, str] = {}  # its blocks, by name
-        self._blocks: dict[nn.Module, str] = {}  # those that are recomputed
-        self._resume = resume
-        self._model = model
-        self._config = config
+        self._request = request
+        self._model = request.model
+        self._undo = undo  # undoes all that was done so far, the last first
+        self._ranks = find_ranks(request.group, self.config.stage)
         self._recorder = Recorder(profiler_ranges())
 
     def together(self) -> AbstractContextManager[list[float]]:
         """A block that ends well on all ranks or on none."""
-        return together(self.ranks, self._config.tuning.collective_timeout)
-
-    def keep(self) -> None:
-        """The last step: nothing is undone any more."""
-        for unit in self.units:
-            unit.on_device.renew()
-        if self._config.deterministic:
-            self.device.compute_deterministically()
-        if not self._config.inference:  # which changes no master
-            forget_kept(self._model, self.undo)
-        give_up(self._snapshot.parameters, self.undo)
-        self.undo.pop_all()
-        if self.durability is not None:
-            self.durability.begin()
-
-    # What changes nothing
+        return together(self._ranks, self.config.tuning.collective_timeout)
 
     def check(self) -> None:
         """Refuse what cannot be wrapped."""
-        announce(self.ranks)
-        self.device = ComputeDevice(self._config.tuning.device)
-        self.undo.callback(self.device.close)
-        if self._config.deterministic and (problem := self.device.nondeterminism()):
+        announce(self._ranks)
+        self._device = ComputeDevice(self.config.tuning.device)
+        self._undo.callback(self._device.close)
+        if self.config.deterministic and (problem := self._device.nondeterminism()):
             raise ConfigError(f"deterministic=True: {problem}")
-        check_reach(self.ranks, self.device.torch.type)
+        check_reach(self._ranks, self._device.torch.type)
         for name, module in self._model.named_modules():
             if ATTRIBUTE in vars(module):
                 raise ConfigError(
@@ -324,54 +278,27 @@ class Build:
                         "infinity.engine(model).unwrap() before"
                     )
                 )
-        dtype = DTYPES.get(self._config.precision)
-        check_model(self._model, dtype, trains=not self._config.inference)
-        self._check_durability()
-
-    def _check_durability(self) -> None:
-        if self._config.durability == "off" and self._resume:
-            raise ConfigError(
-                "resume=True goes on from committed states, which there are with "
-                "Config(durability='step')"
-            )
-        if self._config.durability != "off" and not any(
-            parameter.requires_grad for parameter in self._model.parameters()
-        ):
-            raise ConfigError(
-                "durability commits what is trained, and all parameters are frozen; set "
-                "durability='off'"
-            )
+        dtype = DTYPES.get(self.config.precision)
+        check_model(self._model, dtype, trains=not self.config.inference)
+        _check_durability(self._model, self.config, self._request.resume)
 
     def compare(self, origin: Sequence[tuple[str, object]]) -> None:
         """Raise one `ConfigError` on all ranks unless these were given the same: versions,
         settings, parameters, and the `origin` of their values."""
         names = [("infinity", __version__), ("torch", torch.__version__)]
         self._given = [
-            *facts_of([*names, ("the kind of device", self.device.torch.type)]),
-            *facts_of([*origin, ("resume", self._resume)]),
-            *settings_of(self._config),
-            *self._parameter_facts(),
+            *facts_of([*names, ("the kind of device", self._device.torch.type)]),
+            *facts_of([*origin, ("resume", self._request.resume)]),
+            *settings_of(self.config),
+            *_parameter_facts(self._model, trains=not self.config.inference),
         ]
         self._check_alike(self._given)
-
-    def _parameter_facts(self) -> list[Fact]:
-        """Every parameter under each of its names, in the order of the modules."""
-        facts, first = [], dict[int, str]()
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            with torch._C.DisableTorchFunctionSubclass():
-                shape, dtype = list(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-                trains = parameter.requires_grad and not self._config.inference
-            words = f"{dtype} {shape}, {'trained' if trains else 'frozen'}"
-            tied = first.setdefault(id(parameter), name)
-            words += f", the same as {tied}" * (tied != name)
-            facts.append(Fact(f"parameter {name}", words))
-        return facts
 
     def compare_places(self) -> None:
         """Like `compare`, of units and where their blocks are at home; among tensor parallel ranks,
         too."""
         facts = list(self._given)
-        for unit in self._facts:
+        for unit in self._found.facts:
             kind = str(unit.dtype).removeprefix("torch.")
             facts.append(Fact(f"unit {unit.name}", f"{unit.layout.numel} elements of {kind}"))
             facts += [Fact(f"the unit of {name}", unit.name) for name in unit.names]
@@ -382,138 +309,84 @@ class Build:
         self._check_alike(facts)
 
     def _check_alike(self, facts: Facts) -> None:
-        timeout = self._config.tuning.collective_timeout
+        timeout = self.config.tuning.collective_timeout
         way_out = (
             "give infinity.wrap the same model and Config on all ranks of `group`, or "
             "group=None where each rank trains a model of its own"
         )
-        check_alike(self.ranks, timeout, facts, way_out)
+        check_alike(self._ranks, timeout, facts, way_out)
 
     def room(self) -> Sequence[float]:
         """The bytes of the compute device that the engine may take at most."""
-        config, ranks = self._config, ranks_of_this_node(self.ranks)
-        self._available = Available(read_host(), self.device.memory(), ranks)
-        self._config = in_one_pool(config, self._available)
+        config, ranks = self.config, ranks_of_this_node(self._ranks)
+        self._available = Available(read_host(), self._device.memory(), ranks)
+        self.config = in_one_pool(config, self._available)
         return [most_of_device(config.gpu_memory, config.cpu_memory, self._available)]
 
-    def group(self, given: Units, values: FirstValues | None, room: float) -> None:
-        """Find the units, and the modules that use each. Meta parameters get a stand-in.
-
-        Where the units do not fit into `room` bytes of the compute device, and nobody has `given`
-        them, they are made smaller (`modules/division`).
-        """
-        model, config = self._model, self._config
+    def group(self, values: FirstValues | None, room: float) -> None:
+        """Find the units, and the modules that use each, within `room` bytes of the compute device.
+        Meta parameters get a placeholder."""
+        model = self._model
         self._snapshot = Snapshot(model)
-        self.undo.callback(self._snapshot.restore)
-        self._empty = replace_meta(model)
-        self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
-        if config.tuning.partition_activations:
+        self._undo.callback(self._snapshot.restore)
+        empty = replace_meta(model)
+        self._ranks = with_tensor_parallel(self._ranks, model, self._device.torch)
+        if self.config.tuning.partition_activations:
             check_partitions(model)
-        stored = StoredParameters({}, Counter())
-
-        def find() -> Mapping[int, StoredBytes]:
-            nonlocal stored
-            if config.parameters == "nvme" and config.tuning.read_in_place:
-                stored = find_stored(model, self._empty, values, DTYPES.get(config.precision))
-            return stored.places
-
-        @contextmanager
-        def afresh() -> Iterator[None]:
-            self._snapshot.restore()
-            yield
-            self._empty = replace_meta(model)
-
-        found = divisions(model, config, given, find, afresh)
-        division = first_fitting(found, lambda each: self._asked(each).least().gpu, room)
-        stored.tell()
-        self._tiled = [] if division.tiled is None else division.tiled.names
-        for line in division.describe(room):
-            log.info("%s", line)
-        self._demand = self._asked(division)
-        tiles = {number: places[0] for number, places in tile_places(model).items()}
-        shapes = self._shapes(division)
-        self._facts = [
-            UnitFacts.of(
-                shape,
-                group.parameters,
-                group.stored,
-                tiles,
-                self.ranks,
-                self.device.torch,
-                config,
-            )
-            for shape, group in zip(shapes, division.groups, strict=True)
-        ]
-        self._users = dict(division.users)
-        self._repeated = division.blocks
-        if config.recompute != "off":
-            self._blocks = division.blocks
-            for block in self._blocks:  # hooked, also where its modules have the units
-                self._users.setdefault(block, [])
-
-    def _asked(self, division: Division) -> Demand:
-        """What units of `division` ask of the memory of this rank, with no budgets yet."""
-        machine = Machine(self.device.unified_memory, self.device.has_kernels)
-        exchanges, shapes = self.exchanges_gradients, self._shapes(division)
-        return demand_of(shapes, division.nestings, self._config, machine, exchanges)
-
-    def _shapes(self, division: Division) -> list[UnitShape]:
-        return division.shapes(collectives.size(self.ranks.shards), self.ranks.rank)
+        search = UnitSearch(model, self.config, self._device, self._ranks, self._snapshot, empty)
+        self._found = search.find(self._request.units, values, room)
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
-        config = self._config
-        self.kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
-        self.undo.callback(self.kernels.close)
-        self.store = self._new_store()
-        self.undo.callback(self.store.close)
-        self._declared = [declare(facts, self.store, config) for facts in self._facts]
+        config = self.config
+        self._kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
+        self._undo.callback(self._kernels.close)
+        self._store = self._new_store()
+        self._undo.callback(self._store.close)
+        self._declared = [declare(facts, self._store, config) for facts in self._found.facts]
 
     def _new_store(self) -> Store:
-        parts = self._config, self.device, self._recorder, self.ranks.own
-        if self._config.durability == "off":
+        parts = self.config, self._device, self._recorder, self._ranks.own
+        if self.config.durability == "off":
             return Store(*parts)
         from infinity.durable.states import DurableStates  # not at the top: others need none of it
         from infinity.durable.store import DurableStore
 
-        self._durable = DurableStore(*parts, DurableStates(self._resume, self.ranks.member))
+        self._durable = DurableStore(
+            *parts, DurableStates(self._request.resume, self._ranks.member)
+        )
         return self._durable
 
     @property
-    def exchanges_gradients(self) -> bool:
-        """Whether gradients go home beside the model, on the thread of an exchange."""
-        return self.ranks.number > 1 or not self.device.unified_memory
-
-    @property
-    def demand(self) -> Demand:
-        """What the units ask, within the budgets that are known so far."""
-        return self._demand.within(self.store.budgets)
+    def _demand(self) -> Demand:
+        """The memory that the units ask for, within the budgets that are known so far."""
+        return self._found.demand.within(self._store.budgets)
 
     def find(self) -> None:
         """Look what an earlier run left in the directories, which are locked from now on."""
-        self._left = None if self._durable is None else self._durable.find()
+        if self._durable is not None:
+            from infinity.durable.resumption import Resumption  # not at the top: see `_new_store`
+
+            timeout = self.config.tuning.collective_timeout
+            self.resumption = Resumption(self._durable, self._ranks, timeout)
 
     def agree(self) -> None:
-        """Have all ranks go on from one committed step, or begin one run. Changes nothing that
-        could be gone on from."""
-        says = self._left, self.ranks.member, uuid.uuid4().hex
-        said = told(self.ranks, self._config.tuning.collective_timeout, says)
-        self._members, self._life = sorted(said), said[min(said)][2]
-        if self._durable is not None:
-            self._durable.agree(said, self._life)
+        """Have all ranks continue from one committed step, or begin one run."""
+        if self.resumption is not None:
+            self.resumption.agree()
 
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
-        config, ranks = self._config, ranks_of_this_node(self.ranks)  # all have met by now
+        config, ranks = self.config, ranks_of_this_node(self._ranks)  # all have met by now
         self._available = self._available._replace(ranks=ranks)
-        budgets, least = (config.gpu_memory, config.cpu_memory), self.demand.least()
+        budgets, least = (config.gpu_memory, config.cpu_memory), self._demand.least()
         self._choice = choose(*budgets, self._available, least, keeps=config.inference)
         return self._choice.budgets
 
     def budget(self, least: Sequence[float]) -> None:
         """Take the budgets that the ranks agree on, the `least` of theirs."""
         self._choice = self._choice.at_most(least)
-        self.store.budgets = self._choice.budgets
+        self._store.budgets = self._choice.budgets
         if not self._choice.is_given:
             log.info("%s", self._choice.describe())
 
@@ -523,10 +396,11 @@ class Build:
 
         Nothing, too, where there are no kernels for any parameter.
         """
-        config, elements = self._config, Counter[torch.dtype]()
-        if not self.demand.needs_rates():
-            return self._links() if self._moves_what_blocks_save else ()
-        for unit in self._facts:
+        config, elements = self.config, Counter[torch.dtype]()
+        if not self._demand.needs_rates():  # but activations may be offloaded or recomputed
+            moves = config.recompute == "auto" and self._store.placement.moves_activations()
+            return self._links() if moves else ()
+        for unit in self._found.facts:
             if unit.trainable:
                 elements[unit.dtype] += unit.layout.shard_numel
         if not elements:
@@ -537,34 +411,29 @@ class Build:
         update = updates(
             formats_of(config, dtype),
             few,
-            self.kernels.threads,
+            self._kernels.threads,
             PROBE_ROUNDS,
             update=typical_update(config.algorithm),
-            isa=self.kernels.isa,
+            isa=self._kernels.isa,
         )
         return links._replace(updates=median(update))
 
     def _links(self) -> Rates:
         """`Rates` without updates."""
         links = copies(
-            ComputeDevice(self._config.tuning.device),
-            min(PROBE_BYTES, self.store.budgets.gpu),
+            ComputeDevice(self.config.tuning.device),
+            min(PROBE_BYTES, self._store.budgets.gpu),
             PROBE_ROUNDS,
         )
         both_ways = median(links["host_to_device"]), median(links["device_to_host"])
-        return Rates(*both_ways, self.store.measure_drives(), math.inf)
-
-    @property
-    def _moves_what_blocks_save(self) -> bool:
-        """Whether what a block saves may be offloaded or recomputed."""
-        return self._config.recompute == "auto" and self.store.placement.moves_activations()
+        return Rates(*both_ways, self._store.measure_drives(), math.inf)
 
     def place(self, numbers: Sequence[float]) -> None:
         """Decide where every block is at home, by the rates that the slowest rank measured.
 
         Raises `BudgetError` where a budget cannot work (I10).
         """
-        demand, rates = self.demand, Rates(*numbers) if numbers else None
+        demand, rates = self._demand, Rates(*numbers) if numbers else None
         self._rates = rates
         placement = demand.resident(rates if demand.needs_rates() else None)
         if rates is not None and demand.needs_rates():
@@ -575,227 +444,62 @@ class Build:
     def _check_directories(self) -> None:
         """Without a directory nothing of ours can lie on NVMe."""
         stored = [block.spec for block in self._layout.blocks if block.reserved_bytes]
-        if stored and not self._config.nvme:
+        if stored and not self.config.nvme:
             raise ConfigError(
                 f"{stored[0].name} lies in no safetensors file as it is used, and has to be "
                 "stored: set nvme=[...], or parameters='cpu'"
             )
 
-    # What has to be undone
-
-    def allocate(self) -> None:
+    def allocate(self) -> Basis:
         """Take all memory and disk space."""
-        self.trace = Trace()
-        self.jobs = JobQueue(self.store)
-        trace = self.trace  # not this object, which knows the model
-        listeners = CopyListeners(trace.next_use, self.jobs.placed, lambda: trace.clock)
-        self.store.open(self._layout, listeners)
+        trace, jobs, buffer = Trace(), JobQueue(self._store), None
+        listeners = CopyListeners(trace.next_use, jobs.placed, lambda: trace.clock)
+        self._store.open(self._layout, listeners)
         if self._layout.reserve:
-            self.buffer = GradientBuffer(
-                self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers
-            )
-
-    def meet(self) -> None:
-        """Make groups of our own with the other ranks, and the units, which have all that they need
-        now but listeners."""
-        if self.exchanges_gradients or self.ranks.groups():
-            timeout = self._config.tuning.collective_timeout
-            self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
-            self.undo.callback(self.exchange.close)
-        self._listeners = UnitListeners()
-        services = UnitServices(self.store, self.ranks, self._listeners, self.buffer, self.exchange)
-        self.units = [
-            Unit(facts, blocks, services)
-            for facts, blocks in zip(self._facts, self._declared, strict=True)
-        ]
-        self.users = {
-            module: [self.units[number] for number in numbers]
-            for module, numbers in self._users.items()
-        }
-
-    def take_over(self) -> None:
-        """Have what commits, and check that what was committed fits."""
-        if self._durable is None:
-            return
-        from infinity.durable.agreement import Agreement  # not at the top: see `_new_store`
-        from infinity.durable.session import Session
-
-        store, agreement = self._durable, None
-        if self.ranks.groups():
-            timeout, latch = self._config.tuning.collective_timeout, store.latch
-            rank, last = self.ranks.member.rank, store.states.taken
-            agreement = Agreement(rank, self._members, self._life, last, timeout, latch)
-        self.durability = Session(store, self.jobs, self.device, self._recorder, agreement)
-        self.undo.callback(self.durability.give_up)
-        self.durability.check(self._model)
-
-    def fill(self, values: FirstValues | None, seed: int | None) -> None:
-        """Give the units their first values: from `values`, from the model, or from the modules'
-        own initialisation."""
-        model = self._model
-        if values is not None:
-            self._snapshot.keep_contents(
-                buffer for name, buffer in persistent_buffers(model) if name in values
-            )
-        elif self._empty:
-            self._snapshot.keep_contents(model.buffers())
-            self.undo.callback(torch.set_rng_state, torch.get_rng_state())
-        kept = self.durability is not None and self.durability.restore_blocks()
-        fill_units(model, self.units, self._empty, values, seed, kept)
-
-    def move_buffers(self) -> None:
-        """Bring all buffers to the compute device."""
-        move_buffers(self._model, self.device.torch, DTYPES.get(self._config.precision))
-
-    def await_pinned(self) -> None:
-        """Let all host memory be pinned for a GPU, which began with its allocation."""
-        self.device.await_pinned()
-
-    def hook(self) -> None:
-        """Tie the model to its units: what runs it, what updates it, and who is told of what."""
-        config, store, units = self._config, self.store, self.units
-        durability = self.durability
-        treatments: Treatments | None = None
-
-        def before_forward() -> None:
-            if durability is not None:
-                durability.before_forward()
-            if treatments is not None:
-                treatments.before_forward()
-
-        def stepped(before: StepRun) -> None:
-            meter.stepped(before)
-            if treatments is not None:
-                treatments.step_ended()
-
-        runtime = Runtime(store, units, self.trace, self._recorder, before_forward)
-        if config.inference:  # the first forward, too, has units read ahead
-            self.trace.expect("eval", [unit.index for unit in units])
-        tiled = weakref.WeakSet(m for m in self._model.modules() if isinstance(m, InTiles))
-        given = GivenTensors()
-
-        def check() -> None:
-            refuse_retained(tiled)
-            given.check()
-
-        spans = None
-        if self.ranks.number > 1 and not config.inference:
-            spans = Spans(self.users, runtime, self.buffer)
-        executions = Executions(runtime, self._recorder, self.buffer, check, spans)
-        partitions = self._partitions(executions)
-        meter = StepMeter(store, self.device, partitions)
-        policy = Policy(self._update_mode(), config.tuning.delayed_after)
-        told = StepListeners(executions.end_interrupted, stepped)
-        if durability is not None:
-            told = durability.listeners(told)
-        updater = Updater(
-            store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder
-        )
-        self.undo.callback(updater.close)
-        if durability is not None:
-            durability.connect(self._model, updater)
-        offloader = SavedTensorOffloader(
-            store.activations, self._model, self.device.torch, partitions
-        )
-        if config.recompute == "auto" and not config.inference:
-            gauge = Gauge(
-                self.device, offloader, lambda: executions.backwards, lambda: runtime.waited
-            )
-            names = [*self._blocks.values()]
-            treatments = Treatments(names, gauge, self._activation_room, self.exchange)
-        recomputation = Recomputation(self._blocks, treatments)
-        hooks = Hooks(
-            self._model,
-            self.users,
-            units,
-            runtime,
-            executions,
-            updater,
-            self._recorder,
-            offloader,
-            recomputation,
-            FirstBatch(self._model, self._repeated, config, self._away, self.device),
-            config.inference,
-        )
-        self.undo.callback(hooks.close)
-        grads = LazyGradients(units, updater, self.device.torch)
-        self._listeners.connect(updater, hooks, grads)
-        relink(tiled)
-        finalizer = end_with(self._model, durability, hooks, updater, self.buffer, store, units)
-        self.undo.callback(finalizer.detach)
-        reporter = Reporter(
-            config,
-            self._choice,
-            store,
-            units,
-            runtime,
-            updater,
-            self.exchange,
-            meter,
-            self._recorder,
-            recomputation,
-            self._tiled,
-        )
-        parts = Parts(
-            self._recorder,
-            self.device,
-            store,
-            units,
-            self.exchange,
-            runtime,
-            executions,
-            updater,
-            hooks,
-            given,
-            grads,
-            reporter,
-            durability,
-            finalizer,
-            self._tiled,
-        )
-        Engine(self._model, config, parts).attach(self._model)
-
-    @property
-    def _away(self) -> float:
-        """Bytes of saved activations that may leave the compute device."""
-        if self.store.activations is None:
-            return 0.0
-        return math.inf if self._config.activations == "nvme" else float(self._layout.rooms.saved)
-
-    @property
-    def _activation_room(self) -> ActivationRoom:
-        """Where what blocks save may be: what `gpu_memory` leaves, and what "auto" leaves beside
-        it; and the tier of activations, as fast as the slowest of what its bytes pass."""
-        device = self._layout.left_bytes + self._choice.for_activations
-        if self._rates is None or self.store.activations is None:
-            return ActivationRoom(device)
-        slowest = self._rates.nvme if self._config.activations == "nvme" else math.inf
-        up, down = min(self._rates.upload, slowest), min(self._rates.download, slowest)
-        return ActivationRoom(device, self._away, down, up)
-
-    def _partitions(self, executions: Executions) -> Partitions | None:
-        """What divides saved tensors among tensor parallel ranks, where that is wanted."""
-        if not self._config.tuning.partition_activations or self.ranks.tensor is None:
-            return None
-        if self.exchange is None:
-            raise RuntimeError("there are tensor parallel ranks, and no exchange")
-        names = {module: name for name, module in self._model.named_modules()}
-        return Partitions(
-            self.exchange,
-            self.store.activations,
-            self.store.latch,
-            self._recorder,
-            names,
-            executions.running,
-            lambda: executions.backwards,
+            reserved = self._store.reserve("gpu", self._layout.reserve)
+            buffer = GradientBuffer(reserved.tensor, self._buffers)
+        return Basis(
+            model=self._model,
+            config=self.config,
+            undo=self._undo,
+            snapshot=self._snapshot,
+            ranks=self._ranks,
+            device=self._device,
+            recorder=self._recorder,
+            kernels=self._kernels,
+            store=self._store,
+            found=self._found,
+            declared=self._declared,
+            choice=self._choice,
+            rates=self._rates,
+            memory=EngineMemory(self._layout, trace, jobs, buffer),
         )
 
-    def _update_mode(self) -> str:
-        """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and
-        one set of CPUs for all."""
-        alone = self.store.io is None and self.device.unified_memory
-        return (
-            "plain"
-            if self._config.tuning.update == "auto" and alone
-            else self._config.tuning.update
+
+def _check_durability(model: nn.Module, config: Config, resume: bool) -> None:
+    if config.durability == "off" and resume:
+        raise ConfigError(
+            "resume=True goes on from committed states, which there are with "
+            "Config(durability='step')"
         )
+    if config.durability != "off" and not any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
+        raise ConfigError(
+            "durability commits what is trained, and all parameters are frozen; set "
+            "durability='off'"
+        )
+
+
+def _parameter_facts(model: nn.Module, trains: bool) -> list[Fact]:
+    """Every parameter under each of its names, in the order of the modules."""
+    facts, first = [], dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = list(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+            is_trained = trains and parameter.requires_grad
+        words = f"{dtype} {shape}, {'trained' if is_trained else 'frozen'}"
+        tied = first.setdefault(id(parameter), name)
+        words += f", the same as {tied}" * (tied != name)
+        facts.append(Fact(f"parameter {name}", words))
+    return facts

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -32,42 +33,45 @@ _MOST_SECONDS = 60.0
 _OURS = f"{__name__.partition('.')[0]}."
 
 
-def end_with(
-    model: nn.Module,
-    durability: Session | None,
-    hooks: Hooks,
-    updater: Updater,
-    buffer: GradientBuffer | None,
-    store: Store,
-    units: Sequence[Unit],
-) -> weakref.finalize[Any, Any]:
-    """Have these parts shut down when `model` is collected or the interpreter ends.
+@dataclass(frozen=True)
+class Shutdown:
+    """The parts of an engine that are shut down at its end, in this order. They must not keep the
+    model alive."""
 
-    They must not keep the model alive. Whoever ends them sooner detaches the result, and calls
-    `shut_down` with the arguments that it had.
-    """
-    parts = durability, hooks, updater, buffer, store, units
-    return weakref.finalize(model, _collected, os.getpid(), *parts)
+    durability: Session | None
+    updater: Updater
+    hooks: Hooks
+    buffer: GradientBuffer | None
+    units: Sequence[Unit]
+    store: Store
+    process: int = field(default_factory=os.getpid)
+    """The process that the engine was made in."""
 
 
-def _collected(*parts: Any) -> None:
-    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the
-    middle of our code, or of operators that somebody intercepts, as torch.compile does while it
-    traces.
+def end_with(model: nn.Module, parts: Shutdown) -> weakref.finalize[Any, Any]:
+    """Shut the parts of `parts` down when `model` is collected or the interpreter ends. A caller
+    that ends them sooner detaches the result, and calls `shut_down`."""
+    return weakref.finalize(model, _collected, parts)
+
+
+def _collected(parts: Shutdown) -> None:
+    """The finalizer of the model: shut down here, or on a thread of its own if this thread runs our
+    code or intercepted operators, as torch.compile does while it traces.
 
     A collection may start at any allocation: on a thread that the shutdown joins, or under a lock
     that it needs.
     """
-    if os.getpid() != parts[0]:
+    if os.getpid() != parts.process:
         return
     frame: FrameType | None = sys._getframe(1)
     detached = bool(_get_current_dispatch_mode_stack())
     while frame is not None and not detached:
         detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
     if detached:
-        threading.Thread(target=_shut_down_apart, args=parts, name=_CLOSING, daemon=False).start()
+        ends = threading.Thread(target=_shut_down_apart, args=(parts,), name=_CLOSING, daemon=False)
+        ends.start()
     else:
-        _shut_down_told(*parts)
+        _shut_down_told(parts)
 
 
 def await_closings() -> None:
@@ -77,53 +81,39 @@ def await_closings() -> None:
             thread.join(_MOST_SECONDS)
 
 
-def _shut_down_apart(
-    process: int,
-    durability: Session | None,
-    hooks: Hooks,
-    updater: Updater,
-    buffer: GradientBuffer | None,
-    store: Store,
-    units: Sequence[Unit],
-) -> None:
+def _shut_down_apart(parts: Shutdown) -> None:
     """`shut_down`, on a thread of its own."""
-    store.begin_thread()
-    _shut_down_told(process, durability, hooks, updater, buffer, store, units)
+    parts.store.begin_thread()
+    _shut_down_told(parts)
 
 
-def _shut_down_told(*parts: Any) -> None:
-    """`shut_down` where no caller could be told what the system refuses."""
+def _shut_down_told(parts: Shutdown) -> None:
+    """`shut_down` without a caller: an error of the system becomes a warning."""
     try:
-        shut_down(*parts)
+        shut_down(parts)
     except FileError as error:
         log.warning("an engine ended, and left something behind: %s", error)
 
 
-def shut_down(
-    process: int,
-    durability: Session | None,
-    hooks: Hooks,
-    updater: Updater,
-    buffer: GradientBuffer | None,
-    store: Store,
-    units: Sequence[Unit],
-) -> None:
+def shut_down(parts: Shutdown) -> None:
     """End every thread, the last that was begun first; the parameters have no data from then on.
 
-    Nothing in a forked child: the threads are not there, and files and locks are the parent's.
+    Does nothing in a forked child: the threads are not there, and files and locks belong to the
+    parent.
     """
-    if os.getpid() != process:
+    if os.getpid() != parts.process:
         return
-    with ExitStack() as stack:  # each of these happens, whatever the others meet
-        stack.callback(store.close)
+    units = parts.units
+    with ExitStack() as stack:  # each of these happens, even if another one fails
+        stack.callback(parts.store.close)
         for unit in units:
             stack.callback(unit.close)
-        if buffer is not None:
-            stack.callback(buffer.close)
+        if parts.buffer is not None:
+            stack.callback(parts.buffer.close)
         # May be in the middle of a gather, into memory of the store.
         if units[0].exchange is not None:
             stack.callback(units[0].exchange.close)
-        stack.callback(hooks.close)
-        stack.callback(updater.close)
-        if durability is not None:
-            stack.callback(durability.close)
+        stack.callback(parts.hooks.close)
+        stack.callback(parts.updater.close)
+        if parts.durability is not None:
+            stack.callback(parts.durability.close)

@@ -514,9 +514,9 @@ class Engine:
         Engine.open.discard(self)
         detached = self._finalizer.detach()
         if detached is not None:
-            model, _, parts, _ = detached
+            model, _, (parts,), _ = detached
             try:
-                shut_down(*parts)
+                shut_down(parts)
             finally:
                 self._checkpoints.close()
                 for name in (ATTRIBUTE, "zero_grad", "no_sync"):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity import build, closing, pinning
+from infinity.assembly import Assembly
 from infinity.device import ComputeDevice, Copy, huge_pages, read_values
 from infinity.optim import kernels
 from infinity.sharding import gradient_reduction
@@ -305,13 +306,13 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_fill(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """`act` is called when `wrap` begins to fill the units."""
-    fill = build.Build.fill
+    fill = Assembly.fill
 
     def acting(*values: Any) -> None:
         act()
         fill(*values)
 
-    monkeypatch.setattr(build.Build, "fill", acting)
+    monkeypatch.setattr(Assembly, "fill", acting)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

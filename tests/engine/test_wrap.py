@@ -23,7 +23,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
-from infinity.build import Build
+from infinity.assembly import Assembly
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.states import States
@@ -244,7 +244,12 @@ def test_every_step_may_fail(tmp_path: Path) -> None:
         with uncollected(), watched(lambda call: calls.update([call])):
             infinity.wrap(model, config(tmp_path))
         infinity.engine(model).close()
-    for late in (Hooks._register, Updater.__init__, Build.move_buffers, weakref.finalize.__init__):
+    for late in (
+        Hooks._register,
+        Updater.__init__,
+        Assembly.move_buffers,
+        weakref.finalize.__init__,
+    ):
         assert (late.__code__.co_filename, late.__name__) in calls
     model = odd()
     before = Seen(model, tmp_path)

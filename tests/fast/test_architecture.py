@@ -32,8 +32,8 @@ LAYERS = """\
 10 losses
 11 activations
 12 modules
-13 infinity: __init__ access accumulation build closing engine
-13 infinity: own_engines report unwrapping
+13 infinity: __init__ access accumulation assembly build closing engine
+13 infinity: own_engines report unit_search unwrapping
 13 models
 14 bench
 14 deepspeed

@@ -440,7 +440,7 @@ def test_another_seed_after_a_wrap_that_failed(tmp_path: Path) -> None:
     for exact in (True, False):
         model = build(exact)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("infinity.build.Build.move_buffers", fail)
+            patch.setattr("infinity.assembly.Assembly.move_buffers", fail)
             wrapped_values(model, tmp_path, seed=1)
         values = wrapped_values(model, tmp_path, seed=2)
         expected = wrapped_values(build(exact), tmp_path, seed=2)

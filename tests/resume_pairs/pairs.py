@@ -33,6 +33,7 @@ from torch import nn
 
 import infinity
 from infinity import native
+from infinity.assembly import Assembly
 from infinity.build import Build
 from infinity.directories import directory
 from infinity.directories.lock import LOCK_NAME
@@ -286,7 +287,8 @@ def _failing(failure: str) -> Iterator[None]:
 
         before, _, step = failure.partition("after ")
         if step and not before:
-            replace(Build, step, _then_broken(getattr(Build, step)))
+            owner = Build if hasattr(Build, step) else Assembly
+            replace(owner, step, _then_broken(getattr(owner, step)))
         elif failure in ("a read", "a write"):
             make, key = drives.make_engine, f"fail_{failure[2:]}_at"
 
