@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -62,39 +62,64 @@ def accumulate(
             "infinity.accumulate runs backward; call it outside of torch.no_grad() and "
             "torch.inference_mode()"
         )
-    losses: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     autocast = [
         _autocast_of(kind)
         for kind in dict.fromkeys(("cpu", interleaver.device.torch.type))
         if torch.is_autocast_enabled(kind)
     ]
+    divisor = len(batches) if reduction == "mean" else None
+    works = _Works(model, batches, loss, divisor, scale, autocast)
+    interleaver.run(
+        [functools.partial(works.run, index) for index in range(len(batches))],
+        order == "vertical",
+    )
+    return works.losses
 
-    def run(index: int, micro_batch: MicroBatch) -> None:
-        batch = batches[index]
-        with ExitStack() as stack:
-            for kind, options in autocast:
-                stack.enter_context(torch.autocast(kind, **options))
-            outputs = _call(model, batch)
-            value = _loss_of(outputs) if loss is None else loss(outputs, batch)
-            del outputs
-            _check_loss(value)
-        losses[index] = value.detach()
-        total = value / len(batches) if reduction == "mean" else value
-        total = total if scale is None else scale(total)
+
+class _Works:
+    """Forward and backward of each micro-batch of one call of `accumulate`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        divisor: int | None,
+        scale: Callable[[torch.Tensor], torch.Tensor] | None,
+        autocast: Sequence[tuple[str, dict[str, Any]]],
+    ) -> None:
+        """Losses are divided by `divisor`, unless it is None. `autocast` is on around the call."""
+        self._model, self._batches, self._loss = model, batches, loss
+        self._divisor, self._scale, self._autocast = divisor, scale, autocast
+        self.losses = [torch.empty(0)] * len(batches)
+        """The loss of each micro-batch, detached and not divided."""
+
+    def run(self, index: int, micro_batch: MicroBatch) -> None:
+        """Run the micro-batch with this index."""
+        value = self._forward(self._batches[index])
+        self.losses[index] = value.detach()
+        total = value if self._divisor is None else value / self._divisor
+        total = total if self._scale is None else self._scale(total)
         micro_batch.begin_backward(total)
         with ExitStack() as stack:
-            for kind, _ in autocast:
+            for kind, _ in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            if autocast:
+            if self._autocast:
                 # What was cast without autograd is of no use to a recomputation.
                 torch.clear_autocast_cache()
             total.backward()
-        if autocast:
+        if self._autocast:
             torch.clear_autocast_cache()
 
-    works = [functools.partial(run, index) for index in range(len(batches))]
-    interleaver.run(works, order == "vertical")
-    return losses
+    def _forward(self, batch: Any) -> torch.Tensor:
+        with ExitStack() as stack:
+            for kind, options in self._autocast:
+                stack.enter_context(torch.autocast(kind, **options))
+            outputs = _call(self._model, batch)
+            value = _loss_of(outputs) if self._loss is None else self._loss(outputs, batch)
+            del outputs
+            _check_loss(value)
+        return value
 
 
 def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ from infinity.observe import Recorder
 from infinity.optim.job_queue import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.optim.lazy_gradient import LazyGradients
+from infinity.optim.pipeline import UpdateServices
 from infinity.optim.speculation import Policy
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
@@ -296,16 +297,9 @@ class Assembly:
         listeners = StepListeners(executions.end_interrupted, steps)
         if self._durability is not None:
             listeners = self._durability.listeners(listeners)
-        updater = Updater(
-            basis.store,
-            self._units,
-            basis.memory.jobs,
-            basis.kernels,
-            runtime,
-            Policy(mode, tuning.delayed_after),
-            listeners,
-            basis.recorder,
-        )
+        services = UpdateServices(basis.store, basis.memory.jobs, basis.kernels, basis.recorder)
+        policy = Policy(mode, tuning.delayed_after)
+        updater = Updater(services, self._units, runtime, policy, listeners)
         basis.undo.callback(updater.close)
         if self._durability is not None:
             self._durability.connect(basis.model, updater)

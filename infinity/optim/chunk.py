@@ -16,6 +16,7 @@ from infinity.optim.kernels import Kernels, Segment, StateTensors
 from infinity.placement.spec import Kind
 from infinity.sharding import codec
 from infinity.tiers.access import Checkout, PlaceCopy
+from infinity.tiers.resident import Residency
 
 
 class Phase(enum.Enum):
@@ -74,6 +75,22 @@ class Chunk:
         """Block until the states are there."""
         for out in self.outs.values():
             out.wait()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next forward waits for the writes: if it has to read the chunk, or another
+        chunk of the unit, again."""
+        return self.job.state is JobState.CONFIRMED and (
+            self.placing is None or not self.job.placed
+        )
+
+    def place(self, resident: Residency) -> None:
+        """Put the result of the update where the next forward looks for it, if its unit has a place
+        there by now that may be written: the place is not in use, and the update is not delayed."""
+        seen = self.job.state in (JobState.SPECULATIVE, JobState.CONFIRMED)
+        if seen and self.phase in UPDATED and self.placing is None and self.ran():
+            block = self.job.unit.blocks[Kind.PARAM]
+            self.placing = resident.renew(block, self.begin, self.outs[Kind.PARAM].tensor)
 
     def ran(self) -> bool:
         """Whether the compute device has made the update."""

@@ -59,8 +59,12 @@ T = TypeVar("T")
 class _OfClipping(Generic[T]):
     """An attribute of `Optimizer.clipping` that is one of the optimizer, too."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str = "") -> None:
+        """`name`: the attribute of the clipping, if that has another name."""
         self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
 
     def __get__(self, optimizer: Optimizer, owner: type) -> T:
         value: T = getattr(optimizer.clipping, self._name)
@@ -145,6 +149,8 @@ class Optimizer(RuledOptimizer):
     skipped_steps = _OfClipping[int]()
     overflow = _OfClipping[bool]()
     """Whether the last `step` was left out, because a gradient was not finite."""
+    loss_scaler = _OfClipping[LossScaler | None]("scaler")
+    """It scales the loss; None where nothing does."""
     by_kernels: ClassVar[bool] = True
     """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
@@ -178,7 +184,7 @@ class Optimizer(RuledOptimizer):
         super().__init__(params, defaults)
         if self.members:
             try:
-                self.updater.made(self)
+                self.updater.listeners.made(self)
             except BaseException:
                 self.updater.owners.release(self)
                 raise
@@ -284,15 +290,6 @@ class Optimizer(RuledOptimizer):
         return loss if scaler is None else scaled_loss(loss, scaler.scale, self.updater.scales)
 
     @property
-    def loss_scaler(self) -> LossScaler | None:
-        """What scales the loss; None where nothing does."""
-        return self.clipping.scaler
-
-    @loss_scaler.setter
-    def loss_scaler(self, scaler: LossScaler | None) -> None:
-        self.clipping.scaler = scaler
-
-    @property
     def loss_scale(self) -> float:
         """What `scale` multiplies the next loss by; 1 where nothing scales it."""
         return self.clipping.loss_scale
@@ -335,7 +332,7 @@ class Optimizer(RuledOptimizer):
             self._steps.update(step.counts)
             self._view.renew(key for key in step.counts if self._has_states(key))
             self.clipping.taken(norms.norm)
-        self.updater.stepped_by(self)
+        self.updater.listeners.stepped_by(self)
         return loss
 
     def _fix(self, shares: Sequence[UnitShare], norms: Norms) -> Step | None:

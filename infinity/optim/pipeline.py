@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from infinity.observe import Recorder, Stopwatch
@@ -46,6 +47,16 @@ PLACING = 4
 with memory of its own."""
 
 
+@dataclass(frozen=True)
+class UpdateServices:
+    """What the updates of an engine share."""
+
+    store: Store
+    jobs: JobQueue
+    kernels: Kernels
+    recorder: Recorder
+
+
 class _Turn(NamedTuple):
     """What one turn of the loop goes by, as it was at its beginning."""
 
@@ -59,13 +70,13 @@ class Pipeline:
     """Runs the jobs of its queue on a thread of its own, from construction to `close`. Other
     threads call `close` alone."""
 
-    def __init__(self, store: Store, jobs: JobQueue, kernels: Kernels, recorder: Recorder) -> None:
-        self._store = store
-        self._kernels = kernels
-        self._recorder = recorder
-        self.jobs = jobs
+    def __init__(self, services: UpdateServices) -> None:
+        self._store = services.store
+        self._kernels = services.kernels
+        self._recorder = services.recorder
+        self.jobs = services.jobs
         """Its jobs; any thread may post and wait there."""
-        self._queue = jobs.chunks
+        self._queue = self.jobs.chunks
         self._chunks = ChunksByPhase()
         self._busy = Stopwatch()
         self._busy_before = 0.0
@@ -160,11 +171,11 @@ class Pipeline:
     # What needs no wait
 
     def _retire_committed(self) -> None:
-        """Retire what has ended. First do what could not be done when it was updated: see `_place`
-        and `_is_awaited`."""
+        """Retire what has ended. First do what could not be done when it was updated: see
+        `Chunk.place` and `Chunk.is_awaited`."""
         for chunk in self._writing():
-            self._place(chunk)
-            if chunk.phase is Phase.WRITING and self._is_awaited(chunk):
+            chunk.place(self._store.resident)
+            if chunk.phase is Phase.WRITING and chunk.is_awaited:
                 self._chunks.move(chunk, Phase.URGENT)
                 for out in chunk.outs.values():
                     out.promote()
@@ -319,34 +330,17 @@ class Pipeline:
             chunk.apply(update, self._kernels)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
         self._chunks.move(chunk, phase)
-        self._place(chunk)
-        if phase is Phase.WRITING and self._is_awaited(chunk):
+        chunk.place(self._store.resident)
+        if phase is Phase.WRITING and chunk.is_awaited:
             self._chunks.move(chunk, Phase.URGENT)
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
                 out.commit(background=chunk.phase is not Phase.URGENT)
 
-    def _place(self, chunk: Chunk) -> None:
-        """Put what an update made where the next forward looks for it, if its unit has a place
-        there by now that may be written: nobody uses it, and the update is not delayed."""
-        seen = chunk.job.state in (JobState.SPECULATIVE, JobState.CONFIRMED)
-        if seen and chunk.phase in UPDATED and chunk.placing is None and chunk.ran():
-            block = chunk.job.unit.blocks[Kind.PARAM]
-            chunk.placing = self._store.resident.renew(
-                block, chunk.begin, chunk.outs[Kind.PARAM].tensor
-            )
-
-    def _is_awaited(self, chunk: Chunk) -> bool:
-        """Whether the next forward waits for what is written: when it has to read it, or another
-        chunk of the unit, again."""
-        return chunk.job.state is JobState.CONFIRMED and (
-            chunk.placing is None or not chunk.job.placed
-        )
-
     def _retire(self, chunk: Chunk) -> None:
         """Wait for what is in flight, give the slots back, and report that the chunk has been
         through."""
-        self._place(chunk)
+        chunk.place(self._store.resident)
         chunk.await_device()
         chunk.job.placed &= chunk.placing is not None
         chunk.release()

@@ -13,12 +13,13 @@ that waited.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from infinity.optim.job import Job, UnitUpdate
 from infinity.optim.job_queue import JobQueue
 from infinity.optim.owners import Owner
 from infinity.placement.spec import Kind
+from infinity.schedule.trace import Trace
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
@@ -28,6 +29,29 @@ UNITS_AHEAD = 2
 
 Places = Mapping[Unit, int]
 """Where each unit comes in the next forward, or in the next backward."""
+
+
+class UnitOrder:
+    """Where each of `units` comes in the next forward or backward, as `trace` expects it."""
+
+    def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
+        self._trace, self._units = trace, units
+        # The last answer, of which order, and whether backwards.
+        self._last: tuple[Sequence[int], bool, Places] | None = None
+
+    def places(self, backwards: bool = False) -> Places:
+        """The place of each unit in the next forward, or in the next backward. Units of which that
+        is not known come last."""
+        order = self._trace.first_uses()
+        if self._last is not None and self._last[0] is order and self._last[1] is backwards:
+            return self._last[2]
+        found = {
+            index: position
+            for position, index in enumerate(reversed(order) if backwards else order)
+        }
+        places = {unit: found.get(unit.index, len(found) + unit.index) for unit in self._units}
+        self._last = order, backwards, places
+        return places
 
 
 class Policy:

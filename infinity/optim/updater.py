@@ -24,16 +24,13 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.errors import ConfigError
-from infinity.observe import Recorder
 from infinity.optim.compared import ComparedStep
 from infinity.optim.job import Job
-from infinity.optim.job_queue import JobQueue
-from infinity.optim.kernels import Kernels
 from infinity.optim.norm import GradientNorm
 from infinity.optim.owners import Owner, Owners
-from infinity.optim.pipeline import Pipeline
+from infinity.optim.pipeline import Pipeline, UpdateServices
 from infinity.optim.scaler import Scales
-from infinity.optim.speculation import Policy, Speculation
+from infinity.optim.speculation import Policy, Speculation, UnitOrder
 from infinity.optim.step import Step, StepRun, UnitShare
 from infinity.placement.spec import MOMENTS, Kind
 from infinity.schedule.runtime import Runtime
@@ -44,7 +41,6 @@ from infinity.sharding.ranks import Ranks
 from infinity.sharding.unit import Unit, Updates
 from infinity.sharding.watch import OF_A_STEP
 from infinity.tiers.block import Block
-from infinity.tiers.store import Store
 
 
 class StepListeners(NamedTuple):
@@ -70,33 +66,30 @@ class Updater(Updates):
 
     def __init__(
         self,
-        store: Store,
+        services: UpdateServices,
         units: Sequence[Unit],
-        jobs: JobQueue,
-        kernels: Kernels,
         runtime: Runtime,
         policy: Policy,
         listeners: StepListeners,
-        recorder: Recorder,
     ) -> None:
-        self._store = store
+        store = self._store = services.store
         self._units = list(units)
         self._runtime = runtime
-        self._listeners = listeners
-        self._recorder = recorder
-        self._kernels = kernels
-        self._jobs = jobs
+        self.listeners = listeners
+        """The objects that it tells of steps and optimizers."""
+        self._recorder = services.recorder
+        self._kernels = services.kernels
+        self._jobs = services.jobs
         self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
         self.speculation = Speculation(store, self._jobs, policy)
         """What was begun before its step."""
         self.owners = Owners(store)
         """Who updates which parameters."""
-        self.norm = GradientNorm(store, self._units, kernels)
+        self.norm = GradientNorm(store, self._units, self._kernels)
         """Measures gradients."""
         self.scales = Scales()
         """What the losses of the backward passes under way were multiplied by."""
-        # What `_places` said last, of which order, and whether backwards.
-        self._placed: tuple[Sequence[int], bool, dict[Unit, int]] | None = None
+        self._order = UnitOrder(runtime.trace, self._units)
         self.posted_steps = 0
         """Steps started since the beginning."""
         self.skipped_steps = 0
@@ -104,7 +97,7 @@ class Updater(Updates):
         self.last = StepRun()
         """What became of the last step."""
         # Last, because it begins a thread.
-        self._pipeline = Pipeline(store, self._jobs, kernels, recorder)
+        self._pipeline = Pipeline(services)
 
     @property
     def next_number(self) -> int:
@@ -121,17 +114,9 @@ class Updater(Updates):
         self.owners.assign(share, optimizer)
         self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
 
-    def made(self, optimizer: Owner) -> None:
-        """`optimizer` was made, and has its parameters."""
-        self._listeners.made(optimizer)
-
-    def stepped_by(self, optimizer: Owner) -> None:
-        """A step of `optimizer` has been fixed, or left out."""
-        self._listeners.stepped_by(optimizer)
-
     def before_write(self, blocks: Sequence[Block]) -> None:
         """These are about to be rewritten, outside of a step."""
-        self._listeners.before_write(blocks)
+        self.listeners.before_write(blocks)
 
     # What units tell before a step, and what may have to be undone then
 
@@ -140,13 +125,13 @@ class Updater(Updates):
         it and can be rolled back."""
         owner = self._may_begin(unit)
         if owner is not None:
-            self.speculation.begin(unit, owner, self._places(), self.next_number)
+            self.speculation.begin(unit, owner, self._order.places(), self.next_number)
 
     def pass_forward(self, unit: Unit) -> None:
         """A training forward has used `unit`: if its gradients will be among the first to come,
         read ahead for it."""
         if self.speculation.comes_first(unit) and self._may_begin(unit) is not None:
-            self.speculation.read_ahead(unit, self._places(), self.next_number)
+            self.speculation.read_ahead(unit, self._order.places(), self.next_number)
 
     def _may_begin(self, unit: Unit) -> Owner | None:
         """Who updates `unit`, if anything of that may happen before its step: not where several
@@ -198,7 +183,7 @@ class Updater(Updates):
         """
         self._await_updates()
         self._store.latch.check_usable()
-        self._listeners.before_settling()
+        self.listeners.before_settling()
         added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
@@ -253,7 +238,7 @@ class Updater(Updates):
         """
         self._begin_step(step.shares)
         delayed = self.speculation.policy.delays(self.posted_steps)
-        places = self._places(backwards=delayed)
+        places = self._order.places(backwards=delayed)
         updates = sorted(step.updates, key=lambda update: places[update.unit])
         jobs = [self.speculation.claim(u, places[u.unit], step.number) for u in updates]
         kept = sum(job.update is not None for job in jobs)
@@ -303,11 +288,11 @@ class Updater(Updates):
                 f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered"
             )
         self.land()
-        self._listeners.before_step(units)
+        self.listeners.before_step(units)
 
     def _announce(self) -> None:
         """A step has been fixed, and its updates have yet to start."""
-        self._listeners.stepped(self.last)
+        self.listeners.stepped(self.last)
         if self._store.activations is not None:
             self._store.activations.stepped()
         self._runtime.stepped()
@@ -345,22 +330,6 @@ class Updater(Updates):
         except BaseException as error:
             self._store.latch.fail(error, "a step")
             raise
-
-    def _places(self, backwards: bool = False) -> dict[Unit, int]:
-        """Where each unit comes in the next forward, or in the next backward; those of which that
-        is not known come last."""
-        order = self._runtime.trace.first_uses()
-        if self._placed is not None:
-            known, was_backwards, places = self._placed
-            if known is order and was_backwards is backwards:
-                return places
-        place = {
-            index: position
-            for position, index in enumerate(reversed(order) if backwards else order)
-        }
-        places = {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
-        self._placed = order, backwards, places
-        return places
 
     # Waiting for updates
 

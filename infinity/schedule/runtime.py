@@ -46,12 +46,11 @@ class Runtime:
         self.waited = 0.0
         """Seconds that `enter` has waited since the start."""
         self.forward_seconds = 0.0
-        """Seconds of all forwards since the start, without the waits for units. The hooks add
-        them."""
+        """Seconds of the forwards since the last `forward_since`, without the waits for units. The
+        hooks add them."""
         self.held: set[Unit] = set()
         """Units that stay in use until their turn in the backward ends. The trace records no more
         uses of them."""
-        self._forward_before = 0.0
         self._reach = Reach(lambda: store.resident.lost)
         self._cycles = 0
 
@@ -61,8 +60,8 @@ class Runtime:
 
     def forward_since(self) -> float:
         """The mean seconds of a forward since the last call, without waits. Called once a step."""
-        before, self._forward_before = self._forward_before, self.forward_seconds
-        return (self._forward_before - before) / max(self.accumulation, 1)
+        seconds, self.forward_seconds = self.forward_seconds, 0.0
+        return seconds / max(self.accumulation, 1)
 
     def prepare(self) -> None:
         """Call this before training forwards, so that a resume can restore random states."""
