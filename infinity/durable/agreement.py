@@ -1,24 +1,24 @@
 """Which step all ranks have made durable: notes in torch.distributed's store.
 
 [Note: one clock]
-A rank numbers its records, and all ranks make the same ones in the same order: what fixes a record
-is in the program, never in the time that something takes. So the number is the clock of all. A rank
-that has made a record adds one to the count of its key (`RecordKey`). That is more than the number:
-one rank may have been closed where another one goes on, takes a step of its scheduler or writes to
-parameters. When the count is full, all have it, and each gives up its record before. A kill in
-between leaves ranks that have one record more than others, and the one before, which all have.
+A rank numbers its records. All ranks make the same records in the same order, because the program
+fixes a record, and never the time that something takes. So the number is the clock of all ranks. A
+rank that has made a record adds one to the count of its key (`RecordKey`). The key is more than the
+number: one rank may be closed where another rank continues, takes a step of its scheduler, or
+writes to parameters. When the count is full, all ranks have the record, and each releases its
+record before. After a kill in between, some ranks have one record more. All have the record before.
 
-[Note: who waits]
-The thread that commits, and whoever waits for it: a step begins when all ranks have committed the
-one before. The count is one question to the store, however many ranks there are. Only who has
-waited for a while reads the notes of the others, to see whether one has failed, has ended, or has
-made another step.
+[Note: which threads wait]
+The committer's thread waits for other ranks. The model's thread waits for the committer: a step
+begins when all ranks have committed the step before. The count is one question to the store,
+however many ranks there are. A rank that has waited for a while reads the notes of other ranks, to
+see whether one of them has failed, has ended, or has made another step.
 
 [Note: no circle]
 An update that begins in backward may wait for a commit of all ranks. A commit waits for updates
-that are final. None of these waits for a commit or for a collective, but one may wait for its place
-on the compute device, which the forward gives it. Where another rank waits for this one's record,
-it goes without (`is_awaited`).
+that are final. Final updates never wait for a commit or a collective. But a final update may wait
+for its place on the compute device, which the forward gives it. If another rank waits for the
+record of this rank, the update runs without a place (`is_awaited`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from infinity.errors import EngineClosedError, InfinityError
 from infinity.tiers.latch import Latch
 
 CLOSING_SECONDS = 30.0
-"""How long who closes waits for other ranks to make what comes before its last record."""
+"""Seconds that `close` waits for other ranks to make the records before its last one."""
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks at the count
-_PAUSE = 2.0  # and between looks at the notes of the others, at most
+_PAUSE = 2.0  # and between looks at the notes of other ranks, at most
 
 
 class LastRecord(NamedTuple):
@@ -51,16 +51,16 @@ class LastRecord(NamedTuple):
 
     @classmethod
     def of(cls, note: bytes) -> LastRecord:
-        """What a rank has noted."""
+        """The `note` of a rank, decoded."""
         key, end = json.loads(note)
         return cls(RecordKey(*key), end)
 
 
 class Agreement:
-    """Which records all ranks have. For the thread that commits; `end` for any.
+    """Which records all ranks have. The thread that commits calls it; any thread may call `end`.
 
-    All `members`, ranks by their number among all processes, make one under the same `name`, which
-    no other one has. They have the record `last`, of an earlier run, or `NO_RECORD`.
+    All `members`, ranks by their number among all processes, make an agreement of the same unique
+    `name`. They have the record `last`, of an earlier run, or `NO_RECORD`.
     `timeout` is `Tuning.collective_timeout`, in seconds.
     """
 
@@ -75,7 +75,7 @@ class Agreement:
     ) -> None:
         self._rank, self._members, self._timeout, self._latch = rank, members, timeout, latch
         self.pause = min(timeout / 8, _PAUSE)
-        """Seconds after which who waits asks what the others are at."""
+        """Seconds that a rank waits before it reads the notes of other ranks."""
         self._notes = distributed_c10d.PrefixStore(
             f"infinity/commits/{name}", distributed_c10d._get_default_store()
         )
@@ -90,11 +90,11 @@ class Agreement:
         return self._notes.add(_count_of(key), 0) > 0
 
     def reach(self, key: RecordKey, gives_up: Callable[[float], bool]) -> bool:
-        """This rank has made the record `key`: return when all have it, or False when it `gives_up`
-        after so many seconds.
+        """This rank has made the record `key`. Returns True when all ranks have it. Returns False
+        if `gives_up(seconds waited)` is true.
 
-        Raises `EngineClosedError` when this rank failed. Raises `InfinityError` when another one
-        did or has ended, has made another record, or does not come.
+        Raises `EngineClosedError` when this rank failed. Raises `InfinityError` when another rank
+        failed, has ended, has made another record, or does not come.
         """
         before, self._counted = self._counted, _count_of(key)
         try:
@@ -107,7 +107,7 @@ class Agreement:
                 f"torch.distributed is gone with the process that held it ({error})"
             ) from error
         if before and self._rank == self._members[0]:
-            with suppress(Exception):  # nobody asks for it any more; not all stores can
+            with suppress(Exception):  # it is not needed any more; not all stores can delete
                 self._notes.delete_key(before)
         return True
 
@@ -129,11 +129,11 @@ class Agreement:
         return True
 
     def refusals(self, reason: str, meet: Callable[[bool], bool]) -> str:
-        """Which ranks refuse what all of them are about to begin, and why, in words; "" where none
-        does. This one does for that `reason`, or does not with "". All ranks call it equally often,
-        on the thread that runs the model, and `meet` there: it says whether any brings True.
+        """The ranks that refuse to begin something together, and their reasons, as text; "" if no
+        rank refuses. This rank refuses for `reason`, unless it is "". All ranks call it equally
+        often, on the thread that runs the model. `meet` returns whether any rank passes True.
 
-        Who refuses writes the reason down first, so it is there when all have met.
+        A rank that refuses writes its reason before it meets the other ranks.
         """
         self._refusals += 1
         name = f"refusal {self._refusals} of rank "
@@ -167,7 +167,8 @@ class Agreement:
                 self._notes.set(str(self._rank), json.dumps(progress))
 
     def _ask(self, waited: float) -> None:
-        """Raise `InfinityError` where the others' notes say that to wait is vain, or too long."""
+        """Raise `InfinityError` if a note of another rank says that its record will not come, or
+        if the wait is too long."""
         mine, found = self._last.key, {}
         for rank in self._members:
             known = self._notes.check([str(rank)])

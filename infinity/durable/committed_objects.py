@@ -1,4 +1,4 @@
-"""The optimizers of an engine, and the objects that it tracks: what a record has of them."""
+"""The part of a record about optimizers and tracked objects."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = logging.getLogger("infinity")
 
 @dataclass
 class _Known:
-    """An optimizer, and what a record says of it, as of its last step."""
+    """An optimizer, and its header at its last step."""
 
     optimizer: weakref.ref[Optimizer]
     header: dict[str, Any]
     parameters: frozenset[int]
     saved: dict[str, Any] | None = None
-    """What it took over."""
+    """The header that it adopted."""
 
 
 class CommittedObjects:
-    """What records have of optimizers and tracked objects, and what these get back of one. For the
-    thread that runs the model."""
+    """Notes optimizers and tracked objects for records, and restores them from a record. Used by
+    the thread that runs the model."""
 
     def __init__(self, found: CommittedStep | None) -> None:
-        """`found`: the record that was taken over; None where the states are new."""
+        """`found`: the adopted record; None if the states are new."""
         self._is_resumed = found is not None
         self._waiting = [] if found is None else found.headers  # of optimizers still to be made
         self._states = {} if found is None else dict(found.tracked)  # of objects still to come
@@ -46,17 +46,17 @@ class CommittedObjects:
         """Whether any was made."""
         return bool(self._optimizers)
 
-    # What a record has
+    # Noting
 
     def note(self) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        """As they are now: the headers of the optimizers, and by name the states of the objects, as
-        bytes (uint8). Raises `CheckpointError` for a state that could not be read again."""
+        """The current headers of the optimizers, and by name the states of the objects, as uint8
+        tensors (n,). Raises `CheckpointError` for a state that could not be read again."""
         tracked = self._states | {name: each.state_dict() for name, each in self._tracked.items()}
         return self._headers(), _saved(tracked)
 
     def _headers(self) -> list[dict[str, Any]]:
-        """What the record says of each optimizer, in the order in which they were made; of those
-        that were not made again what the last one said."""
+        """The header of each optimizer, in the order of their making. An optimizer that was not
+        made again has its header of the adopted record."""
         for known in self._optimizers:
             optimizer = known.optimizer()
             if optimizer is not None:
@@ -64,14 +64,14 @@ class CommittedObjects:
         return [known.header for known in self._optimizers] + self._waiting
 
     def stepped_by(self, optimizer: Optimizer) -> None:
-        """A step of `optimizer` has been fixed: this is what a record says of it, if it is gone by
-        then."""
+        """A step of `optimizer` has been fixed. Keep its header for records that come after the
+        optimizer is gone."""
         for known in self._optimizers:
             if known.optimizer() is optimizer:
                 known.header |= optimizer.header()
 
     def maker_of(self, header: Mapping[str, Any], step: int) -> Optimizer:
-        """The optimizer that a record has this of."""
+        """The optimizer that gave this header of the record of `step`."""
         for known in self._optimizers:
             optimizer = known.optimizer()
             if optimizer is not None and all(
@@ -83,12 +83,12 @@ class CommittedObjects:
             "the same groups, before the snapshot"
         )
 
-    # What they get back
+    # Restoring
 
     def restore(self, optimizer: Optimizer) -> bool:
-        """An optimizer was made: it goes on as the one in its place did, if there was one. Returns
-        whether the record that was taken over lacks it. Raises `ConfigError` where it is another
-        one."""
+        """An optimizer was made. It continues as the optimizer in its place in the adopted record,
+        if there is one. Returns whether the record lacks it. Raises `ConfigError` if the record has
+        another optimizer there."""
         known = _describe(optimizer)
         for other in self._optimizers:
             if other.optimizer() is not None and not other.parameters & known.parameters:
@@ -119,8 +119,8 @@ class CommittedObjects:
         return lacks
 
     def track(self, objects: Mapping[str, Any], is_committed: bool, is_first: bool) -> None:
-        """See `Engine.track`. `is_committed`: steps were, in an earlier run. `is_first`: no forward
-        has begun since the last step."""
+        """See `Engine.track`. `is_committed`: an earlier run committed steps. `is_first`: no
+        forward has begun since the last step."""
         for name, value in objects.items():
             if not all(hasattr(value, method) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(
@@ -145,7 +145,7 @@ class CommittedObjects:
 
 
 def _describe(optimizer: Optimizer) -> _Known:
-    """An optimizer, and whose it is: the names of the parameters in its groups."""
+    """An optimizer, and the names of the parameters in its groups."""
     names = {
         id(parameter): name
         for unit in optimizer.units
@@ -157,8 +157,8 @@ def _describe(optimizer: Optimizer) -> _Known:
 
 
 def _saved(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The bytes (uint8) of each of them. Raises `CheckpointError` for what could not be read again
-    without running its code."""
+    """The bytes of each state, as uint8 tensors (n,). Raises `CheckpointError` for a state that
+    cannot be read without running its code."""
     found = {}
     for name, state in states.items():
         stream = pack_item(f"the state of {name}", state)

@@ -1,22 +1,21 @@
 """Commits steps: when the last update of one has been written, its record becomes the last one.
 
 [Note: what may be overwritten]
-Where every step is committed, a block has two extents, and every update writes the one that does
-not hold the content. After step N is committed, step N+1 writes the extents of step N-1, and step
-N+2 those of step N. So an update waits until the extent that it writes is in no commit that is
-still needed (`DurableHome.is_free`): until step N+1 is committed. Between them lie a forward and a
-backward, so as a rule nobody waits. With fewer commits there is a spare extent (`durable/home`).
+If every step is committed, a block has two extents, and every update writes the extent without the
+content. After step N is committed, step N+1 writes the extents of step N-1, and step N+2 the
+extents of step N. So an update waits until its extent is in no commit that is still needed
+(`DurableHome.is_free`): until step N+1 is committed. A forward and a backward lie between, so the
+update rarely waits. With fewer commits there is a spare extent (`durable/home`).
 
-[Note: what is sealed]
-Record and versions are fixed at one moment between two steps (`seal`): from then on an update may
-begin that belongs to the next one. The versions are those that the blocks will have when the
-updates that are posted have ended. The thread waits for these, flushes the drives, and writes the
-record.
+[Note: sealed states]
+The record and the versions are fixed at one moment between two steps (`seal`). From then on an
+update of the next step may begin. The versions are those of the blocks after all posted updates.
+The thread waits for these updates, flushes the drives, and writes the record.
 
 [Note: several ranks]
 A step is committed when all ranks have its record (`infinity.durable.agreement`). Until then this
-rank has two, and what either speaks of stays. Who closes does not wait for the others to make the
-last one: they may be gone, and a resume finds what all have.
+rank has two records, and the states of both stay. `close` does not wait for the last record of
+other ranks: they may be gone, and a resume finds the last record that all ranks have.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = logging.getLogger("infinity")
 
 
 class _Sealed(NamedTuple):
-    """What becomes durable when `jobs` have ended."""
+    """The states that become durable when `jobs` have ended."""
 
     key: RecordKey
     jobs: Sequence[Job]
@@ -50,8 +49,8 @@ class _Sealed(NamedTuple):
 
 
 class Committer:
-    """A thread that commits what was sealed, in that order. Methods are for the thread that runs
-    the model, and for the one that closes."""
+    """A thread that commits sealed states, in their order. Its methods are called by the thread
+    that runs the model, and by the thread that closes the engine."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Committer:
         recorder: Recorder,
         agreement: Agreement | None = None,
     ) -> None:
-        """`agreement`: of all ranks; None for one."""
+        """`agreement`: of all ranks; None if there is one rank."""
         self._store = store
         self._jobs = jobs
         self._agreement = agreement
@@ -73,8 +72,8 @@ class Committer:
         self._thread.start()
 
     def seal(self, key: RecordKey, content: Callable[[Sequence[Version]], bytes]) -> None:
-        """Have what the blocks are after all posted updates committed, as the record `key` that
-        `content` makes of it; returns at once."""
+        """Commit the blocks after all posted updates, as the record `key`; returns at once.
+        `content` makes the record from their versions."""
         jobs, versions = self._versions()
         sealed = _Sealed(key, jobs, versions, content(versions))
         self._store.seal(versions)
@@ -83,7 +82,7 @@ class Committer:
             self._open += 1
 
     def will_be_whole(self) -> bool:
-        """Whether a commit may speak of what the blocks are after all posted updates."""
+        """Whether a commit may refer to the blocks after all posted updates."""
         with self._jobs.changed:
             _, left = self._jobs.going()
             return all(
@@ -94,7 +93,7 @@ class Committer:
             )
 
     def _versions(self) -> tuple[list[Job], list[Version]]:
-        """The jobs that are CONFIRMED, and what each block has when they have ended."""
+        """The jobs that are CONFIRMED, and the version of each block when they have ended."""
         with self._jobs.changed:
             jobs, left = self._jobs.going()
             return jobs, [
@@ -105,13 +104,13 @@ class Committer:
             ]
 
     def rest(self) -> bool:
-        """Block until all that was sealed is committed; False where it never will be."""
+        """Block until all sealed states are committed; False if they never will be."""
         with self._jobs.hurry(), self._changed:
             self._changed.wait_for(lambda: self._open == 0 or self._ended)
             return self._open == 0
 
     def close(self) -> None:
-        """Commit what was sealed, and end the thread. May be called twice."""
+        """Commit the sealed states, and end the thread. May be called twice."""
         with self._changed:
             self._is_closing = True
         self._sealed.put(None)
@@ -121,12 +120,12 @@ class Committer:
     def _run(self) -> None:
         try:
             while self._commit_next():
-                pass  # without what was committed, which may be large
+                pass  # holds no committed record, which may be large
         except EngineClosedError:
             log.debug("an update failed, so its step is not committed")
         except BaseException as error:
             self._store.latch.fail(self._with_way_out(error), "a commit")
-            self._jobs.refuse()  # what waits for a commit waits in vain
+            self._jobs.refuse()  # no commit will end the waits for it
             self._jobs.end_jobs()
         finally:
             if self._agreement is not None:
@@ -137,12 +136,12 @@ class Committer:
             self._jobs.poke()
 
     def _commit_next(self) -> bool:
-        """Have what was sealed next committed; False when that was given up, and at the end."""
+        """Commit the next sealed states; False if the commit was abandoned, and at the end."""
         sealed = self._sealed.get()
         return sealed is not None and self._commit(sealed)
 
     def _commit(self, sealed: _Sealed) -> bool:
-        """Have `sealed` committed; False when that was given up."""
+        """Commit `sealed`; False if the commit was abandoned."""
         self._await_updates(sealed)
         self._store.latch.check()
         start = time.perf_counter()
@@ -160,8 +159,8 @@ class Committer:
         return True
 
     def _await_updates(self, sealed: _Sealed) -> None:
-        """Return when the updates of `sealed` have ended. Where other ranks wait for that, they
-        need no place."""
+        """Return when the updates of `sealed` have ended. If other ranks wait for them, they run
+        without a place."""
         if self._agreement is None:
             self._jobs.await_ended(sealed.jobs)
             return
@@ -171,11 +170,11 @@ class Committer:
                     self._jobs.await_ended(sealed.jobs)
 
     def _with_way_out(self, error: BaseException) -> BaseException:
-        """`error`, which ended a commit; where a drive or the system did that, it says what to do.
+        """`error`, which ended a commit, with a way out if it is of a drive or the system.
 
-        A flush that failed may have dropped what was written, and the next one would not tell. So
-        nothing more is committed over these bytes. They are written again by who goes on from the
-        last committed step.
+        A failed flush may have dropped written bytes, and the next flush would not report it. So
+        nothing more is committed over these bytes. A run that resumes the last committed step
+        writes them again.
         """
         if not isinstance(error, OSError):
             return error
@@ -190,6 +189,6 @@ class Committer:
         return failure
 
     def _gives_up(self, waited: float) -> bool:
-        """Whether to wait no more for other ranks: nobody needs them for the last record."""
+        """Whether to stop waiting for other ranks, which the last record does not need."""
         with self._changed:
             return self._is_closing and (self._open == 1 or waited > CLOSING_SECONDS)

@@ -1,22 +1,22 @@
-"""Which extent of a block an update writes, so that those of commits stay as they are.
+"""Which extent of a block an update writes, so that committed extents do not change.
 
 [Note: a spare extent]
-Where one of N > 1 steps is committed, a block has two whole extents and a spare one. Commits speak
-of the two. The committed one stays as it is until the next commit, so the updates in between write
-the other one and the spare in turn. The spare has no room for what is cached in memory: the update
-of the step that is committed alone writes that.
+If one of N > 1 steps is committed, a block has two whole extents and a spare extent. Commits refer
+to the whole extents. The committed extent does not change until the next commit, so the updates in
+between write the other one and the spare in turn. The spare has no room for bytes that are cached
+in memory. Only the update of a step that is committed writes these.
 
-Which of them an update writes follows from how many steps are left until the commit: that of the
-step itself writes a whole extent, the one before it the spare, and so on backwards. With N = 3, and
-A committed:
+The extent that an update writes follows from the number of steps until the commit. The update of
+the committed step writes a whole extent, the update before it the spare, and so on backwards. With
+N = 3, and A committed:
 
     step          1    2       3             4    5       6
     steps left    2    1       0             2    1       0
     written       B    spare   B, commits    A    spare   A, commits
 
-Where something comes between (a step that is left out, a unit without gradients), content may lie
-in the spare, or lack what is cached, as a commit falls due. The store then writes what is lacking
-first. A block that is cached as a whole has an empty spare.
+If a step is left out, or a unit has no gradients, content may lie in the spare, or lack the cached
+bytes, when a commit falls due. The store then writes the missing bytes first. A block that is
+cached as a whole has an empty spare.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from infinity.tiers.block import Block
 from infinity.tiers.home import Home
 
 SPARE = 2
-"""Which of the extents is the spare one, where there is one."""
+"""The number of the spare extent, if there is one."""
 
 
 class Version(NamedTuple):
-    """What a block has after some step: which of its extents, and whether that was ever written."""
+    """The content of a block after some step: its extent, and whether that was ever written."""
 
     extent: int
     is_written: bool
 
 
 class ExtentState(enum.Enum):
-    """Which commit speaks of an extent, and what becomes of it. `tests/fast/test_home.py` runs this
+    """The commit that refers to an extent, and the next states. `tests/fast/test_home.py` runs this
     table.
 
     state      of    step  in place  flip       seal       ahead     other      commits    later
@@ -49,13 +49,13 @@ class ExtentState(enum.Enum):
     SEALED     next  no    no        -          SEALED     -         COMMITTED  COMMITTED  SEALED
     COMMITTED  last  no    no        COMMITTED  COMMITTED  -         COMMITTED  COMMITTED  FREE
 
-    - of: which commit speaks of the extent.
-    - step, in place: whether the update of a step may write it, and a write outside of steps, if it
-      is the content.
-    - flip: the state after all of it was written. COMMITTED: of a block with one extent, into which
-      a checkpoint is loaded.
-    - seal: after the next commit is to speak of it, as the content. ahead: as what an update, which
-      is on its way, will make. other: of another extent, while there is no commit yet.
+    - of: the commit that refers to the extent.
+    - step: whether the update of a step may write it. in place: whether a write outside of steps
+      may, if it is the content.
+    - flip: the state after all of it was written. COMMITTED occurs for a block with one extent,
+      into which a checkpoint is loaded.
+    - seal: the state after it was sealed as the content. ahead: after it was sealed as the target
+      of an update that has not ended. other: after another extent was sealed, before any commit.
     - commits: after it is committed. later: after another extent is.
 
     "-" does not occur.
@@ -79,25 +79,25 @@ class DurableHome(Home):
     def __init__(self, placed: Placed) -> None:
         super().__init__(placed)
         self.states = (ExtentState.FREE,) * (SPARE + 1)
-        """Of each extent; those that there are not are FREE."""
+        """The state of each extent; FREE for extents that do not exist."""
         self.pinned: int | None = None
-        """Which extent a snapshot has yet to read. An update waits before it writes there, whatever
-        the state says. None: none."""
+        """The extent that a snapshot has yet to read, or None. An update waits before it writes
+        there, in any state."""
         self._is_rewritten = False  # a write outside of steps is replacing the content in place
-        self._has_cached = True  # whether the current extent also has what is cached
+        self._has_cached = True  # whether the current extent has the cached bytes, too
 
     def _find(self, *wanted: ExtentState) -> int | None:
-        """The extent in the first of these states that one has; None where none has any."""
+        """An extent in the first of these states that any extent has; None if none has one."""
         states = self.states
         return next((states.index(each) for each in wanted if each in states), None)
 
     def _set(self, changes: dict[int, ExtentState]) -> None:
         self.states = tuple(changes.get(at, state) for at, state in enumerate(self.states))
 
-    # What is written next
+    # Writes
 
     def target(self, left: int = 0) -> int:
-        """Which of the extents or buffers an update writes."""
+        """The number of the extent or buffer that an update writes."""
         if self._is_rewritten:
             return self.version
         if len(self.extents) <= SPARE:
@@ -113,34 +113,34 @@ class DurableHome(Home):
         return wanted if wanted != self.version else other
 
     def writes_through(self, left: int = 0) -> bool:
-        """Whether an update writes what is cached in memory to its target, too."""
+        """Whether an update writes the bytes cached in memory to its target, too."""
         return self.placed.write_through and left == 0 and self.target() != SPARE
 
     def is_free(self, left: int = 0) -> bool:
-        """Whether an update may write: what it overwrites is in no commit that is still needed."""
+        """Whether an update may write: it overwrites no commit that is still needed."""
         return self.states[self.target(left)] not in _KEPT
 
     def is_pinned(self, left: int = 0) -> bool:
-        """Whether an update would overwrite what a snapshot has yet to read."""
+        """Whether an update would overwrite bytes that a snapshot has yet to read."""
         return self.target(left) == self.pinned
 
     @property
     def may_rewrite(self) -> bool:
-        """Whether a write outside of steps, of all of it, may take the place of the content: that
-        is whole, and no commit speaks of it."""
+        """Whether a write outside of steps may replace the content in place: the content is whole,
+        and no commit refers to it."""
         return self.version != SPARE and self.states[self.version] not in _KEPT
 
     @property
     def is_rewrite_pinned(self) -> bool:
-        """`is_pinned`, of a write outside of steps."""
+        """`is_pinned`, for a write outside of steps."""
         return self.pinned == (self.version if self.may_rewrite else self.target())
 
     def begin_rewrite(self) -> None:
-        """A write outside of steps begins, and ends with `flip`: in place where it may."""
+        """A write outside of steps begins, in place if it may. It ends with `flip`."""
         self._is_rewritten = self.may_rewrite
 
     def flip(self, left: int = 0) -> None:
-        """An update has written all of the target: that is the content from now on."""
+        """An update has written all of the target, which is the content from now on."""
         self._has_cached = not self.placed.cached_elements or self.writes_through(left)
         target = self.target(left)
         if self.states[target] is ExtentState.PROMISED:
@@ -153,26 +153,26 @@ class DurableHome(Home):
         self.version = self.target() if self.version == SPARE else self.version
         super().forget()
 
-    # What commits speak of
+    # Commits
 
     @property
     def is_whole(self) -> bool:
-        """Whether a commit may speak of the content."""
+        """Whether a commit may refer to the content."""
         return self.version != SPARE and (self._has_cached or not self.written)
 
     def will_be_whole(self, left: int) -> bool:
-        """The same, of what an update that is on its way makes."""
+        """Whether a commit may refer to the result of an update that has not ended."""
         has_cached = not self.placed.cached_elements or self.writes_through(left)
         return self.target(left) != SPARE and has_cached
 
     @property
     def is_sealed(self) -> bool:
-        """Whether any commit speaks of the block, or will."""
+        """Whether a commit refers to the block, or will."""
         return self._find(ExtentState.PROMISED, *_KEPT) is not None
 
     def seal(self, extent: int) -> None:
-        """The next commit speaks of `extent`: the current one, or the target of an update that has
-        yet to end."""
+        """The next commit refers to `extent`: the current one, or the target of an update that has
+        not ended."""
         changes = {}
         last = self._find(ExtentState.PROMISED, ExtentState.SEALED)
         if last is not None and last != extent:
@@ -184,13 +184,13 @@ class DurableHome(Home):
         self._set(changes)
 
     def commit(self, extent: int) -> None:
-        """The last commit speaks of `extent`, and no other one before it is needed."""
+        """The last commit refers to `extent`. Earlier commits are not needed any more."""
         before = self._find(ExtentState.COMMITTED)
         changes = {} if before is None else {before: ExtentState.FREE}
         self._set({**changes, extent: ExtentState.COMMITTED})
 
     def resume(self, version: Version) -> None:
-        """The states that were taken over are at this version."""
+        """The adopted states are at this version."""
         self.version, self.written = version
         self.commit(version.extent)
 

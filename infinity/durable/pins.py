@@ -1,9 +1,9 @@
-"""The states of a commit, which stay as they are until who reads them gives them back.
+"""The states of a commit, which do not change until their reader releases them.
 
 [Note: what waits]
-An update overwrites what the commit before the last one speaks of. Where that is pinned it waits
-(`JobQueue`), block after block. So does a write outside of steps (`DurableStore.begin_rewrite`).
-The snapshot, which reads, waits for no thread.
+An update overwrites the states of the commit before the last one. If they are pinned, the update
+waits (`JobTable`), block after block. A write outside of steps waits, too
+(`DurableStore.begin_rewrite`). The snapshot, which reads, waits for no thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.tiers.originals import FileExtent
 
 
 class PinnedStates:
-    """What blocks have at one commit, of `step`, and what else its record says (`content`). Made by
+    """The blocks at the commit of `step`, and the other `content` of its record. Made by
     `DurableStore.pin`, under its lock; ends with `release` of all, which any thread may call."""
 
     def __init__(
@@ -31,7 +31,7 @@ class PinnedStates:
         io: BlockIo,
         changed: threading.Condition,
     ) -> None:
-        """`originals`: where blocks lie that are in files of the user, which nobody writes."""
+        """`originals`: the places of blocks that lie in files of the user, which are only read."""
         self.step, self.content = step, content
         self._versions = dict(pinned)
         self._left = set(pinned)
@@ -42,12 +42,12 @@ class PinnedStates:
             home_of(block).pinned = version.extent
 
     def is_written(self, block: Block) -> bool:
-        """Whether it had been written when it was committed; else it was zeros."""
+        """Whether it had been written when it was committed; else it contained zeros."""
         return block in self._originals or self._versions[block].is_written
 
     def read(self, block: Block, at: int, nbytes: int, address: int) -> Ticket:
-        """Start reading bytes [at, at + nbytes) of `block` to `address`. `wait` raises
-        `CorruptStateError` where they are not what was written."""
+        """Start reading bytes [at, at + nbytes) of `block` to `address`. `wait` of the ticket
+        raises `CorruptStateError` if they are not the bytes that were written."""
         original = self._originals.get(block)
         if original is None and block not in self._left:
             raise RuntimeError(f"{block.name} may have been overwritten")

@@ -1,6 +1,7 @@
-"""What the record of a commit says behind its head: the values, as models that refuse all others.
+"""The content of a commit record after its head, as models that refuse invalid values.
 
-What a kill, a drive or an earlier version left is checked here, once. What comes out is trusted.
+A kill, a drive or an earlier version may have left any bytes. They are checked here, once. Decoded
+values are trusted.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _vector(tensor: Tensor, dtype: torch.dtype, length: int | None = None) -> Te
 
 
 def _words(length: int) -> AfterValidator:
-    """So many numbers of 32 bits."""
+    """`length` numbers of 32 bits."""
 
     def check(tensor: Tensor) -> Tensor:
         words = _vector(tensor, torch.int64, length)
@@ -118,7 +119,7 @@ class RandomStates(_Recorded):
 
     @classmethod
     def of(cls, device: ComputeDevice) -> RandomStates:
-        """As they are now."""
+        """The current states."""
         version, words, gauss = random.getstate()
         found: Any = np.random.get_state(legacy=True)
         name, keys, *rest = found
@@ -129,7 +130,7 @@ class RandomStates(_Recorded):
         )
 
     def restore(self, device: ComputeDevice) -> None:
-        """Go on drawing from these."""
+        """Put the states back into the generators."""
         device.set_random_state(self.torch)
         version, words, gauss = self.python
         random.setstate((version, tuple(words.tolist()), gauss))
@@ -137,7 +138,7 @@ class RandomStates(_Recorded):
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
 
     def values(self) -> dict[str, list[Any]]:
-        """What a record has of them."""
+        """The states as a record contains them."""
         return {name: list(state) for name, state in self}
 
 
@@ -159,8 +160,8 @@ def _groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class OptimizerHeader(_Recorded):
-    """`Optimizer.header`, its kind, and the names of the parameters in its groups as it was
-    made."""
+    """`Optimizer.header`, the kind, and the names of the parameters in the groups when the
+    optimizer was made."""
 
     kind: str
     names: list[list[str]]
@@ -180,18 +181,18 @@ class OptimizerHeader(_Recorded):
 
     @property
     def counts(self) -> list[int]:
-        """How many parameters its groups have."""
+        """The number of parameters in each group."""
         return [len(group["params"]) for group in self.param_groups]
 
 
 class CommittedStep(_Recorded):
-    """What a record says."""
+    """The content of a record."""
 
     version: Annotated[int, AfterValidator(_known)]
     step: Count
-    """That of the key of the record."""
+    """The step in the key of the record."""
     versions: Annotated[tuple[Version, ...], Field(repr=False)]
-    """Of the blocks."""
+    """The version of each block."""
     posted: Count
     skipped: Count
     is_whole: bool = Field(alias="whole")
@@ -214,7 +215,7 @@ class CommittedStep(_Recorded):
 
     @classmethod
     def of(cls, content: bytes, step: int) -> CommittedStep:
-        """What `pack` made of it, in the record of `step`. Raises `ValueError`."""
+        """Decode bytes that `pack` made, in the record of `step`. Raises `ValueError`."""
         try:
             (count,) = _COUNT.unpack_from(content)
             end = _COUNT.size + count
@@ -225,16 +226,16 @@ class CommittedStep(_Recorded):
             return cls(versions=versions, step=step, **read_item(content[end:]))
         except ValidationError as error:
             raise ValueError(first_problem(error)) from error
-        except Exception as error:  # whatever torch and zipfile make of other bytes
+        except Exception as error:  # of torch or zipfile, for other bytes
             raise ValueError(str(error)) from error
 
     @property
     def headers(self) -> list[dict[str, Any]]:
-        """Of the optimizers, as they gave them."""
+        """The headers of the optimizers."""
         return [each.model_dump(exclude_unset=True) for each in self.optimizers]
 
     def check_names(self) -> None:
-        """Raise `ValueError` where the groups of an optimizer have other parameters than as it was
+        """Raise `ValueError` if the groups of an optimizer have other parameters than when it was
         made."""
         for each in self.optimizers:
             named = list(map(len, each.names))
@@ -243,6 +244,6 @@ class CommittedStep(_Recorded):
 
 
 def pack(noted: bytes, versions: Sequence[Version]) -> bytes:
-    """A record: how many blocks there are, a byte for each of them, and what was `noted`."""
+    """A record: the number of blocks, a byte for each of them, and the bytes in `noted`."""
     blocks = bytes(version.extent | version.is_written << 1 for version in versions)
     return _COUNT.pack(len(blocks)) + blocks + noted

@@ -1,37 +1,37 @@
-"""Every step outlives the process: what a record says beside the states on NVMe, when it is fixed,
-and who gets it back.
+"""Every step outlives the process: the moment at which a record of it is fixed, and the restoring
+of the record.
 
 [Note: between two steps]
 The record of a step is fixed when the next training forward begins. Schedulers have stepped by
 then, and the random numbers of that forward are still to come: after a resume, the first training
-forward draws them. `close` fixes the record of the last step; there is no forward then, so `wrap`
-gives the random states back. Where a step updates once more what no forward has used since the
-last one, that is fixed before. So is the record before the first step, if it is older than the
-optimizer: a snapshot has the optimizer from the first step on.
+forward draws them. `close` fixes the record of the last step. No forward follows, so `wrap`
+restores the random states. If a step updates units that no forward has used since the last step, a
+record is fixed before the step. A record is also fixed before the first step, if the last record is
+older than the optimizer. So a snapshot contains the optimizer from the first step on.
 
 [Note: one of N steps]
-Where one of N > 1 steps is committed, the others fix no record. What a record of their moment would
-say is noted as the forward begins all the same: the engine may be closed before the next commit.
-The store makes blocks whole where a record is fixed at another moment than their updates knew of.
+If one of N > 1 steps is committed, the other steps fix no record. The content of such a record is
+noted nevertheless when the forward begins, because the engine may be closed before the next commit.
+If a record is fixed at a moment that the updates did not expect, the store makes the blocks whole.
 
 [Note: writes outside of steps]
-What was written since the last record takes part in the next one. So a block is rewritten in its
-place as long as no record speaks of its content, and beside it otherwise.
+The next record contains what was written since the last one. So a block is rewritten in place as
+long as no record refers to its content, and beside it otherwise.
 
 [Note: the same records on all ranks]
-What fixes a record is in the program: a forward, a step, a write. It never depends on the time that
-a commit or an update takes, which differs from rank to rank. So all ranks make the same records, in
-the same order, and the number of one means the same on each. `close` fixes one, too, wherever this
-rank is by then, and another rank may go on: a scheduler steps there, or parameters are written to.
-So the key of a record (`RecordKey`) says more than its number. It has how many writes came, and
-whether `close` fixed it: what `close` fixed is never taken for what a forward did. Two ranks may
-both be closed, at different places. So what `close` fixes also says what has changed since the last
-forward began: which of the objects that are tracked, and whether the parameter groups have.
-What an object has become is not compared, as objects may differ between ranks.
+The program fixes a record by a forward, a step or a write. It never depends on the time of a commit
+or an update, which differs from rank to rank. So all ranks make the same records, in the same
+order, and a number means the same record on each. `close` fixes a record, too, at any place. There
+another rank may continue: a scheduler steps, or parameters are written. So the key of a record
+(`RecordKey`) has more than its number. It has the count of writes, and whether `close` fixed the
+record. A record of `close` is never taken for a record of a forward. Two ranks may both be closed,
+at different places. So a record of `close` also identifies the changes since the last forward
+began: which tracked objects changed, and whether the parameter groups did. The content of the
+objects is not compared, because objects may differ between ranks.
 
 [Note: a load that is cut off]
-Frozen parameters have one place. A checkpoint may replace them, while the last record says that it
-is not whole, and is not taken over.
+Frozen parameters have one place. A checkpoint may replace them while the last record is marked as
+not whole. Such a record is not adopted.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ log = logging.getLogger("infinity")
 
 
 class Session:
-    """Has the states of one engine committed between steps, from `wrap` to `close`, and gives back
-    what was taken over. For the thread that runs the model.
+    """Commits the states of one engine between steps, from `wrap` to `close`, and restores adopted
+    records. Used by the thread that runs the model.
 
-    A session decides when a record is fixed. `StepNotes` say what is in it, and the `Committer`
-    commits it.
+    A session decides when a record is fixed. `StepNotes` make its content, and the `Committer`
+    commits it. One class, because each of its methods may fix the next record.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Session:
         recorder: Recorder,
         agreement: Agreement | None = None,
     ) -> None:
-        """`agreement`: of all ranks; None for one."""
-        # First, as it may be refused: the committer is a thread.
+        """`agreement`: of all ranks; None if there is one rank."""
+        # First, because it may be refused: the committer is a thread.
         content, self._last = store.taken_over, store.states.taken
         found = None if content is None else store.states.decode(content, self._last.step)
         self._store, self._device = store, device
@@ -95,17 +95,17 @@ class Session:
         self._objects = CommittedObjects(found)
         self._notes = StepNotes(device, self._objects, found, agreement is not None)
         self.snapshots = Snapshots(store, self._objects, jobs, agreement)
-        """Those of this engine."""
-        self._noted: NotedStep | None = None  # what a record says of this cycle
+        """The snapshots of this engine."""
+        self._noted: NotedStep | None = None  # the content of a record of this cycle
         self._is_sealed = self._is_loading = self._is_discarded = False
-        self._has_optimizer = found is not None and bool(found.optimizers)  # the last record does
+        self._has_optimizer = found is not None and bool(found.optimizers)  # in the last record
         self._writes = 0  # outside of steps, since the last record
 
     # Building
 
     def check(self, model: nn.Module) -> None:
-        """Raise `CheckpointError` for a record that is not whole, or does not fit, and
-        `ConfigError` for other buffers."""
+        """Raise `CheckpointError` if the record is not whole, or does not fit. Raise `ConfigError`
+        if the model has other buffers."""
         found = self._notes.found
         if found is None:
             return
@@ -131,7 +131,7 @@ class Session:
             )
 
     def restore_blocks(self) -> bool:
-        """Give the blocks what they had; False where there is nothing to go on from."""
+        """Restore the blocks; False if there is nothing to restore."""
         found = self._notes.found
         if found is not None:
             self._store.restore(found.versions)
@@ -142,7 +142,7 @@ class Session:
         self._committer.close()
 
     def listeners(self, others: StepListeners) -> StepListeners:
-        """What the updater tells, to `others` and to this."""
+        """Listeners of the updater: `others`, and this session."""
         return others._replace(
             before_step=self.before_step,
             made=self.restore,
@@ -151,12 +151,12 @@ class Session:
         )
 
     def connect(self, model: nn.Module, updater: Updater) -> None:
-        """Whose states these are. What was taken over goes on at its step."""
+        """Note `model` and `updater`. An adopted run continues at its step."""
         self._updater = updater
         self._notes.connect(model, updater)
 
     def begin(self) -> None:
-        """`wrap` has succeeded: commit what it made, until the first forward does so."""
+        """`wrap` has succeeded: commit the new states."""
         is_new = self._notes.found is None
         if is_new:
             self.seal()
@@ -191,11 +191,11 @@ class Session:
             self._noted = None  # it may be large
 
     def before_step(self, units: Sequence[Unit]) -> None:
-        """A step of `units` begins. What was sealed is committed, so a kill costs no more steps
-        than lie between two commits.
+        """A step of `units` begins. Sealed states are committed first, so a kill costs no more
+        steps than lie between two commits.
 
-        What the step would overwrite is committed, too. All ranks must find the same, so no commit
-        is under way when that is asked.
+        States that the step would overwrite are committed, too. All ranks must decide alike, so no
+        commit is under way at that decision.
         """
         if self._objects.has_optimizers and not self._has_optimizer:
             self._is_sealed, self._noted = False, None
@@ -211,8 +211,8 @@ class Session:
     def before_write(self, blocks: Sequence[Block]) -> None:
         """`blocks` are about to be rewritten outside of a step; returns when they may be.
 
-        Raises `ConfigError` before anything is changed for those that have one place only, but
-        while a checkpoint is loaded.
+        Raises `ConfigError` before anything is changed for blocks that have one place only, unless
+        a checkpoint is being loaded.
         """
         fixed = next((block for block in blocks if _is_fixed(block)), None)
         if fixed is not None and (not self._is_loading or fixed.spec.in_files):
@@ -235,8 +235,8 @@ class Session:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, states are replaced one by one; what they are then is committed."""
-        self._make_whole()  # what is replaced is not looked at then
+        """Inside, states are replaced one by one. The result is committed at the end."""
+        self._make_whole()  # inside, replaced states are not checked
         self._noted, self._is_loading = None, True
         try:
             yield
@@ -247,8 +247,8 @@ class Session:
         self.rest()
 
     def seal(self, closes: bool = False) -> None:
-        """Have the states as they are after all posted steps committed; returns at once. `closes`:
-        the program is anywhere between two steps."""
+        """Commit the states after all posted steps; returns at once. `closes`: the program is at
+        any place between two steps."""
         if not self._is_sealed:
             self._make_whole()
             closed = closes and self._noted is None and self._notes.compares
@@ -269,29 +269,29 @@ class Session:
         return self._updater.posted_steps + self._updater.skipped_steps
 
     def _make_whole(self) -> None:
-        """Have a commit be able to speak of what blocks are after all posted steps. Where every
-        step is committed, it always is; else that may wait for updates."""
+        """Make the blocks after all posted steps whole, so that a commit may refer to them. If
+        every step is committed, they are whole; otherwise this may wait for updates."""
         if self._store.has_spares and not self._committer.will_be_whole():
             self._updater.rest()
             self._store.make_whole()
 
     def rest(self) -> None:
-        """Block until what was sealed is committed, on all ranks. Raises `EngineClosedError` when
-        that failed, or was given up by who closes."""
+        """Block until sealed states are committed, on all ranks. Raises `EngineClosedError` if that
+        failed, or if the engine is closed meanwhile."""
         is_committed = self._committer.rest()
         self._store.latch.check()
         if not is_committed:
             raise EngineClosedError("the engine was closed")
 
     def discard(self) -> None:
-        """Nothing of what was committed is needed any more: `close` removes it."""
+        """Committed states are not needed any more: `close` removes them."""
         self._store.states.discard()
         self._is_discarded = True
 
     def close(self) -> None:
-        """Commit the last step, which other ranks may lack then, and end the thread. What failed
-        stays at the step that was committed last, and so does a model that is gone with its
-        buffers. A snapshot that is under way is finished. May be called twice."""
+        """Commit the last step, which other ranks may lack then, and end the thread. If the engine
+        failed, or the model is gone with its buffers, the step before stays the last. Finishes a
+        snapshot that is under way. May be called twice."""
         try:
             with self.snapshots.finishing():
                 self._seal_last()
@@ -300,13 +300,13 @@ class Session:
             self._committer.close()
 
     def _seal_last(self) -> None:
-        """Have the last step committed, where there is one to go on from."""
+        """Commit the last step, unless the engine failed or its states are discarded."""
         wanted = not self._store.latch.failed and not self._is_discarded
         if not wanted or self._notes.are_lost:
             return
         try:
-            # Between two steps buffers and rates may have changed; a forward that led to no step
-            # has not.
+            # Buffers and rates may have changed between two steps, but not by a forward without a
+            # step.
             self._is_sealed &= self._notes.in_cycle
             self.seal(closes=True)
         except InfinityError as error:
@@ -319,20 +319,20 @@ class Session:
         write: Callable[[CommittedStates], SnapshotTask],
         on_all_ranks: Callable[[], AbstractContextManager[None]],
     ) -> SnapshotTask:
-        """`Snapshots.begin`, on all ranks of what was committed of one step."""
+        """`Snapshots.begin`, of the same committed step on all ranks."""
         is_new, has_begun = self._updater.next_number == 1, self._notes.in_cycle
         if is_new and not (has_begun and self._has_optimizer):
             self._is_sealed = False
             self.seal()  # with the optimizers that were made since `wrap`, or the first forward
             self._is_sealed = has_begun  # the first forward fixes its own
         if is_new or self._notes.compares or self._store.committed_step is None:
-            self.rest()  # from then on it is the last that was sealed
+            self.rest()  # then the last commit is the last sealed record
         return self.snapshots.begin(write, on_all_ranks)
 
 
 def _is_fixed(block: Block) -> bool:
-    """Whether what is committed of a block, or lies in files of the user, would be rewritten in its
-    only place."""
+    """Whether a write would replace committed bytes of the block, or bytes in files of the user, in
+    their only place."""
     home = home_of(block)
     return block.spec.in_files or (home.is_sealed and len(home.extents) < 2)
 

@@ -18,8 +18,8 @@ log = logging.getLogger("infinity")
 
 
 class Snapshots:
-    """Begins the snapshots of one engine, one at a time. For the thread that runs the model, and
-    for the one that closes."""
+    """Begins the snapshots of one engine, one at a time. Used by the thread that runs the model,
+    and by the thread that closes the engine."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class Snapshots:
         jobs: JobQueue,
         agreement: Agreement | None,
     ) -> None:
-        """`agreement`: of all ranks; None for one."""
+        """`agreement`: of all ranks; None if there is one rank."""
         self._store, self._objects, self._jobs = store, objects, jobs
         self._agreement = agreement
         self._task: SnapshotTask | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` while one is under way."""
+        """Raise `ConfigError` while a snapshot is under way."""
         task = self._task
         if task is not None and not task.done():
             raise ConfigError(
@@ -43,7 +43,7 @@ class Snapshots:
             )
 
     def refusals(self, reason: str, meet: Callable[[bool], bool]) -> str:
-        """See `Agreement.refusals`; of one rank alone that is its `reason`."""
+        """See `Agreement.refusals`; if there is one rank, its `reason`."""
         return reason if self._agreement is None else self._agreement.refusals(reason, meet)
 
     def begin(
@@ -51,8 +51,8 @@ class Snapshots:
         write: Callable[[CommittedStates], SnapshotTask],
         on_all_ranks: Callable[[], AbstractContextManager[None]],
     ) -> SnapshotTask:
-        """Have `write` write what was committed last. What is refused in `on_all_ranks()` on one
-        rank is refused on all."""
+        """Have `write` write the states of the last commit. An error inside of `on_all_ranks()` on
+        one rank is an error on all ranks."""
         with ExitStack() as undo:
             with on_all_ranks():
                 committed = self._pin()
@@ -62,8 +62,7 @@ class Snapshots:
         return self._task
 
     def _pin(self) -> CommittedStates:
-        """What was committed last, kept as it is. Raises `ConfigError` where its optimizer is
-        gone."""
+        """The states of the last commit, pinned. Raises `ConfigError` if its optimizer is gone."""
         pinned = self._store.pin()
         try:
             record = self._store.states.decode(pinned.content, pinned.step)
@@ -87,8 +86,8 @@ class Snapshots:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Finish the snapshot that is under way, if any, after the block; what is raised meanwhile,
-        as by Ctrl-C, ends it."""
+        """Finish the snapshot that is under way, if any, after the block. An exception meanwhile,
+        such as of Ctrl-C, cancels it."""
         task = self._task
         try:
             yield

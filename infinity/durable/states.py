@@ -1,13 +1,13 @@
-"""States that outlive their process: what lies in the directories beside the states files, and who
-may take it over. The manifests are those of `infinity.tiers.manifest`.
+"""States that outlive their process: the files in the directories beside the states files, and the
+checks before an engine adopts them. `infinity.tiers.manifest` has the manifests.
 
 [Note: one run of several ranks]
-Every rank has directories of its own, and says in their manifests who it is. All have one run. A
-rank keeps the record before its last one until all ranks have the last one (`settle`). So there is
-always a step that all have, and `common_step` finds it. A step counts as committed from then on,
-also for the manifest: what only some ranks have of a run without a committed step is worth nothing.
-A rank that has nothing to resume looks for committed states of other ranks beside its own: those
-that have theirs say so themselves, and else the directories were exchanged.
+Every rank has directories of its own, and its number in their manifests. All ranks have one run. A
+rank keeps the record before its last record until all ranks have the last one (`settle`). So there
+is always a step that all ranks have, and `common_step` finds it. From `settle` on the step counts
+as committed, also in the manifest. If no step is committed, records of some ranks are not used. A
+rank without states to resume searches for committed states of other ranks beside its own. If it
+finds any, the directories were exchanged.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ log = logging.getLogger("infinity")
 
 _HEAD = struct.Struct("<32s32sQQ32s")
 HEAD_BYTES = _HEAD.size
-"""What a record begins with: its run, its life, and its key but for the number."""
+"""Bytes of the head of a record: its run, its life, and its key without the number."""
 _OF_A_RANK = re.compile(r"rank\d+")
 
 
 class RecordKey(NamedTuple):
-    """Which record one is. Records of two ranks that have one key, and were made in one life, say
-    the same of all that ranks have in common.
+    """The identity of a record. Records of two ranks with one key and one life agree in everything
+    that ranks have in common.
 
-    `sequence` is its number among those of the run, from 1. It is of `step`. Between the record
-    before and this one, parameters or states were written so many times outside of steps
-    (`writes`). `closed` is "" where it was fixed at a place to which the program comes on all
-    ranks. Where it was fixed as the engine was closed, it is 32 hex digits that say what had
-    changed by then (`infinity.durable.session`).
+    `sequence` is the number of the record in its run, from 1. `step` is its step. `writes` counts
+    the writes to parameters or states outside of steps since the record before. `closed` is "" if
+    the record was fixed at a place that the program reaches on all ranks. If it was fixed when the
+    engine was closed, `closed` is 32 hex digits that identify the changes until then
+    (`infinity.durable.session`).
     """
 
     sequence: Count
@@ -74,27 +74,27 @@ class RecordKey(NamedTuple):
 
     @property
     def moment(self) -> str:
-        """What it is of, for people."""
+        """The moment of the record, for messages."""
         after = f" and {self.writes} writes after it" * (self.writes > 0)
         return f"step {self.step}{after}" + ", as its engine was closed" * bool(self.closed)
 
 
 NO_RECORD = RecordKey(0, 0, 0, "")
-"""Before the first one of a run."""
+"""The key before the first record of a run."""
 
 
 class KeptRecord(NamedTuple):
-    """A record that is whole, and the `life` that made it: a life begins with each `wrap`, on all
-    ranks together."""
+    """The key of a record that is whole, and the `life` that made it. A life begins with each
+    `wrap`, on all ranks together."""
 
     key: RecordKey
     life: Id
 
 
 class LeftStates(NamedTuple):
-    """What an earlier run left in the directories of one rank, the first of which is `path`.
-    Without `records`, newest first, there is nothing to go on from. Then nothing else is said than
-    what lies `beside`: the path of committed states of another rank, or "" for none."""
+    """The states of an earlier run in the directories of one rank, the first of which is `path`.
+    `records` are its records, newest first. Without records there is nothing to continue, and of
+    the other fields only `beside` is set: the path of committed states of another rank, or ""."""
 
     path: str
     run: str = ""
@@ -105,7 +105,7 @@ class LeftStates(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> LeftStates:
-        """What JSON has made of one."""
+        """The value that JSON has made of a `LeftStates`."""
         return _LEFT.validate_python(values)
 
 
@@ -114,11 +114,12 @@ _KEPT = TypeAdapter(KeptRecord)
 
 
 class DurableStates:
-    """What the directories of one rank hold beyond the life of its engine. `find` comes first, then
-    `take`, then `record` and `settle` in turn, by one thread."""
+    """The files in the directories of one rank that outlive its engine. The caller calls `find`
+    first, then `take`, then `record` and `settle` in turn, on one thread. One class, because all of
+    its methods read and write the same files in these directories."""
 
     def __init__(self, resume: bool, member: Member = ONE_RANK) -> None:
-        """`resume`: states that are there are taken over; without it they are refused."""
+        """`resume`: adopt existing states; without it they are refused."""
         self._resume, self._member = resume, member
         self._places: list[Directory] = []
         self._log: CommitLog | None = None
@@ -128,16 +129,16 @@ class DurableStates:
         self._taken: RecordKey | None = None
         self._is_committed = self._is_discarded = False
         self.found: StatesManifest | None = None
-        """Of the states that are taken over; None where the engine begins anew."""
+        """The manifest of the adopted states; None if the engine begins a run."""
         self.content: bytes | None = None
-        """The record that is taken over, with `found`, until `keep`."""
+        """The adopted record, with `found`, until `keep`."""
 
     def find(self, places: Sequence[Directory], around: Sequence[Directory] = ()) -> None:
-        """Look what an earlier run left in the directories, which are locked; changes nothing.
-        `around`: those that they lie in, where every rank has some of its own.
+        """Find the states of an earlier run in the directories, which are locked. Changes nothing.
+        `around`: the directories around them, if every rank has its own.
 
-        Raises `ConfigError` where states are there and are not to be taken over, or directories are
-        missing, exchanged or of several runs. Raises `CheckpointError` for what is damaged.
+        Raises `ConfigError` if there are states and `resume` is False, or directories are missing,
+        exchanged or of several runs. Raises `CheckpointError` for damaged files.
         """
         self._places = list(places)
         self._log = CommitLog(DurableFiles(places[0]))
@@ -180,7 +181,7 @@ class DurableStates:
                 f"{missing[0] / STATES_NAME} is gone, and with it the states of an earlier run; go "
                 "on from a checkpoint, in another directory"
             )
-        self._log.flush()  # before other ranks are told
+        self._log.flush()  # before other ranks know of them
         self.found = found
 
     def refuse_other_ranks(self, place: Directory, own: str) -> None:
@@ -199,12 +200,12 @@ class DurableStates:
 
     @property
     def path(self) -> Path:
-        """The first directory, which has the records."""
+        """The first directory, which contains the records."""
         return self._places[0].path
 
     @property
     def left(self) -> LeftStates:
-        """What was found, to be told to the other ranks."""
+        """The result of `find`, for the other ranks."""
         path = str(self.path)
         if self.found is None:
             return LeftStates(path, beside=self._beside)
@@ -216,12 +217,12 @@ class DurableStates:
 
     @property
     def taken(self) -> RecordKey:
-        """The record that is taken over; `NO_RECORD` for none."""
+        """The key of the adopted record; `NO_RECORD` if there is none."""
         return NO_RECORD if self._taken is None else self._taken
 
     def take(self, record: KeptRecord | None, life: str) -> None:
-        """Go on from `record`, which all ranks have; None: begin a run, which has the name of its
-        first `life`. `keep` gives up the record after it."""
+        """Continue from `record`, which all ranks have. None: begin a run, which has the name of
+        its first `life`. `keep` drops the record after it."""
         self._life = life
         if record is None:
             if self.found is not None and self._log is not None:
@@ -237,21 +238,20 @@ class DurableStates:
 
     @property
     def taken_over(self) -> StatesManifest | None:
-        """The manifest of the states that are taken over; None where they are new, and after
-        `keep`."""
+        """The manifest of the adopted states; None if they are new, and after `keep`."""
         return None if self.content is None else self.found
 
     @property
     def outlive(self) -> bool:
-        """Whether what the directories hold is worth keeping."""
+        """Whether the files in the directories stay after `close`."""
         return self._is_committed and not self._is_discarded
 
     def remove(self, places: Sequence[Directory]) -> None:
-        """Remove what lies beside the states in `places`."""
+        """Remove the files beside the states in `places`."""
         remove_records(places)
 
     def discard(self) -> None:
-        """What was and will be committed is worth nothing any more."""
+        """Committed states are not needed any more."""
         self._is_discarded = True
 
     def describe(self, blocks: Sequence[StoredBlock]) -> None:
@@ -259,7 +259,7 @@ class DurableStates:
         self._blocks = tuple(blocks)
 
     def check(self) -> None:
-        """Raise `ConfigError` where the states that are there are not those of the engine."""
+        """Raise `ConfigError` if the states that `find` found do not fit the engine."""
         if self.found is not None and (difference := self.found.difference(self._blocks)):
             raise ConfigError(
                 f"{self._places[0].path} holds the states of another model or configuration: "
@@ -267,8 +267,8 @@ class DurableStates:
             )
 
     def begin(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int]) -> None:
-        """The states lie so, and nothing was committed yet: describe them, in place of those of a
-        run that was killed before its first commit."""
+        """Describe states in this arrangement, without a commit, in new manifests. They replace the
+        manifests of a run that was killed before its first commit."""
         self.found = shown = StatesManifest(
             version=VERSION,
             directory=0,
@@ -287,14 +287,14 @@ class DurableStates:
         self._write_manifests(shown)
 
     def keep(self) -> None:
-        """From now on nobody reads another record than the one that was taken."""
+        """Drop all records except the adopted record."""
         if self._log is not None and self._taken is not None:
             self._log.keep(self._taken.sequence)
         self.content = None
 
     def record(self, key: RecordKey, content: bytes) -> None:
-        """Make `content` the last record, when all that it speaks of is on the drives; the one
-        before stays."""
+        """Make `content` the last record, when the states that it refers to are on the drives. The
+        record before stays."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
         if self._log.next_sequence != key.sequence:
@@ -306,15 +306,15 @@ class DurableStates:
         self._is_committed = True
 
     def read(self, key: RecordKey) -> bytes:
-        """What was made the record with this key, which nobody has given up. Raises
-        `CheckpointError` where it cannot be read."""
+        """The content of the record with this key, which was not dropped. Raises `CheckpointError`
+        if it cannot be read."""
         commit = None if self._log is None else self._log.read(key.sequence)
         if commit is None:
             raise self.unreadable(ValueError(f"record {key.sequence} is not there"))
         return commit.content[_HEAD.size :]
 
     def settle(self) -> None:
-        """All ranks have the last record: from now on nobody reads one before."""
+        """All ranks have the last record: drop the record before."""
         if self._log is None or self.found is None:
             raise RuntimeError("no directory was looked at")
         self._log.settle()
@@ -328,14 +328,14 @@ class DurableStates:
             DurableFiles(place).create(MANIFEST_NAME, of_this.encode())
 
     def decode(self, content: bytes, step: int) -> CommittedStep:
-        """What a record of `step` says. Raises `CheckpointError` for what is damaged."""
+        """Decode a record of `step`. Raises `CheckpointError` if it is damaged."""
         try:
             return CommittedStep.of(content, step)
         except ValueError as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> CheckpointError:
-        """What to raise for a record that is whole, and says something else than records do."""
+        """The error for a record that is whole, but not a valid record."""
         return CheckpointError(
             f"{self.path}: the record of the committed states cannot be read: "
             f"{reason_of(error)}; go on from a checkpoint, in another directory"
@@ -355,13 +355,13 @@ def _of_ranks(place: Directory) -> Iterator[Directory]:
 
 
 def _committed_beside(place: Directory, own: str) -> str:
-    """The first path in `place` of states that all ranks of a run have committed, but for the `own`
-    one; "" for none."""
+    """The first path in `place` of states that all ranks of a run have committed, except `own`; ""
+    if there is none."""
     for inner in _of_ranks(place):
         try:
             is_committed = inner.path.name != own and read_manifest(inner).is_committed
         except CheckpointError:
-            is_committed = True  # as far as that can be read
+            is_committed = True  # the manifest cannot be read
         if is_committed:
             return str(inner.path)
     return ""
@@ -379,10 +379,10 @@ _AS_THEY_WERE = (
 
 
 def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -> KeptRecord | None:
-    """The last record that all ranks have, by what is `left` of each; None where there is nothing
-    to go on from. `members`: who the ranks are now.
+    """The last record that all ranks have, by the states `left` of each rank; None if there is
+    nothing to continue. `members`: the ranks now.
 
-    Raises `ConfigError` or `CheckpointError`, the same on every rank, where they do not have one.
+    Raises `ConfigError` or `CheckpointError`, the same on every rank, if they have none in common.
     """
     has = {rank: each for rank, each in left.items() if each.records}
     for rank, each in sorted(has.items()):
@@ -434,7 +434,7 @@ def common_step(left: Mapping[int, LeftStates], members: Mapping[int, Member]) -
 
 
 def _run_of(commit: Commit) -> str:
-    """The run of a record; "" for one that says nothing."""
+    """The run of a record; "" if the record is too short."""
     if len(commit.content) < _HEAD.size:
         return ""
     return _text(_HEAD.unpack_from(commit.content)[0])

@@ -1,4 +1,4 @@
-"""What a record says beside blocks: as of the last forward that began, or as of now."""
+"""The content of a record beside blocks, at the begin of the last forward or now."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from infinity.weights.load import persistent_buffers
 
 
 class NotedStep(NamedTuple):
-    """What a record says, but of blocks; and marks, which differ where one of the objects that are
-    tracked differs, by its name, or the parameter groups do ("")."""
+    """The content of a record beside blocks, and marks. Two marks of a name differ if the tracked
+    object of this name differs; marks of the name "" if the parameter groups differ."""
 
     content: bytes
     marks: Mapping[str, str]
@@ -30,8 +30,8 @@ class NotedStep(NamedTuple):
 
 
 class StepNotes:
-    """What the next record says beside blocks. A cycle begins with the first training forward after
-    a step, and ends with the next step. For the thread that runs the model."""
+    """Makes the content of the next record beside blocks. A cycle begins with the first training
+    forward after a step, and ends with the next step. Used by the thread that runs the model."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class StepNotes:
         found: CommittedStep | None,
         compares: bool,
     ) -> None:
-        """`found`: the record that was taken over; None where the states are new. `compares`: other
-        ranks make records, too, which are compared by marks."""
+        """`found`: the adopted record; None if the states are new. `compares`: whether records are
+        compared with those of other ranks, by marks."""
         self._device, self._objects = device, objects
         self.found = found
-        """The record that was taken over, until all of it is given back."""
+        """The adopted record, until all of it is restored."""
         self.compares = compares
         self._has_begun = found is None or not found.in_forward
-        self._random: RandomStates | None = None  # as this cycle began
-        self._buffers: dict[str, torch.Tensor] = {}  # as it, or the engine, began
-        self._made: dict[str, str] = {}  # the marks of what was made before the first one
-        self._began: Mapping[str, str] | None = None  # those of the last one that began
+        self._random: RandomStates | None = None  # at the begin of this cycle
+        self._buffers: dict[str, torch.Tensor] = {}  # at the begin of this cycle, or of the engine
+        self._made: dict[str, str] = {}  # the marks of objects made before the first cycle
+        self._began: Mapping[str, str] | None = None  # the marks of the last cycle that began
 
     def connect(self, model: nn.Module, updater: Updater) -> None:
-        """Whose states these are. What was taken over goes on at its step."""
+        """Note `model` and `updater`. An adopted run continues at its step."""
         self._model = weakref.ref(model)
         self._updater = updater
         self._buffers = self._buffers_now()
@@ -74,10 +74,11 @@ class StepNotes:
         return self._random is not None
 
     def begin_cycle(self, is_whole: bool) -> NotedStep:
-        """The first forward begins: what a record says of this moment. See `note`."""
+        """The first forward of a cycle begins. Returns the content of a record of this moment; see
+        `note`."""
         if not self._has_begun and self.found is not None:
             self.found.random.restore(self._device)
-        self._has_begun, self.found = True, None  # all of it is given back
+        self._has_begun, self.found = True, None  # all of it is restored
         self._random, self._buffers = RandomStates.of(self._device), self._buffers_now()
         noted = self.note(is_whole)
         self._began = noted.marks
@@ -87,10 +88,11 @@ class StepNotes:
         """A step begins."""
         self._random = None
 
-    # What a record says
+    # Notes
 
     def note(self, is_whole: bool) -> NotedStep:
-        """What a record says now, but of blocks; `is_whole`: no checkpoint is being loaded."""
+        """The content of a record of now, beside blocks; `is_whole`: no checkpoint is being
+        loaded."""
         updater = self._updater
         headers, saved = self._objects.note()
         random = self._random
@@ -120,14 +122,14 @@ class StepNotes:
         return {"": _digest(groups)} | {n: _digest(each.numpy().data) for n, each in saved.items()}
 
     def mark_made(self) -> None:
-        """An optimizer was made, or objects are tracked: before the first forward, what they are
-        now is no change."""
+        """An optimizer was made, or objects are tracked. Before the first forward, their states now
+        count as unchanged."""
         if self._began is None:
             self._made = self._marks(*self._objects.note())
 
     def changes(self, noted: NotedStep) -> str:
-        """32 hex digits that say what has changed since the last forward began, or since it was
-        made: which of the tracked objects, and whether the parameter groups have."""
+        """32 hex digits that identify the changes since the last forward began: which tracked
+        objects changed since then or since they were made, and whether the parameter groups did."""
         before = self._made if self._began is None else self._began
         now = noted.marks
         names = sorted(n for n in {**before, **now} if before.get(n) != now.get(n))
@@ -141,7 +143,7 @@ class StepNotes:
 
     @property
     def are_lost(self) -> bool:
-        """Whether the model is gone, and its buffers with it."""
+        """Whether the model is gone, with its buffers."""
         return self._model() is None and bool(self._buffers)
 
 
@@ -150,7 +152,7 @@ def _digest(content: bytes | memoryview) -> str:
 
 
 def _plain(header: dict[str, Any]) -> dict[str, Any]:
-    """A header whose numbers are Python's: a rate may be one of numpy's."""
+    """A header with numbers of Python: a rate may be a number of numpy."""
     groups = [
         {key: v.item() if isinstance(v, np.generic) else v for key, v in group.items()}
         for group in header["param_groups"]

@@ -1,6 +1,6 @@
-"""A store whose states outlive the process: which versions of its blocks commits speak of.
+"""A store whose states outlive the process. It knows the versions of blocks in commits.
 
-`Store` moves bytes. The versions say which of them stay where they are, until a later commit or the
+`Store` moves bytes. Versions tell which bytes must not be overwritten until a later commit or the
 end of a snapshot.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger("infinity")
 
 
 class LastCommit(NamedTuple):
-    """What was committed last: its record, and what `state_blocks` had then."""
+    """The record of the last commit, and the versions of `state_blocks` in it."""
 
     key: RecordKey
     versions: Sequence[Version]
@@ -41,7 +41,7 @@ class LastCommit(NamedTuple):
 class DurableStore(Store):
     """The store of an engine with durability. `find` and `agree` come before `open`.
 
-    Commits speak of `state_blocks`. One thread commits; any thread may ask.
+    Commits refer to `state_blocks`. One thread commits; any thread may ask.
     """
 
     is_durable = True
@@ -58,27 +58,27 @@ class DurableStore(Store):
         """See `Store`."""
         super().__init__(config, device, recorder, own, states)
         self.states = states
-        """What the directories hold beyond the life of the store."""
+        """The files in the directories that outlive the store."""
         self._committed: LastCommit | None = None
-        self._last_record = threading.Lock()  # the record of `_committed` is not given up
+        self._last_record = threading.Lock()  # held: the record of `_committed` stays
         self.has_spares = config.steps_per_commit > 1
 
     def steps_left(self, number: int) -> int:
-        """How many steps lie between step `number` and the one that is committed next: 0 for that
-        one itself."""
+        """The number of steps from step `number` to the next committed step; 0 for a committed
+        step."""
         return -number % self._config.steps_per_commit
 
     # Opening
 
     def find(self) -> LeftStates:
-        """Before `open`: lock the directories, and look what an earlier run left there."""
+        """Before `open`: lock the directories, and find the states of an earlier run."""
         self._nvme.find()
         return self.states.left
 
     def agree(self, said: Mapping[int, Sequence[Any]], life: str) -> None:
-        """After `find`: go on from the last record that all ranks have, or begin anew; either
-        begins `life`, of all ranks. `said`: of each rank, as JSON has made them, what `find` gave,
-        and `Ranks.member`. Raises what `common_step` raises, the same on every rank."""
+        """After `find`: continue from the last record that all ranks have, or begin a run. Either
+        begins `life`, of all ranks. `said` has for each rank the result of `find` and
+        `Ranks.member`, from JSON. Raises the errors of `common_step`, the same on every rank."""
         left = {rank: LeftStates.of(each) for rank, (each, *_) in said.items()}
         members = {rank: Member(*member) for rank, (_, member, *_) in said.items()}
         self.states.take(common_step(left, members), life)
@@ -87,12 +87,12 @@ class DurableStore(Store):
         super()._reserve_extents()
         self.states.describe([_stored(block) for block in self.state_blocks()])
 
-    # What was taken over
+    # Adopted states
 
     @property
     def taken_over(self) -> bytes | None:
-        """The record of the earlier run whose states were taken over; None where the states
-        are new. Raises `CheckpointError` where it cannot be read."""
+        """The record of the adopted states; None if the states are new. Raises `CheckpointError` if
+        it cannot be read."""
         content = self.states.content
         try:
             return None if content is None else unpack_sums(content)[1]
@@ -100,8 +100,8 @@ class DurableStore(Store):
             raise self.states.unreadable(error) from error
 
     def check_versions(self, versions: Sequence[Version]) -> None:
-        """Raise `CheckpointError` where the states that were taken over cannot be at these
-        versions, of `state_blocks`, or lack a checksum."""
+        """Raise `CheckpointError` if the adopted states cannot be at these versions, of
+        `state_blocks`, or lack a checksum."""
         if self.states.content is None:
             raise RuntimeError("nothing was taken over")
         blocks = self.state_blocks()
@@ -123,8 +123,8 @@ class DurableStore(Store):
             raise self.states.unreadable(ValueError("its checksums are not those of its blocks"))
 
     def restore(self, versions: Sequence[Version]) -> None:
-        """The states that were taken over are at these versions, of `state_blocks`. All of them
-        are read and checked. Raises `CorruptStateError`."""
+        """Adopt the states at these versions, of `state_blocks`. Reads and checks all of them.
+        Raises `CorruptStateError`."""
         if self.states.content is None:
             raise RuntimeError("nothing was taken over")
         for block, version in zip(self.state_blocks(), versions, strict=True):
@@ -140,8 +140,8 @@ class DurableStore(Store):
         self._nvme.shorten()
 
     def _check(self, sums: Sequence[Sums]) -> int:
-        """Compare what the extents have with their checksums, `sums` of the blocks that were ever
-        written, and bring what is cached. Returns how many bytes that were."""
+        """Compare extents with the checksums `sums` of the blocks that were ever written, and read
+        the cached bytes into memory. Returns the number of bytes read."""
         blocks = [block for block in self.state_blocks() if block.home.written]
         for block, found in zip(blocks, sums, strict=True):
             self._io.sums(block, block.home.extents[block.home.version])[:] = found
@@ -166,11 +166,11 @@ class DurableStore(Store):
     # Commits
 
     def make_whole(self) -> None:
-        """Write what `state_blocks` lack on the drives for a commit to speak of them: what is
-        cached, and what lies in a spare extent.
+        """Write the bytes of `state_blocks` that a commit needs in a whole extent: cached bytes,
+        and content in a spare extent.
 
-        For the thread that runs the model, when no update is under way, and all that was sealed is
-        committed. After an error the engine cannot go on.
+        Called by the thread that runs the model, when no update is under way and all sealed steps
+        are committed. After an error the engine cannot continue.
         """
         lacking = [block for block in self.state_blocks() if not home_of(block).is_whole]
         try:
@@ -194,15 +194,15 @@ class DurableStore(Store):
         self.resident.end_update(lacking)
 
     def seal(self, versions: Sequence[Version]) -> None:
-        """`record` will be told of these versions of `state_blocks`: they are not overwritten."""
+        """`record` will be called with these versions of `state_blocks`. Do not overwrite them."""
         with self._changed:
             for block, version in zip(self.state_blocks(), versions, strict=True):
                 home_of(block).seal(version.extent)
 
     def record(self, key: RecordKey, versions: Sequence[Version], content: bytes) -> None:
-        """Make `content` the last record, `key`: of what `state_blocks` have at these versions,
-        all of which is written. Returns when it would survive a power cut; the one before stays
-        until `commit`. For one thread."""
+        """Make `content` the last record, with this `key`, of `state_blocks` at these versions,
+        which are written. Returns when it would survive a power cut. The record before stays until
+        `commit`. Called by one thread."""
         self._keep(versions, *([] if self._committed is None else [self._committed.versions]))
         self._nvme.flush()
         if self.states.found is None:
@@ -210,8 +210,8 @@ class DurableStore(Store):
         self.states.record(key, self._with_sums(versions, content))
 
     def commit(self, key: RecordKey, versions: Sequence[Version]) -> None:
-        """All ranks have the last record, which was told this: what those before spoke of may be
-        overwritten. For the thread of `record`."""
+        """All ranks have the last record, which was made with these arguments. The states of
+        earlier records may be overwritten. Called by the thread of `record`."""
         with self._last_record:
             self.states.settle()
             with self._changed:
@@ -222,13 +222,13 @@ class DurableStore(Store):
                 self._changed.notify_all()
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """`blocks`, which have one place, may be rewritten there: the last record, which is
-        committed, says that nobody goes on from it. The next record keeps them again."""
+        """`blocks`, which have one place, may be rewritten there, because the last record, which is
+        committed, refuses to be resumed. The next record keeps them again."""
         if self._committed is not None:
             self._keep(self._committed.versions, without=blocks)
 
     def _keep(self, *commits: Sequence[Version], without: Collection[Block] = ()) -> None:
-        """These are the commits whose states may be needed: no write reaches them."""
+        """Keep writes off the states of these commits, which may be needed."""
         self._nvme.keep(
             extent
             for versions in commits
@@ -239,13 +239,13 @@ class DurableStore(Store):
 
     @property
     def committed_step(self) -> int | None:
-        """The last step that would survive a power cut, which `pin` could speak of; None while
-        there is none."""
+        """The last step that would survive a power cut, and that `pin` pins; None while there is
+        none."""
         return None if self._committed is None else self._committed.key.step
 
     def pin(self) -> PinnedStates:
-        """Keep all that the last commit speaks of as it is, until it is given back. For one caller
-        at a time. Raises `CheckpointError` where its record cannot be read."""
+        """Keep the states of the last commit from change until they are released. One caller at a
+        time. Raises `CheckpointError` if its record cannot be read."""
         with self._last_record:
             self.latch.check()
             if self._committed is None:
@@ -259,8 +259,8 @@ class DurableStore(Store):
                 )
 
     def begin_rewrite(self, blocks: Sequence[Block]) -> None:
-        """`blocks` are written next outside of steps, in place where no commit speaks of them.
-        Returns when that overwrites nothing that is pinned. Raises `EngineClosedError`."""
+        """`blocks` are written next outside of steps, in place if no commit refers to them. Returns
+        when that overwrites no pinned bytes. Raises `EngineClosedError`."""
         homes = list(map(home_of, blocks))
         with self._changed:
             while any(home.is_rewrite_pinned for home in homes):
@@ -270,7 +270,7 @@ class DurableStore(Store):
                 home.begin_rewrite()
 
     def _with_sums(self, versions: Sequence[Version], content: bytes) -> bytes:
-        """`content`, behind the checksums of what blocks have at these versions."""
+        """`content` after the checksums of the blocks at these versions."""
         blocks = zip(self.state_blocks(), versions, strict=True)
         sums = [
             self._io.sums(block, block.home.extents[version.extent])

@@ -50,7 +50,6 @@ UNREAD = {
     "bench",
     "deepspeed",
     "directories",
-    "durable",
     "measure",
     "optim",
     "plan",
