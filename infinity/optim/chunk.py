@@ -1,5 +1,4 @@
-"""One chunk of one unit in the update pipeline: its phase, the blocks that are checked out for it,
-and what an update does."""
+"""One chunk of one unit in the update pipeline: its phase, its check-outs, and its update."""
 
 from __future__ import annotations
 
@@ -20,15 +19,14 @@ from infinity.tiers.resident import Residency
 
 
 class Phase(enum.Enum):
-    """Where a chunk is on its way. It holds one set of staging slots, but RUNNING and PLACING hold
-    none.
+    """The phase of a chunk. A chunk holds one set of staging slots, except in RUNNING and PLACING.
 
-    HELD: its states are read, or on their way; its gradients are still to come, or its step is.
-    READING: its states are read, or on their way, and it may be updated.
-    RUNNING: the compute device updates it, where it is at home.
-    PLACING: updated in host memory; what came of it goes to where the next forward looks.
-    WRITING: updated; what came of it is written, behind reads.
-    URGENT: like WRITING, but the next forward waits for it.
+    HELD: its states are read or being read. Its gradients or its step are still to come.
+    READING: its states are read or being read, and it may be updated.
+    RUNNING: the compute device updates it in its home.
+    PLACING: it was updated in host memory. The result is copied to the place of the next forward.
+    WRITING: it was updated. The result is written, after reads.
+    URGENT: like WRITING, but the next forward waits for the write.
     """
 
     HELD = enum.auto()
@@ -48,7 +46,7 @@ class Chunk:
     """The elements from `begin` on of a job, with `outs`, the check-outs of all their blocks. Used
     by one thread.
 
-    `running` is the update while the compute device makes it, `placing` the copy of what it makes.
+    `running` is an update by the compute device, `placing` the copy of its result.
     """
 
     job: Job
@@ -60,11 +58,11 @@ class Chunk:
 
     @property
     def writes(self) -> bool:
-        """Whether anything of it is written: also of what is in memory, where commits need it."""
+        """Whether any block of it is written, or a part in memory that a commit needs."""
         return any(out.writes for kind, out in self.outs.items() if kind is not Kind.GRAD)
 
     def may_go_on(self) -> bool:
-        """Whether the update may be made, or never will be."""
+        """Whether the update may run, or never will."""
         return self.job.state is JobState.ENDED or self.job.may_update(self.begin)
 
     def arrived(self) -> bool:
@@ -101,7 +99,7 @@ class Chunk:
         return self.ran() and (self.placing is None or self.placing.done())
 
     def await_device(self) -> None:
-        """Block until what is under way on the compute device and to it has ended."""
+        """Block until the update and the copy on the compute device have ended."""
         try:
             if self.running is not None:
                 self.running.wait()
@@ -110,27 +108,26 @@ class Chunk:
                 self.placing.wait()
 
     def committed(self) -> bool:
-        """Whether all of it has ended, so that its slots may go back."""
+        """Whether update, copy and writes have ended, so that the slots are free."""
         return self.device_is_done() and all(out.committed() for out in self.outs.values())
 
     def release(self) -> None:
-        """Give the slots back, when what is in flight has ended."""
+        """Release the slots, when all transfers have ended."""
         for out in self.outs.values():
             out.release()
 
     def abandon(self) -> None:
-        """After an error: the slots go back, and what is not written yet never will be."""
+        """After an error: release the slots without further writes."""
         with contextlib.ExitStack() as stack:
             for out in self.outs.values():
                 stack.callback(_release, out)
             stack.callback(self.await_device)
 
     def apply(self, update: UnitUpdate, kernels: Kernels) -> None:
-        """Do what `update` does to this chunk; on the compute device, queue it."""
+        """Run `update` on this chunk, or queue it on the compute device."""
         unit, at = update.unit, self.begin
         length = self.outs[Kind.GRAD].tensor.nbytes // unit.gradient_dtype.itemsize
-        # Padding is zeros in both homes. What else no segment has goes from one to the other as it
-        # is.
+        # Padding is zeros in both homes. Other elements outside all segments are copied.
         if not _covers(update.segments, at, min(at + length, unit.facts.end_in_shard)):
             for out in self.outs.values():
                 out.fill(kernels.copy)
@@ -159,17 +156,17 @@ class Chunk:
 
 
 class ChunksByPhase:
-    """The chunks in the pipeline by phase, in the order in which they came to it."""
+    """The chunks in the pipeline by phase, in the order in which they entered it."""
 
     def __init__(self) -> None:
         self._of: dict[Phase, list[Chunk]] = {phase: [] for phase in Phase}
 
     def of(self, *phases: Phase) -> list[Chunk]:
-        """Those in these phases."""
+        """The chunks in these phases."""
         return [chunk for phase in phases for chunk in self._of[phase]]
 
     def all(self) -> list[Chunk]:
-        """All of them."""
+        """All chunks."""
         return self.of(*Phase)
 
     def add(self, chunk: Chunk) -> None:
@@ -188,7 +185,7 @@ class ChunksByPhase:
 
 
 def _release(out: Checkout) -> None:
-    with contextlib.suppress(OSError):  # it is the error that was told, or one of its kind
+    with contextlib.suppress(OSError):  # the updater has reported this error, or a like one
         out.release()
 
 

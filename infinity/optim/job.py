@@ -3,11 +3,10 @@
 [Note: an update that may be rolled back]
 A SPECULATIVE job starts before its step and guesses that this step clips nothing. It reads the
 states and writes the new ones into the other extents of copy-on-write blocks, and touches nothing
-else. Until the step is fixed every reader sees the old content, and after `rollback` it always
-will. So a wrong guess costs I/O and never a number (invariant I8). The same goes for units in host
-memory that have shadow copies. It holds chunk by chunk: a block on NVMe may be in host memory in
-part, and that part is rewritten in place. A chunk with any of that is not updated before its job is
-final.
+else. Every reader sees the old content until the step is fixed, and after `rollback` for ever. So a
+wrong guess costs I/O and never a number (invariant I8). Units in host memory that have shadow
+copies behave alike. It holds chunk by chunk: a part of a block on NVMe may be in host memory, and
+that part is rewritten in place. A chunk with any of it is not updated before its job is final.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ class UnitUpdate:
 
 
 class JobState(enum.Enum):
-    """What is known of a job's update.
+    """How much of a job's update is known.
 
-    AWAITED: nothing; its gradients are still to come, and its old states are read as far as there
-    is room. SPECULATIVE: what it will be if the guess is right; nobody sees what it writes.
-    DELAYED: all, but nobody shall see yet what it writes: the parameters are in use as they are.
-    CONFIRMED: all; what it writes is the unit's content once all is written. ENDED: that is so, or
-    never will be.
+    AWAITED: nothing. Its gradients are still to come, and its old states are read if there is room.
+    SPECULATIVE: a guess. No reader sees its result. DELAYED: all. Readers see its result later,
+    because the parameters are in use. CONFIRMED: all. Its result is the unit's content when all is
+    written. ENDED: its result is the content, or never will be.
     """
 
     AWAITED = enum.auto()
@@ -52,8 +50,8 @@ class Job:
     """The update of `unit` on its way through the pipeline. `JobQueue` alone changes it, under its
     lock. One class, because that lock protects all of it.
 
-    `place` is the unit's position in the next forward, `number` that of the step that it is for;
-    `meter` counts what the job moves, in bytes.
+    `place` is the unit's position in the next forward, `number` the number of its step. `meter`
+    counts the bytes that the job moves.
     """
 
     def __init__(self, unit: Unit, place: int, number: int) -> None:
@@ -61,7 +59,7 @@ class Job:
         self.place = place
         self.number = number
         self.left = unit.store.steps_left(number)
-        """How many steps lie between this one and the one that is committed next."""
+        """The number of steps from this step to the next committed step."""
         self.state = JobState.AWAITED
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
@@ -71,37 +69,35 @@ class Job:
         """The element from which on an update may be rolled back."""
         beside = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
-        """First elements of the chunks that need neither staging nor I/O, and were not checked
+        """First elements of the chunks that need neither staging nor I/O and are not checked
         out."""
         self.chunks = deque((*starts[beside:], *starts[staged:beside]))
-        """First elements of the other chunks that were not checked out, those first that may be
-        SPECULATIVE."""
+        """First elements of the other chunks that are not checked out, chunks that may be
+        SPECULATIVE first."""
         self.in_flight = 0
         """Chunks that are checked out."""
         self.meter = Meter()
         self.hurried = False
-        """Whether a thread waits for it that does not bring the unit's place: it runs without
-        one."""
+        """Whether it runs without a place, because a thread waits for it that brings no place."""
         self.ran_ahead = False
         """Whether a part of it ran without a place, because a thread waited for it."""
         self.turn = 0
-        """Among jobs of one place, which the queue got first."""
+        """The order of jobs with one place: lower ones came to the queue first."""
         self.placed = True
-        """Whether all that went through and was updated is where the next forward looks for it."""
+        """Whether all chunks that were updated so far are where the next forward looks for them."""
 
     @property
     def is_final(self) -> bool:
-        """Whether its update will not be rolled back."""
+        """Whether its update is never rolled back."""
         return self.state in (JobState.CONFIRMED, JobState.DELAYED)
 
     @property
     def is_rolled_back(self) -> bool:
-        """Whether it ended before its update was final; something of it may be in flight."""
+        """Whether it ended before its update was final. Chunks of it may be in flight."""
         return self.state is JobState.ENDED
 
     def may_update(self, begin: int) -> bool:
-        """Whether the chunk from `begin` on may be updated now, as far as is known what the update
-        is."""
+        """Whether the chunk from `begin` on may be updated now."""
         may_begin = self.is_final or (
             self.state is JobState.SPECULATIVE and begin >= self.in_place_until
         )
@@ -112,12 +108,12 @@ class Job:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it would overwrite what a snapshot has yet to read."""
+        """Whether it would overwrite states that a snapshot has yet to read."""
         return self.unit.states.is_pinned(self.left)
 
     @property
     def writes_through(self) -> bool:
-        """Whether it writes what is cached, too, because its step is committed."""
+        """Whether it writes cached bytes, too, because its step is committed."""
         return self.unit.store.is_durable and self.left == 0
 
     @property
@@ -129,18 +125,18 @@ class Job:
 
     @property
     def written(self) -> bool:
-        """Whether every chunk has been through."""
+        """Whether every chunk has left the pipeline."""
         return not self.chunks and not self.in_memory and self.in_flight == 0
 
     def drop(self) -> None:
-        """Nothing more is checked out."""
+        """Take no more chunks of it."""
         self.chunks.clear()
         self.in_memory.clear()
 
 
 def reads(unit: Unit, kind: Kind) -> bool:
-    """Whether the old content of `kind` goes into the update: a master that was never written is
-    the parameter, widened."""
+    """Whether the update reads the old content of `kind`. A master that was never written is the
+    widened parameter."""
     if unit.states.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
         return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
     return True

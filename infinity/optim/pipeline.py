@@ -1,19 +1,18 @@
 """The update pipeline: one thread that takes chunk after chunk of units through read i+1 | update i
 | write i-1.
 
-Which chunk is next is said in `infinity.optim.job_table`; what an update does to one, in
-`infinity.optim.chunk`.
+`infinity.optim.job_table` chooses the next chunk; `infinity.optim.chunk` updates it.
 
-[Note: nobody waits for writes]
-The forward needs a unit's copy, not its writes. So writes go behind reads, and the forward
-continues while they are under way. It waits for them only if it has to read the unit again, because
-a speculative update had no place for its result.
+[Note: the forward waits for no writes]
+The forward needs a unit's copy, not its writes. So writes come after reads, and the forward
+continues during writes. It waits for them only if it has to read the unit again, because a
+speculative update had no place for its result.
 
 [Note: how it fails]
-Whatever is raised on the thread ends it, in this order: the store learns why, so that nobody begins
-to wait; what is in flight lands, and its slots go back; every job ends; all waiters wake. Each of
-these happens whatever the others meet, and what they meet is logged. No method waits for a thread
-that has ended.
+Any exception ends the thread, in this order: the store gets the error, so that no thread begins to
+wait; transfers end, and their slots are released; every job ends; all waiters wake. Each of these
+happens even if another one fails, and such a failure is logged. No method waits for a thread that
+has ended.
 """
 
 from __future__ import annotations
@@ -41,15 +40,14 @@ from infinity.tiers.store import Store
 log = logging.getLogger("infinity")
 
 READING, WRITING = 2, STAGED_SETS - 2
-"""ChunksByPhase in flight each way: more would only make what comes after them wait longer."""
+"""Chunks in flight each way. With more, later chunks would only wait longer."""
 PLACING = 4
-"""ChunksByPhase of states in memory of which what an update made is on its way to a compute device
-with memory of its own."""
+"""Chunks in memory whose result is being copied to a discrete compute device."""
 
 
 @dataclass(frozen=True)
 class UpdateServices:
-    """What the updates of an engine share."""
+    """The services that all updates of an engine use."""
 
     store: Store
     jobs: JobQueue
@@ -58,11 +56,11 @@ class UpdateServices:
 
 
 class _Turn(NamedTuple):
-    """What one turn of the loop goes by, as it was at its beginning."""
+    """The facts at the beginning of one turn of the loop."""
 
-    first: Chunk | None  # of those that may be updated, the one that is needed first
+    first: Chunk | None  # the chunk needed first, of those that may be updated
     arrived: bool  # whether its states are there
-    coming: list[Chunk]  # of which states are on their way
+    coming: list[Chunk]  # whose states are being read
     may_write: bool
 
 
@@ -84,15 +82,14 @@ class Pipeline:
         self._thread.start()
 
     def busy_since(self) -> float:
-        """Seconds that it had something to do since this was asked last. For the thread that fixes
-        steps."""
+        """Seconds that it worked since the last call. Called by the thread that fixes steps."""
         before, self._busy_before = self._busy_before, self._busy.seconds
         return self._busy_before - before
 
     def close(self) -> None:
-        """Finish what is final, let go of the rest, and end this thread and those of the kernels.
-        May be called twice."""
-        # Each of these happens, whatever the others meet; the last one first.
+        """Finish final updates, drop the others, and end this thread and the threads of the
+        kernels. May be called twice."""
+        # Each of these happens, even if another one fails; the last one first.
         with contextlib.ExitStack() as stack:
             stack.callback(self._kernels.close)
             stack.callback(self._thread.join)
@@ -114,7 +111,7 @@ class Pipeline:
             self.jobs.end()
 
     def _fail(self, error: BaseException) -> None:
-        """See [Note: how it fails]. The store tells the user's next call of `error`."""
+        """See [Note: how it fails]. The user's next call raises `error`."""
         try:
             with contextlib.ExitStack() as stack:  # each of these happens; the last one first
                 stack.callback(self.jobs.end_jobs)
@@ -137,14 +134,14 @@ class Pipeline:
         1. It is read: its old states are on their way (HELD or READING).
         2. It waits for the gradients of its unit, or for its step (HELD).
         3. It is updated.
-        4. What came of it is placed for the next forward, and written (RUNNING, PLACING, WRITING or
+        4. The result is placed for the next forward, and written (RUNNING, PLACING, WRITING or
            URGENT).
-        5. It is retired: its slots go back. After the last chunk the unit flips, and whoever waits
-           for the job is told.
+        5. It is retired: its slots are released. After the last chunk the unit flips, and threads
+           that wait for the job wake.
 
-        A turn ends and resumes what it can without a wait. Then it does the first thing on its list
-        that can be done: work comes before waits, and what the next forward needs sooner comes
-        first.
+        A turn retires and resumes chunks that need no wait. Then it takes the first action of its
+        list that is possible: work comes before waits, and chunks that the next forward needs
+        sooner come first.
         """
         self._retire_committed()
         self._resume_held()
@@ -168,11 +165,11 @@ class Pipeline:
         coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
         return _Turn(first, arrived, coming, len(self._writing()) < WRITING)
 
-    # What needs no wait
+    # Without waits
 
     def _retire_committed(self) -> None:
-        """Retire what has ended. First do what could not be done when it was updated: see
-        `Chunk.place` and `Chunk.is_awaited`."""
+        """Retire chunks that have ended. First place them and mark them URGENT if that was not
+        possible at their update: see `Chunk.place` and `Chunk.is_awaited`."""
         for chunk in self._writing():
             chunk.place(self._store.resident)
             if chunk.phase is Phase.WRITING and chunk.is_awaited:
@@ -188,24 +185,24 @@ class Pipeline:
             if chunk.may_go_on():
                 self._chunks.move(chunk, Phase.READING)
 
-    # One thing each: False where that cannot be done now
+    # One action each: False if it is not possible now
 
     def _read_next(self, turn: _Turn) -> bool:
-        """Start to read the chunk that is needed first, where slots are free."""
+        """Start to read the chunk that is needed first, if slots are free."""
         if len(turn.coming) >= READING:
             return False
         ready = turn.may_write and len(self._chunks.of(Phase.READING)) < READING
         return self._check_out(ready, wait=False)
 
     def _free_a_place(self) -> bool:
-        """Wait for the oldest copy to the compute device, where enough are under way."""
+        """Wait for the oldest copy to the compute device, if enough are under way."""
         placing = self._chunks.of(Phase.PLACING)
         if len(placing) == PLACING:
             placing[0].await_device()
         return len(placing) == PLACING
 
     def _update_in_memory(self, turn: _Turn) -> bool:
-        """Update a chunk that needs no I/O, where none that has been read is needed sooner."""
+        """Update a chunk that needs no I/O, unless a chunk that was read is needed sooner."""
         before = turn.first.job.place if turn.first is not None and turn.arrived else math.inf
         taken = self._queue.take_in_memory(before, turn.may_write)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
@@ -216,8 +213,8 @@ class Pipeline:
         return True
 
     def _await_device(self, turn: _Turn) -> bool:
-        """Wait for the compute device before anything else is waited for: it takes no time, and the
-        forward may wait for it."""
+        """Wait for the compute device before other waits: it takes no time, and the forward may
+        wait for it."""
         if turn.arrived:
             return False
         moving = (
@@ -231,8 +228,8 @@ class Pipeline:
         return chunk is not None
 
     def _update_first(self, turn: _Turn) -> bool:
-        """Update the chunk that is needed first, and start to write it; wait for its states where
-        writes are not too many."""
+        """Update the chunk that is needed first, and start to write it. Wait for its states unless
+        there are too many writes."""
         if turn.first is None or not (turn.arrived or turn.may_write):
             return False
         self._update(turn.first, Phase.WRITING)
@@ -253,14 +250,14 @@ class Pipeline:
         return bool(turn.coming)
 
     def _await_slots(self) -> bool:
-        """Wait until another thread gives back the slots that the next chunk needs.
+        """Wait until another thread releases the slots that the next chunk needs.
 
-        The slots of what is HELD are never all there are, so this wait ends.
+        HELD chunks never have all slots, so this wait ends.
         """
         return self._check_out(ready=True, wait=True)
 
     def _await_gradients(self) -> bool:
-        """Wait until a chunk that is held may go on, or there is another one."""
+        """Wait until a chunk that is held may continue, or there is another chunk."""
         held = self._chunks.of(Phase.HELD)
         if held:
             self._busy.stop()
@@ -279,8 +276,8 @@ class Pipeline:
         return self._chunks.of(Phase.URGENT, Phase.WRITING)
 
     def _check_out(self, ready: bool, wait: bool) -> bool:
-        """Start to read the next chunk; False when there is none, or (without `wait`) no slots for
-        it."""
+        """Start to read the next chunk; False if there is none, or (without `wait`) no free
+        slots."""
         taken = self._queue.take(self._may_hold(), ready)
         return taken is not None and self._open(*taken, taken[0].chunks, wait) is not None
 
@@ -313,8 +310,7 @@ class Pipeline:
         return chunk
 
     def _update(self, chunk: Chunk, phase: Phase) -> None:
-        """Make the update of a chunk, whose next phase is `phase`, and start to place and write
-        what comes of it."""
+        """Update a chunk, whose next phase is `phase`, and start to place and write the result."""
         chunk.wait()
         update, unit = chunk.job.update, chunk.job.unit
         if update is None or chunk.job.state is JobState.ENDED:  # rolled back
@@ -338,8 +334,8 @@ class Pipeline:
                 out.commit(background=chunk.phase is not Phase.URGENT)
 
     def _retire(self, chunk: Chunk) -> None:
-        """Wait for what is in flight, give the slots back, and report that the chunk has been
-        through."""
+        """Wait for the transfers of the chunk, release its slots, and report that it has left the
+        pipeline."""
         chunk.place(self._store.resident)
         chunk.await_device()
         chunk.job.placed &= chunk.placing is not None

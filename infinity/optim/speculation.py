@@ -1,13 +1,12 @@
-"""Updates that begin before their step, on the guess that it clips nothing, and states that are
-read ahead for them.
+"""Updates that begin before their step, on the guess that the step clips nothing, and reads ahead
+for them.
 
 [Note: exact although speculative]
 As soon as a unit has as many gradients as in the last step, its update may begin. It guesses that
 these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. (With
-`clip="previous"` and `clip="unit"` an optimizer knows the factor by then, and need not guess it.)
-The step keeps the update if it asks for the same one, term for term. If not, the update is rolled
-back and redone. So updates hide behind the backward, too, and the numbers are those of an update
-that waited.
+`clip="previous"` and `clip="unit"` the optimizer knows the factor by then.) The step keeps the
+update if it asks for the same update, term for term. If not, the update is rolled back and redone.
+So updates hide behind the backward, too, with the numbers of an update that waited.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
 UNITS_AHEAD = 2
-"""Units whose gradients come next, and whose states are read already."""
+"""The number of units whose states are read before their gradients come."""
 
 Places = Mapping[Unit, int]
-"""Where each unit comes in the next forward, or in the next backward."""
+"""The position of each unit in the next forward, or in the next backward."""
 
 
 class UnitOrder:
@@ -55,16 +54,15 @@ class UnitOrder:
 
 
 class Policy:
-    """Decides when updates begin and when they are seen, as `Tuning.update` says: "plain",
-    "speculative", "delayed" or "auto". Whether the updates of the next step begin in its backward,
-    before anybody knows whether it will be clipped, may change with every step.
+    """Decides when updates begin and when the model sees them, by `Tuning.update`: "plain",
+    "speculative", "delayed" or "auto". With "auto", the updates of the next step may begin in its
+    backward, before it is known whether the step is clipped. That may change with every step.
 
     The numbers are the same either way. A speculative update hides behind forward and backward
-    instead of the forward alone, so "auto" does it while an update takes longer than a forward, and
-    wherever the factor of every step is known in its backward: nothing is guessed there. What is
-    rolled back moves its bytes twice: after such a step the next 1, 2, 4, ... 64 steps without
-    clipping are exact ones, twice as many each time, half as many again for every step that is
-    guessed right.
+    instead of the forward alone. So "auto" speculates while an update takes longer than a forward,
+    and if the factor of every step is known in its backward. An update that is rolled back moves
+    its bytes twice. After a step with such an update, the next 1, 2, 4, ... 64 steps without
+    clipping do not speculate: twice as many each time, half as many after each right guess.
     """
 
     def __init__(self, mode: str, delayed_after: float = math.inf) -> None:
@@ -78,19 +76,19 @@ class Policy:
 
     @property
     def ever_delays(self) -> bool:
-        """Whether there are steps that are seen one step late."""
+        """Whether the model sees any step one step late."""
         return self._delayed_after < math.inf
 
     def delays(self, number: int) -> bool:
-        """Whether step `number`, counted from 0, is seen one step late."""
+        """Whether the model sees step `number`, counted from 0, one step late."""
         return number >= self._delayed_after
 
     def learn(
         self, update_seconds: float, forward_seconds: float, held: bool, foreseen: bool = False
     ) -> None:
-        """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the
-        last one; `forward_seconds`: how long one forward took; `held`: nothing was clipped that was
-        not foreseen, and nothing rolled back; `foreseen`: what clips it was known before it."""
+        """A step was fixed. `update_seconds`: seconds that updates kept the pipeline busy since the
+        last step. `forward_seconds`: seconds of one forward. `held`: no update was rolled back, and
+        no clipping came unforeseen. `foreseen`: the clip factor was known before the step."""
         if not self._auto:
             return
         if held:
@@ -104,24 +102,24 @@ class Policy:
 
 
 class Speculation:
-    """The jobs that were begun before their step. For the thread that runs the model; `rollback`
-    also for the one that closes."""
+    """The jobs that were begun before their step. Used by the thread that runs the model; the
+    thread that closes the engine may call `rollback`, too."""
 
     def __init__(self, store: Store, queue: JobQueue, policy: Policy) -> None:
         self._store = store
         self._queue = queue
         self.policy = policy
         self.jobs: dict[Unit, Job] = {}
-        """Begun, or read ahead for, and not claimed by a step yet."""
+        """Jobs that began or whose states are read ahead, and that no step has claimed yet."""
         self._rolled_back: list[Job] = []
-        self._order: list[Unit] = []  # in which gradients became final, in the last step
+        self._order: list[Unit] = []  # the order in which gradients became final, in the last step
         self._turns: dict[Unit, int] = {}  # of each of them
-        self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
+        self._final: dict[Unit, None] = {}  # units with final gradients in this step, in order
 
     def begin(self, unit: Unit, owner: Owner, places: Places, number: int) -> None:
-        """The gradients of `unit` may be final: begin the update that `owner` asks for as far as it
-        knows step `number`, where that is worth it and can be rolled back; and read ahead for the
-        units that come next."""
+        """The gradients of `unit` may be final. Begin the update that `owner` expects of step
+        `number`, if the policy speculates and the update can be rolled back. Read ahead for the
+        next units."""
         begun = self.jobs.get(unit)
         if begun is not None and (begun.is_rolled_back or self._is_late(begun, number)):
             self.rollback(unit)
@@ -133,8 +131,7 @@ class Speculation:
         self._final[unit] = None
         turn = self._turns.get(unit, len(self._order) - 1) + 1
         for following in self._order[turn : turn + UNITS_AHEAD]:
-            # An exact step updates what the next forward needs first when all gradients are there,
-            # and reads that ahead alone.
+            # A step without speculation reads ahead only for the first unit of the next forward.
             if self.policy.speculates or places[following] == 0:
                 self.read_ahead(following, places, number)
 
@@ -144,7 +141,7 @@ class Speculation:
         return self.policy.speculates and unit in self._order[:UNITS_AHEAD]
 
     def read_ahead(self, unit: Unit, places: Places, number: int) -> None:
-        """Read the states of `unit`, whose gradients for step `number` are still to come, as far as
+        """Read the states of `unit`, whose gradients for step `number` are still to come, if
         staging has room."""
         if (
             self._store.staging.is_needed(unit.blocks[Kind.GRAD])
@@ -156,7 +153,7 @@ class Speculation:
             self._queue.expect(job)
 
     def rollback(self, unit: Unit) -> None:
-        """Undo what was begun for `unit`, if anything was; returns when nothing of it is in
+        """Roll back the job of `unit`, if there is one. Returns when none of its chunks is in
         flight."""
         job = self.jobs.get(unit)
         if job is not None:
@@ -166,14 +163,14 @@ class Speculation:
                 self._rolled_back.append(job)
 
     def _is_late(self, job: Job, number: int) -> bool:
-        """Whether a job is of a step before `number`, and would write where that one must not."""
+        """Whether a job is of a step before `number` and would write to another extent."""
         return self._store.has_spares and job.number != number
 
     def claim(self, update: UnitUpdate, place: int, number: int) -> Job:
         """The job that makes `update`, of step `number`, which is being fixed.
 
-        It is the one that was begun for the unit where that makes the same, term for term; else
-        that is rolled back, and the job is a new one.
+        It is the job that was begun for the unit, if that makes the same update, term for term.
+        Otherwise that job is rolled back, and this one is new.
         """
         begun = self.jobs.get(update.unit)
         if begun is not None and (
@@ -185,7 +182,7 @@ class Speculation:
         return self.jobs.pop(update.unit, None) or Job(update.unit, place, number)
 
     def end_step(self) -> tuple[Job, ...]:
-        """A step was fixed; returns what was rolled back on the way to it."""
+        """A step was fixed. Returns the jobs that were rolled back before it."""
         rolled_back = tuple(self._rolled_back)
         self._rolled_back.clear()
         self._order = list(self._final)

@@ -1,4 +1,4 @@
-"""One optimizer step as a value: what is done to every unit, and what became of it."""
+"""One optimizer step as a value: the update of every unit, and the result."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from infinity.sharding.unit import Unit
 
 
 class UnitShare(NamedTuple):
-    """What one optimizer has of a unit: parameters, by their index, in rising order."""
+    """The parameters of a unit that one optimizer updates, by their index, in rising order."""
 
     unit: Unit
     positions: tuple[int, ...]
 
     def present(self) -> list[int]:
-        """Those that have a gradient."""
+        """The parameters that have a gradient."""
         return [index for index in self.positions if self.unit.gradients.has(index)]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of one optimizer, fixed: nothing that happens later changes what it does.
+    """One step of one optimizer. It never changes.
 
-    The optimizer builds it when the gradients are final, and the updater makes it. What was begun
-    before the step is kept where it is, term for term, what `segments` says; else it is rolled
+    The optimizer builds it when the gradients are final, and the updater runs it. An update that
+    began before the step is kept if it equals `segments`, term for term. Otherwise it is rolled
     back, and done again.
     """
 
     number: int
-    """Of all steps of the engine, those included that were left out; from 1."""
+    """The number among all steps of the engine, skipped steps included; from 1."""
     factors: Mapping[UnitShare, float]
-    """What clips the gradients of every unit. The segments have it already."""
+    """The clip factor of the gradients of every unit. The segments include it."""
     loss_scale: float
-    """What this optimizer multiplied the loss by; 1 where nothing does. The segments have it
-    already."""
+    """The factor of this optimizer on the loss; 1 if it has none. The segments include it."""
     segments: Mapping[UnitShare, tuple[Segment, ...]]
-    """What is done to this rank's shard of every unit with a gradient."""
+    """The update of this rank's shard of every unit with a gradient."""
     counts: Mapping[int, int]
-    """How many updates each parameter with a gradient has had after this step, by its id."""
+    """The number of updates of each parameter with a gradient after this step, by its id."""
     foreseen: bool
     """Whether `factors` were known before the step."""
 
@@ -53,7 +52,7 @@ class Step:
 
     @property
     def updates(self) -> list[UnitUpdate]:
-        """The same, as the pipeline takes it."""
+        """The updates of units, for the pipeline."""
         return [UnitUpdate(share.unit, segments) for share, segments in self.segments.items()]
 
     @property
@@ -66,32 +65,32 @@ class Step:
         )
 
     def spend(self) -> None:
-        """The gradients were given to this step's updates, clipped by `factors`."""
+        """Mark the gradients as spent, clipped by `factors`."""
         for share in self.shares:
             share.unit.gradients.spend(share.positions, self.factors[share])
 
 
 @dataclass(frozen=True, eq=False)
 class StepRun:
-    """What the updater reports of a step: `jobs` make it, and those in `rolled_back` were begun for
-    it in vain."""
+    """The updater's report of a step: its `jobs`, and the jobs that were `rolled_back` before
+    it."""
 
     jobs: tuple[Job, ...] = ()
     rolled_back: tuple[Job, ...] = ()
     kept: int = 0
-    """Updates that were begun before the step and are what it asked for."""
+    """The number of updates that began before the step and were kept."""
 
     @property
     def finished(self) -> bool:
-        """Whether every update has ended, well or not: what it made is written, and seen."""
+        """Whether every update has ended, well or not."""
         return all(job.state is JobState.ENDED for job in self.jobs)
 
     @property
     def rollbacks(self) -> int:
-        """Updates that were rolled back."""
+        """The number of updates that were rolled back."""
         return sum(job.update is not None for job in self.rolled_back)
 
     @property
     def meters(self) -> list[Meter]:
-        """What all of its updates moved, in bytes."""
+        """The bytes that its updates moved."""
         return [job.meter for job in (*self.jobs, *self.rolled_back)]

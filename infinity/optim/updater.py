@@ -3,8 +3,8 @@
 [Note: exact although late]
 `Updater.post` takes a `Step`: final gradients, the clip factor and the hyper-parameters of this
 step. It returns at once. The pipeline then updates unit after unit, in the order in which the next
-forward needs them; that forward waits for its unit alone. Nothing is stale: a unit's content is
-replaced between its last use in one step and its first in the next.
+forward needs them. That forward waits for its unit only. No value is stale: a unit's content is
+replaced between its last use in one step and its first use in the next.
 
 [Note: one step late]
 With `Tuning.update="delayed"` a step is fixed like any other. The model sees its new values when
@@ -44,25 +44,26 @@ from infinity.tiers.block import Block
 
 
 class StepListeners(NamedTuple):
-    """Who is told of steps, on the thread that runs the model: given at construction."""
+    """Listeners of steps, called on the thread that runs the model."""
 
     before_settling: Callable[[], None]
     """Called before gradients become final, to end a backward that an exception cut off."""
     stepped: Callable[[StepRun], None]
-    """Called when a step has been fixed, before its updates start, with what became of the last."""
+    """Called when a step has been fixed, before its updates start, with the last step's result."""
     before_step: Callable[[Sequence[Unit]], None] = lambda units: None
     """Called before these units are updated, when no update is under way."""
     made: Callable[[Any], None] = lambda optimizer: None
-    """Called with an optimizer that was made, when it has its parameters."""
+    """Called with a new optimizer, when it has its parameters."""
     stepped_by: Callable[[Any], None] = lambda optimizer: None
-    """Called with an optimizer whose step has been fixed, or left out."""
+    """Called with an optimizer whose step has been fixed or skipped."""
     before_write: Callable[[Sequence[Block]], None] = lambda blocks: None
-    """Called before blocks are rewritten outside of a step; returns when they may be."""
+    """Called before blocks are rewritten outside of a step. Returns when that is allowed."""
 
 
 class Updater(Updates):
-    """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that
-    runs the model."""
+    """Fixes steps, and has the pipeline run them. The thread that runs the model calls all methods.
+    One class, because each method keeps one order: what began before a step, the step, and the
+    waits for its updates."""
 
     def __init__(
         self,
@@ -76,36 +77,36 @@ class Updater(Updates):
         self._units = list(units)
         self._runtime = runtime
         self.listeners = listeners
-        """The objects that it tells of steps and optimizers."""
+        """The listeners of steps and optimizers."""
         self._recorder = services.recorder
         self._kernels = services.kernels
         self._jobs = services.jobs
         self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
         self.speculation = Speculation(store, self._jobs, policy)
-        """What was begun before its step."""
+        """The jobs that began before their step."""
         self.owners = Owners(store)
-        """Who updates which parameters."""
+        """The optimizer of each parameter."""
         self.norm = GradientNorm(store, self._units, self._kernels)
         """Measures gradients."""
         self.scales = Scales()
-        """What the losses of the backward passes under way were multiplied by."""
+        """The factors on the losses of the backward passes under way."""
         self._order = UnitOrder(runtime.trace, self._units)
         self.posted_steps = 0
-        """Steps started since the beginning."""
+        """The number of steps started."""
         self.skipped_steps = 0
-        """Steps that were asked for and left out, because their gradients were not finite."""
+        """The number of steps skipped because of gradients that were not finite."""
         self.last = StepRun()
-        """What became of the last step."""
+        """The result of the last step."""
         # Last, because it begins a thread.
         self._pipeline = Pipeline(services)
 
     @property
     def next_number(self) -> int:
-        """The number of the step that comes next; those that were left out count."""
+        """The number of the next step; skipped steps count."""
         return self.posted_steps + self.skipped_steps + 1
 
     def adopt(self, share: UnitShare, optimizer: Owner) -> None:
-        """`optimizer` updates these parameters from now on, beginning with fresh states; see
+        """`optimizer` updates these parameters from now on, with new states; see
         `Owners.check_free`."""
         self.rollback(share.unit)
         if self.owners.have_left(share):
@@ -115,49 +116,48 @@ class Updater(Updates):
         self.norm.want_by_unit(share.unit, optimizer.clips_by_unit and optimizer.by_kernels)
 
     def before_write(self, blocks: Sequence[Block]) -> None:
-        """These are about to be rewritten, outside of a step."""
+        """`blocks` are about to be rewritten outside of a step."""
         self.listeners.before_write(blocks)
 
-    # What units tell before a step, and what may have to be undone then
+    # Before a step
 
     def gradients_came(self, unit: Unit) -> None:
-        """`unit` has as many gradients as in the last step: begin its update, where that is worth
-        it and can be rolled back."""
+        """`unit` has as many gradients as in the last step: begin its update, if the policy
+        speculates and the update can be rolled back."""
         owner = self._may_begin(unit)
         if owner is not None:
             self.speculation.begin(unit, owner, self._order.places(), self.next_number)
 
     def pass_forward(self, unit: Unit) -> None:
-        """A training forward has used `unit`: if its gradients will be among the first to come,
-        read ahead for it."""
+        """A training forward has used `unit`. If its gradients will be among the first, read ahead
+        for it."""
         if self.speculation.comes_first(unit) and self._may_begin(unit) is not None:
             self.speculation.read_ahead(unit, self._order.places(), self.next_number)
 
     def _may_begin(self, unit: Unit) -> Owner | None:
-        """Who updates `unit`, if anything of that may happen before its step: not where several
-        optimizers do."""
+        """The optimizer of `unit`, if its update may begin before the step. None if several
+        optimizers update the unit."""
         owner = self.owners.only(unit)
         return owner if owner is not None and owner.by_kernels and not self._delayed else None
 
     def rollback(self, unit: Unit) -> None:
-        """Undo what was begun for `unit` before its step; returns when nothing of it is in
-        flight."""
+        """Roll back the update of `unit` that began before its step. Returns when none of its
+        chunks is in flight."""
         self.speculation.rollback(unit)
 
     def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
-        """The sum of squares of the gradients of `unit`, if that is worth having before the step;
-        for who brings them."""
+        """The sum of squares of the gradients of `unit`, or None: see `GradientNorm.square_ahead`.
+        Called by the thread that brings them home."""
         return self.norm.square_ahead(unit, all_came)
 
     def add_gradients(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.add_(source)` for contiguous tensors (n,) of one dtype, by the threads of the
-        kernels; for who brings gradients home."""
+        kernels. Called by the thread that brings gradients home."""
         self._kernels.add(target, source)
 
     def await_readers(self, unit: Unit) -> None:
-        """Return when no update reads the gradients of `unit` any more. It waits for no place on
-        the compute device: the caller brings none. Raises `EngineClosedError` when the update
-        failed."""
+        """Return when no update reads the gradients of `unit` any more. The update runs without a
+        place, because the caller brings none. Raises `EngineClosedError` if the update failed."""
         if self._store.resident.is_updating(unit.blocks[Kind.PARAM]):
             self._jobs.await_update(unit)
             self._store.latch.check()
@@ -174,12 +174,12 @@ class Updater(Updates):
         check_alike(Ranks(tensor=group), self._store.patience, facts, way_out)
 
     def settle(self, units: Sequence[Unit], step: ComparedStep | None = None) -> None:
-        """Make the gradients of these units final, as all ranks agree. Raises one `ConfigError` on
-        all ranks, before anything is changed, where these take a `step` by other optimizers.
+        """Make the gradients of these units final on all ranks. Raises one `ConfigError` on all
+        ranks, before anything is changed, if their `step` is by different optimizers.
 
-        After a backward, all clip factors from before it are multiplied into the gradients: torch
-        does that when it clips, and a unit that the backward added to did it then. So which
-        parameters share a unit changes no number.
+        After a backward, all clip factors from before it are multiplied into the gradients. torch
+        does that when it clips, and a unit whose gradients the backward changed did it then. So the
+        division into units changes no number.
         """
         self._await_updates()
         self._store.latch.check_usable()
@@ -209,16 +209,16 @@ class Updater(Updates):
             unit.listeners.grads.settled(unit)
 
     def forget(self, shares: Sequence[UnitShare], set_to_none: bool = True) -> None:
-        """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an
-        update still takes. All ranks must call it."""
+        """Forget the gradients of `shares`. Without `set_to_none` they become zeros, which the next
+        step uses. All ranks must call it."""
         if not set_to_none:
             self.settle([share.unit for share in shares])
         for unit, positions in shares:
             (unit.gradients.forget if set_to_none else unit.gradients.zero)(positions)
 
     def skip(self, shares: Sequence[UnitShare]) -> None:
-        """End a step without an update: what was begun for it is rolled back, and the gradients are
-        spent."""
+        """End a step without an update: roll back updates that began for it, and spend the
+        gradients."""
         self._begin_step(())
         for unit, positions in shares:
             if any(map(unit.gradients.has, positions)):
@@ -229,12 +229,11 @@ class Updater(Updates):
         self.skipped_steps += 1
 
     def post(self, step: Step) -> None:
-        """Start the updates of `step`; returns at once. Its gradients are spent, and what was
-        delayed is seen from now on.
+        """Start the updates of `step`; returns at once. Its gradients are spent. The model sees
+        delayed updates from now on.
 
-        What was begun before is kept where `step` asks for it, and else rolled back; see
-        `Speculation.claim`. Raises `RuntimeError` before anything is changed when the parameters of
-        one of its units are in use.
+        Updates that began before are kept or rolled back: see `Speculation.claim`. Raises
+        `RuntimeError` before anything is changed if the parameters of one of its units are in use.
         """
         self._begin_step(step.shares)
         delayed = self.speculation.policy.delays(self.posted_steps)
@@ -258,12 +257,11 @@ class Updater(Updates):
             self.drain()
 
     def run(self, step: Step, update: Callable[[Unit], None]) -> None:
-        """Have `update` replace the content of the units of `step`, one after the other; returns
-        when it has.
+        """Call `update` for each unit of `step`. It replaces the content of the unit.
 
-        Raises `RuntimeError` before anything is changed when the parameters of one of them are in
-        use. When `update` fails after the first unit, what is there belongs to no step, and the
-        engine cannot go on.
+        Raises `RuntimeError` before anything is changed if the parameters of one of them are in
+        use. If `update` fails after the first unit, the content belongs to no step, and the engine
+        cannot continue.
         """
         self._begin_step(step.shares)
         for number, (unit, _) in enumerate(step.shares):
@@ -280,7 +278,7 @@ class Updater(Updates):
         self.posted_steps += 1
 
     def _begin_step(self, shares: Iterable[UnitShare]) -> None:
-        """Refuse units that are in use, and let what the last step made be seen."""
+        """Refuse units that are in use, and land delayed updates."""
         units = [*(share.unit for share in shares), *self._delayed]
         used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
         if used:
@@ -291,7 +289,7 @@ class Updater(Updates):
         self.listeners.before_step(units)
 
     def _announce(self) -> None:
-        """A step has been fixed, and its updates have yet to start."""
+        """A step has been fixed, and its updates have not started."""
         self.listeners.stepped(self.last)
         if self._store.activations is not None:
             self._store.activations.stepped()
@@ -315,16 +313,16 @@ class Updater(Updates):
         self.norm.end_step()
 
     def _await_copies(self, units: Iterable[Unit]) -> None:
-        """Return when nothing is on its way to the places of `units`; an interrupt here has changed
-        nothing."""
+        """Return when no transfer to the places of `units` is under way. An interrupt here has
+        changed nothing."""
         for unit in units:
             self._store.resident.await_idle(unit.blocks[Kind.PARAM])
 
     @contextmanager
     def _fixing(self) -> Iterator[None]:
-        """Inside, updates are announced and then posted. What ends that half-way, an interrupt
-        included, leaves updates that nobody makes and the next forward would wait for, so the
-        engine cannot go on."""
+        """Inside, updates are announced and then posted. After an exception in between, such as an
+        interrupt, the next forward would wait for updates that never run. So the engine cannot
+        continue."""
         try:
             yield
         except BaseException as error:
@@ -334,8 +332,8 @@ class Updater(Updates):
     # Waiting for updates
 
     def land(self) -> None:
-        """What was delayed becomes the content of its units, except of those that are in use;
-        returns when it is."""
+        """Delayed updates become the content of their units, except of units in use. Returns when
+        they are."""
         units = [unit for unit in self._delayed if not unit.blocks[Kind.PARAM].copy.pins]
         self._await_copies(units)
         with self._fixing():
@@ -348,18 +346,18 @@ class Updater(Updates):
             self._await_updates()
 
     def drain(self) -> None:
-        """Block until no update is under way, and roll back what was begun before its step: then
-        states may be read and written. What was delayed becomes the content of every unit that is
-        not in use.
+        """Block until no update is under way, and roll back updates that began before their step.
+        Then states may be read and written. Delayed updates become the content of every unit that
+        is not in use.
 
-        Raises `EngineClosedError` when an update failed.
+        Raises `EngineClosedError` if an update failed.
         """
         self.rest()
         self.land()
 
     def rest(self) -> None:
-        """Like `drain`, for who reads nothing: what was delayed has been written, and is not seen
-        yet."""
+        """Like `drain`, for a caller that reads nothing: delayed updates are written, but the model
+        does not see them yet."""
         for unit in list(self.speculation.jobs):
             self.rollback(unit)
         for job in self._delayed.values():
@@ -367,18 +365,17 @@ class Updater(Updates):
         self._await_updates()
 
     def look(self) -> None:
-        """Like `drain`, for who reads parameters only: from the next forward on until the next step
-        these are what the model uses, because its backward still needs them."""
+        """Like `drain`, for a caller that reads parameters only. In a cycle it reads the values
+        that the model uses until the next step, because the backward still needs them."""
         if self._runtime.training():
             self.rest()
         else:
             self.drain()
 
     def before_evaluation(self) -> None:
-        """Like `look`, before a forward that trains nothing starts a cycle, where steps are seen
-        late."""
+        """Like `look`, before an evaluation forward starts a cycle, if steps may be delayed."""
         if self.speculation.policy.ever_delays:
-            # A forked child would wait for a thread that it does not have.
+            # A forked child would wait for a thread that does not exist in it.
             self._store.latch.check_usable()
             self.look()
 
@@ -387,8 +384,8 @@ class Updater(Updates):
         self._store.latch.check()
 
     def close(self) -> None:
-        """Finish what was posted and end the thread. May be called twice."""
-        with ExitStack() as stack:  # each of these happens, whatever the others meet
+        """Finish posted updates and end the thread. May be called twice."""
+        with ExitStack() as stack:  # each of these happens, even if another one fails
             stack.callback(self._pipeline.close)
             for unit in list(self.speculation.jobs):
                 stack.callback(self.rollback, unit)
