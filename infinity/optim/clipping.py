@@ -1,5 +1,5 @@
-"""What an optimizer does with its gradients before a step: it measures their norm, clips them,
-unscales them, or leaves the step out."""
+"""The gradients of an optimizer before a step: their norm is measured, they are clipped and
+unscaled, or the step is skipped."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from infinity.optim.updater import Updater
 log = logging.getLogger("infinity")
 
 CLIPS = ("global", "previous", "unit")
-"""The norms that may clip the gradients of a unit: that of the step, that of the step before, or
-its own."""
+"""The norm that clips the gradients of a unit: of the step, of the step before, or of the unit."""
 
 
 class Norms(NamedTuple):
-    """Of the gradients of a step, unscaled; None where nothing depends on it."""
+    """The norms of the gradients of a step, unscaled; None if they are not needed."""
 
     norm: float | None
-    """That of all."""
+    """The norm of all gradients."""
     squares: list[float] | None = None
     """With `clip="unit"`, the squared norm of each share."""
 
 
 class Clipping:
-    """The settings of one optimizer for its gradients, and what its steps so far have brought. For
-    the thread that runs the model; see `Optimizer` for the arguments."""
+    """The gradient settings of one optimizer, and the norms and skipped steps so far. Used by the
+    thread that runs the model; see `Optimizer` for the arguments. One class, because users change
+    its settings between steps, as attributes of the optimizer."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Clipping:
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.error_if_nonfinite, self.clip = error_if_nonfinite, clip
         self.scaler = scaler
-        """What scales the loss; None where nothing does."""
+        """Scales the loss; None if the loss is not scaled."""
         self.grad_norm: float | None = None
         self.clipped_grad_norm: float | None = None
         self.last_norm: float | None = None
-        """That of the last step that had a finite one."""
+        """The last finite norm of a step."""
         self.skipped_steps = 0
         self.overflow = False
         self._group = group_of(norm_group)
@@ -77,12 +77,12 @@ class Clipping:
 
     @property
     def by_unit(self) -> bool:
-        """Whether the norm of a unit alone clips it."""
+        """Whether a unit is clipped by its own norm."""
         return self.clip == "unit"
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 where nothing scales it."""
+        """The factor on the next loss; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -92,14 +92,14 @@ class Clipping:
 
     @property
     def _skips(self) -> bool:
-        """Whether a step with a gradient that is not finite is left out."""
+        """Whether a step with a gradient that is not finite is skipped."""
         return self.skip_nonfinite or self.scaler is not None
 
     def measure(
         self, updater: Updater, shares: Sequence[UnitShare], compared: ComparedStep
     ) -> Norms:
-        """Make the gradients of `shares` final on all ranks, which agree on the step `compared`,
-        and compute their norm where anything depends on it."""
+        """Make the gradients of `shares` final on all ranks, which compare the step `compared`, and
+        compute their norm if it is needed."""
         if not self._parts_agree:
             updater.compare_parts(self._group, shared_settings(self))
             self._parts_agree = True
@@ -120,8 +120,8 @@ class Clipping:
     def factors(
         self, updater: Updater, shares: Sequence[UnitShare], norms: Norms
     ) -> dict[UnitShare, float] | None:
-        """What clips the gradients of each share; None for a step that is left out, because a
-        gradient is not finite."""
+        """The clip factor of each share; None if the step is skipped, because a gradient is not
+        finite."""
         norm, squares = norms
         if norm is not None and not math.isfinite(norm):
             if self._skips:
@@ -139,8 +139,7 @@ class Clipping:
         return factors
 
     def factor_ahead(self, updater: Updater, share: UnitShare) -> float | None:
-        """What will clip the gradients of `share` as far as is known before the step; None where it
-        is not worth a guess."""
+        """The expected clip factor of `share` in the next step; None without a guess."""
         norm = None
         if self.by_unit and self.max_grad_norm is not None:
             square = updater.norm.ahead(share)
@@ -150,8 +149,8 @@ class Clipping:
         return self._factor(norm)
 
     def _factor(self, norm: float | None) -> float:
-        """What clips gradients of the norm `norm`; while that is not known (None), what will clip
-        them if anything is known of that, else 1."""
+        """The clip factor for gradients of the norm `norm`. If the norm is not known (None), the
+        expected factor, or 1."""
         if self.clip == "previous" and self.last_norm is not None:
             norm = self.last_norm
         limit = self.max_grad_norm
@@ -167,7 +166,7 @@ class Clipping:
                 self.scaler.update(finite=True)
 
     def _skip(self, updater: Updater, shares: Sequence[UnitShare]) -> None:
-        """Leave a step out: a gradient is not finite."""
+        """Skip a step, because a gradient is not finite."""
         name, number = updater.norm.first_nonfinite(shares), updater.next_number
         updater.skip(shares)
         self.skipped_steps += 1
@@ -202,16 +201,16 @@ class Clipping:
                 "loss_scaler=infinity.LossScaler(1.0, window=None)"
             )
 
-    # What is saved
+    # Saving
 
     def header(self) -> dict[str, Any]:
-        """What there is to save: `skipped_steps`, `last_norm` (for `clip="previous"`), and where
-        the loss is scaled `loss_scaler`."""
+        """The values to save: `skipped_steps`, `last_norm` (for `clip="previous"`), and with a
+        scaler `loss_scaler`."""
         found = {"skipped_steps": self.skipped_steps, "last_norm": self.last_norm}
         return found if self.scaler is None else found | {"loss_scaler": self.scaler.state_dict()}
 
     def take(self, header: Mapping[str, Any]) -> None:
-        """Take over what `header` gave."""
+        """Load a `header`."""
         if self.scaler is not None and "loss_scaler" in header:
             self.scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)

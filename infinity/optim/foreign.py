@@ -3,10 +3,10 @@ after the other on the host.
 
 [Note: what it costs]
 A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the
-budgets. `step` returns when all units are done; nothing runs beside the model. Between steps the
-states lie where `Config.optimizer` says: with "nvme" in unnamed files in the directories, which go
-with the process however it ends, else in host memory. With several ranks each rank computes the
-whole unit, so a rule may look at a parameter as a whole.
+budgets. `step` returns when all units are done. No update runs beside the model. Between steps the
+states lie on the tier of `Config.optimizer`: with "nvme" in unnamed files in the directories, which
+end with the process, else in host memory. Each rank computes the whole unit, so a rule may depend
+on a whole parameter.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def adapt(
 
 
 class Adapted(Optimizer):
-    """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with
+    """The result of `infinity.adapt`: an `Optimizer` whose rule is the torch optimizer `kind` with
     `settings`."""
 
     rule: ClassVar[Rule] = Rule("", {each: {} for each in MOMENTS}, states={}, settings={})
@@ -121,7 +121,7 @@ class Adapted(Optimizer):
     ) -> None:
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
-        # Of two dimensions, because Muon takes no other ones.
+        # Of two dimensions, because Muon takes only these.
         some = kind([nn.Parameter(torch.zeros(2, 2))], **settings)
         refuse_strange_states(kind, settings)
         self._has_states_at_once = bool(some.state)
@@ -144,14 +144,14 @@ class Adapted(Optimizer):
             )
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
-        """Nothing: whatever the torch optimizer does is supported."""
+        """Nothing: all options of the torch optimizer are supported."""
 
     def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
         """None: the kernels have nothing to do."""
         return ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Raises `ConfigError` where the torch optimizer computes other
+        """Add a group, as in torch. Raises `ConfigError` if the torch optimizer computes other
         numbers for a part of its parameters."""
         if isinstance(param_group, dict):
             try_out(self.kind, self.settings, param_group)
@@ -161,14 +161,14 @@ class Adapted(Optimizer):
 
     @property
     def counts(self) -> dict[int, int]:
-        """How many updates each parameter has had, by its id."""
+        """The number of updates of each parameter, by its id."""
         return self._steps
 
     def _keeper(self) -> Keeper:
         return BenchStates(self, self._kernel_states)
 
     def _make_states(self) -> None:
-        """Have the torch optimizers make the states that they have before the first step."""
+        """Make the states that the torch optimizers have before the first step."""
         for unit in self.units:
             kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
             values = unit.states.gather(kept).float()
@@ -205,7 +205,7 @@ class Adapted(Optimizer):
         unit.states.write(kept, unit.facts.shard_of(values))
 
     def _give_gradients(self, unit: Unit, bench: Workbench, factor: float) -> None:
-        """Give the stand-ins the gradients of what is updated, clipped by `factor`."""
+        """Give the stand-ins the gradients of updated parameters, clipped by `factor`."""
         gradients = unit.states.gather(Kind.GRAD).float()
         for index, group in enumerate(self.members.updated(unit, self.param_groups)):
             if group is not None:
@@ -249,13 +249,12 @@ class Adapted(Optimizer):
             )
 
     def check_hyper(self, group: dict[str, Any]) -> None:
-        """Nothing: the torch optimizer says what they mean."""
+        """Nothing: the torch optimizer checks them."""
 
     def check_state(
         self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]
     ) -> None:
-        """As for every optimizer; and tensors must be of the shapes of those that the torch
-        optimizer makes."""
+        """As for every optimizer. Tensors must also have the shapes of the torch optimizer's."""
         super().check_state(unit, parameter, state, group)
         if not any(
             isinstance(value, torch.Tensor) and value.numel() > 1 for value in state.values()
@@ -287,7 +286,7 @@ class Adapted(Optimizer):
                 )
 
     def load_header(self, header: dict[str, Any]) -> None:
-        """Take over what `header` gave. All states begin anew."""
+        """Load a `header`. All states restart."""
         super().load_header(header)
         self._benches.clear()
         self._view.forget()
@@ -307,7 +306,7 @@ class Adapted(Optimizer):
         return copies
 
     def load_unit_states(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `unit_states` gave."""
+        """Load the result of `unit_states`."""
         if any(states):
             bench = self.bench(unit)
             optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
@@ -324,7 +323,7 @@ class AdaptedWithModes(Adapted):
     """An `Adapted` whose torch optimizer has `train()` and `eval()`, which change parameters."""
 
     _mode = ""
-    """The one that was switched to last; "" where the groups alone know."""
+    """The last mode that was set; "" if only the groups tell."""
 
     def train(self) -> None:
         """As of the torch optimizer; every rank calls it. Raises `ShardedParameterError` inside of

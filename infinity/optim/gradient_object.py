@@ -1,10 +1,10 @@
-"""Gradients as objects that users keep, beside the parameters that have them.
+"""Gradients as objects that users keep, apart from their parameters.
 
 [Note: one gradient, some places]
-In PyTorch a gradient is an object of its own that `.grad` refers to. A `GradientObject` is that. As
-a rule it is in one place, the parameter that it is the gradient of. `a.grad = b.grad` puts it into
-two, and writes go to both. When `a.grad` is set to another one, code that still has the old one
-gets its values. When it is forgotten, what is left of it raises.
+In PyTorch `.grad` refers to an object of its own: here a `GradientObject`. It usually has one
+place, its parameter. `a.grad = b.grad` gives it two places, and writes go to both. When `a.grad` is
+set to another gradient, code that still holds the old one gets its values. After the gradient was
+forgotten, uses of the old object raise.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from infinity.sharding.unit import Unit
 
 
 class GradientStore(NormSource, Protocol):
-    """Has the gradients of all parameters of an engine."""
+    """Keeps the gradients of all parameters of an engine."""
 
     def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """A copy of that of parameter `index`; None where there is none."""
+        """A copy of the gradient of parameter `index`; None if there is none."""
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
-        """`values` are what it is from now on, in place."""
+        """Replace it by `values`, in place."""
 
     def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """The memory of `value` is its memory from now on."""
+        """It shares the memory of `value` from now on."""
 
     def share(self, unit: Unit, index: int, gradient: GradientObject | None) -> None:
-        """`gradient` is that of several parameters, of which this is one; None: it is no more."""
+        """`gradient` belongs to several parameters, of which this is one. None: no longer."""
 
     def take_norm(self, unit: Unit, index: int) -> NormTaken:
-        """The L2 norm of it, as it is now."""
+        """Its current L2 norm."""
 
     def scale(self, shares: Sequence[UnitShare], factor: float) -> None:
         """Multiply these gradients by `factor`, as a clip does."""
 
     def zero(self, shares: Sequence[UnitShare]) -> None:
-        """These gradients are zeros."""
+        """Set these gradients to zeros."""
 
 
 class GradientPlace(NamedTuple):
-    """The gradient of one parameter, until it is forgotten, or another one takes its place."""
+    """The gradient of one parameter, until it is forgotten or replaced."""
 
     answers: GradientStore
     unit: Unit
@@ -66,7 +66,7 @@ class GradientPlace(NamedTuple):
         )
 
     def fetch(self) -> torch.Tensor:
-        """A copy where the plain model would have it."""
+        """A copy on the device of the plain model's gradient."""
         found = self.answers.fetch(self.unit, self.position)
         if found is None:
             raise ShardedParameterError(forgotten(self.unit.names[self.position]))
@@ -80,7 +80,7 @@ class GradientObject:
         self._places: list[GradientPlace] = []
         self._name = ""
         self.values: torch.Tensor | None = None
-        """What it is where no parameter has it any more."""
+        """The values, if no parameter has it any more."""
 
     @property
     def name(self) -> str:
@@ -97,12 +97,13 @@ class GradientObject:
         return any(place.unit is unit and place.position == index for place in self.places())
 
     def enter(self, answers: GradientStore, unit: Unit, index: int) -> None:
-        """It is the gradient of this parameter, too, which has its values."""
+        """It is the gradient of this parameter, too, whose gradient has its values."""
         self._places.append(GradientPlace(answers, unit, index, unit.gradients.generation(index)))
         self._name, self.values = unit.names[index], None
 
     def leave(self, unit: Unit, index: int) -> None:
-        """It is not the gradient of this parameter any more; called while that has its values."""
+        """It is no longer the gradient of this parameter. Called while that still has its
+        values."""
         places = self.places()
         if len(places) == 1:
             self.values = places[0].fetch()
@@ -118,8 +119,8 @@ class GradientObject:
 
     @property
     def place(self) -> GradientPlace | None:
-        """The one parameter that has it; None where none has it, or several have. Raises
-        `ShardedParameterError` when it was forgotten."""
+        """The only parameter that has it; None if none or several have it. Raises
+        `ShardedParameterError` if it was forgotten."""
         places = self.places()
         if not places and self.values is None:
             raise ShardedParameterError(forgotten(self._name))
@@ -132,7 +133,7 @@ class GradientObject:
         return self.places()[0].fetch()
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are what it is from now on."""
+        """Replace it by `values`."""
         if self.place is None and self.values is not None:
             self.values = values.clone()
         for answers, unit, index, _ in self.places():
@@ -145,7 +146,7 @@ def dtype_of(unit: Unit, index: int) -> torch.dtype:
 
 
 def forgotten(name: str) -> str:
-    """What is wrong with a lazy gradient that its parameter has no more."""
+    """The error text for a lazy gradient that its parameter does not have any more."""
     return (
         f"the gradient of {name} was forgotten since .grad was read; keep a copy (.clone()) from "
         "before zero_grad()"

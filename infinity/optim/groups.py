@@ -1,5 +1,4 @@
-"""What an optimizer of this family is given: parameters, groups, and the options of torch's
-optimizers."""
+"""The arguments of optimizers: parameters, groups, and the options of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"amsgrad": (True,), "differentiabl
 
 
 def check_parameters(who: str, params: Any) -> None:
-    """Raise `ConfigError` for what is one thing, and no list of parameters or groups; `who` is the
-    optimizer."""
+    """Raise `ConfigError` for a value that is no list of parameters or groups; `who` is the name of
+    the optimizer."""
     if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
         way_out = "; for a single one write [parameter]" * isinstance(params, torch.Tensor)
         raise ConfigError(
@@ -38,10 +37,10 @@ def check_parameters(who: str, params: Any) -> None:
 
 
 def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Accept what the optimizers of torch take beside hyper-parameters; returns what is a
-    hyper-parameter of a group.
+    """Accept the options of torch's optimizers; returns those that are hyper-parameters of a group.
 
-    Raises `ConfigError` for what the kernels do not do, and `TypeError` for an unknown option.
+    Raises `ConfigError` for options that the kernels do not support, and `TypeError` for unknown
+    ones.
     """
     for name in options:
         if name not in (*WITHOUT_EFFECT, *UNSUPPORTED, "maximize"):
@@ -73,7 +72,7 @@ def refuse_unsupported(who: str, options: Mapping[str, Any]) -> None:
 
 
 def check_value(who: str, name: str, value: Any, allowed: Range) -> None:
-    """Raise `ConfigError` where the value of the hyper-parameter `name` is not `allowed`."""
+    """Raise `ConfigError` if the value of the hyper-parameter `name` is not `allowed`."""
     try:
         problem = "" if allowed.contains(value) else f"={value} is out of range"
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
@@ -94,10 +93,10 @@ def _is_written_number(value: Any) -> bool:
 def belonging(
     who: str, parameters: Sequence[Any], updater: Updater | None
 ) -> tuple[Updater | None, dict[Unit, list[int]]]:
-    """The updater that these belong to, and those of each unit that can be trained. `updater` is
-    that of the parameters before.
+    """The updater of these parameters, and the indices of trainable ones by unit. `updater` is that
+    of earlier parameters.
 
-    Raises `ConfigError` for what is no parameter of one wrapped model.
+    Raises `ConfigError` for a value that is no parameter of one wrapped model.
     """
     taken = dict[Unit, list[int]]()
     seen = set[int]()
@@ -117,15 +116,15 @@ def belonging(
         updater = found
         if unit.facts.only_runs:
             raise ConfigError(f"{who} got {unit.name_of(parameter)}, but {TRAINED}")
-        # As in torch: one that is not gets no gradient, and cannot be made to.
+        # As in torch: parameters of other units never get a gradient.
         if unit.trainable:
             taken.setdefault(unit, []).append(unit.position(parameter))
     return updater, taken
 
 
 def check_once(who: str, seen: set[int], parameters: Iterable[Any]) -> None:
-    """Add the ids of these to those `seen` before. Raises `ConfigError` for one that was: torch
-    would update it twice, and warns of it."""
+    """Add the ids of these parameters to `seen`. Raises `ConfigError` for an id that was there,
+    because torch would update the parameter twice."""
     for parameter in parameters:
         if id(parameter) in seen:
             name = (
@@ -138,7 +137,7 @@ def check_once(who: str, seen: set[int], parameters: Iterable[Any]) -> None:
 
 
 def with_pieces(given: Any) -> Any:
-    """What a group is given as parameters, with the tiles of each that is in tiles."""
+    """The parameters of a group, with the tiles of each weight in tiles."""
     if isinstance(given, (torch.Tensor, set)):
         return pieces_of([given]) if isinstance(given, torch.Tensor) else given
     found: list[Any] = []

@@ -1,5 +1,5 @@
-"""The optimizer kernels, and what they are told: hyper-parameters, and the parts of a shard that
-these are for."""
+"""The optimizer kernels, and their arguments: hyper-parameters, and the parts of a shard that they
+apply to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNEL_NAMES = {
     Kind.EXP_AVG_SLOW: "slow",
     Kind.EXP_AVG_SQ: "second",
 }
-"""What `native/` calls the blocks that an update replaces."""
+"""The names in `native/` of the blocks that an update replaces."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,7 +39,7 @@ class Hyper(NamedTuple):
     step: int
     values: dict[str, float]
     sign: float = 1.0
-    """Of the gradients: -1 where torch would maximize."""
+    """The sign of the gradients: -1 with `maximize`."""
 
 
 class Segment(NamedTuple):
@@ -56,8 +56,8 @@ class StateTensors(NamedTuple):
     """The states of some elements of unit number `unit`, from number `position` of its flat buffer
     on.
 
-    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. What becomes of those
-    that have one of `targets` goes there, and they stay as they are.
+    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. The result of a state
+    with one of `targets` goes to the target, and the state does not change.
     """
 
     tensors: dict[Kind, torch.Tensor]
@@ -139,8 +139,8 @@ class Kernels:
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.add_(source)` for contiguous tensors (n,) of one dtype: fp32, bf16 and fp16 on
-        the host by all threads, with the same bits, but that every NaN is the same one. Others, and
-        all after `close` (gradients may be on their way then), by `add_alone`.
+        the host by all threads, with the same bits, except that all NaNs become equal. Other
+        dtypes, and all tensors after `close` (gradients may still come then), by `add_alone`.
 
         Any thread may call it; one call is served at a time.
         """
@@ -151,12 +151,12 @@ class Kernels:
         self._module.add(target.data_ptr(), source.data_ptr(), name, target.numel(), self.isa, pool)
 
     def close(self) -> None:
-        """End the threads; of the kernels nothing but `add` can be used any more."""
+        """End the threads. Only `add` can be used afterwards."""
         self._pool = None
 
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:
         """`carry` plus the sum of squares of `values`, in double precision and in a fixed order, on
-        the device where they are."""
+        their device."""
         if values.device.type != "cpu":
             cuda: Any = native.cuda()
             total = torch.full((1,), carry, dtype=torch.float64, device=values.device)
@@ -184,14 +184,13 @@ def segments_of(
     unit: Unit, hypers: Sequence[Hyper | None], further: float = 1.0
 ) -> tuple[Segment, ...]:
     """The parts of this rank's shard to update, given the hyper-parameters of each parameter (None:
-    leave it alone).
+    no update).
 
-    Gradients are multiplied by what the step under way has found so far, and by `further`.
-    Neighbours that are updated alike are one segment, the padding between them included (zeros stay
-    zeros).
+    Gradients are multiplied by their earlier clip factors, and by `further`. Neighbors with equal
+    updates are one segment, with the padding between them (zeros stay zeros).
     """
     segments: list[Segment] = []
-    before: Segment | None = None  # of the parameter before, if that is updated
+    before: Segment | None = None  # of the parameter before, if it is updated
     for index, hyper in enumerate(hypers):
         part = unit.facts.overlap(index)
         if hyper is None:
@@ -212,9 +211,9 @@ def squared_gradient_norm(
     """The sum of squares of the gradients of these parameters in this rank's shard, in double
     precision.
 
-    Depends on which parameters these are and on nothing else, neither on placement nor on what the
-    others' bytes are. Parameters that another tensor parallel rank counts (`UnitFacts.counted`) add
-    nothing while they are finite, else NaN.
+    The result depends on these parameters only, neither on placement nor on other parameters.
+    Parameters that another tensor parallel rank counts (`UnitFacts.counted`) add nothing if they
+    are finite, else NaN.
     """
     counted = others = 0.0
     runs = _runs(unit, positions)
@@ -249,9 +248,9 @@ class _ElementRun(NamedTuple):
 
 
 def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
-    """The shard, or its parts for these parameters, cut where what counts changes, and so that sums
-    do not depend on where chunks end: those that cross a border of the blocks in which the kernel
-    adds up are cut there."""
+    """The shard, or its parts for these parameters. They are cut where counted and other elements
+    meet, and at the borders of the blocks in which the kernel sums. So sums do not depend on the
+    ends of chunks."""
     if all(unit.facts.counted) and len(positions) == len(unit.parameters):
         return [_ElementRun(0, unit.layout.shard_numel, True)]
     runs = []

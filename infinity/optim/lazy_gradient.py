@@ -1,9 +1,9 @@
-"""What `.grad` of a wrapped parameter is: a tensor without data that knows the gradient's place in
-the engine.
+"""`.grad` of a wrapped parameter: a tensor without data that knows the gradient's place in the
+engine.
 
 [Note: what a lazy gradient answers]
-`torch.nn.utils.clip_grad_norm_`, `GradScaler.unscale_` and their kin ask gradients for few things.
-These are answered without bringing data:
+`torch.nn.utils.clip_grad_norm_`, `GradScaler.unscale_` and their kin use few operators on
+gradients. These are answered without bringing data:
 
 | operator | answer |
 |---|---|
@@ -14,8 +14,8 @@ These are answered without bringing data:
 | `zero_` | the gradient block is zeroed in chunks |
 | shape, dtype, device, `detach`, `zeros_like` | known |
 
-Any other operator gets a copy, and what it writes in place becomes the gradient (see [Note:
-operators on lazy tensors] in `sharding/lazy_tensor`).
+Any other operator gets a copy. If it writes to the copy in place, the result becomes the gradient
+(see [Note: operators on lazy tensors] in `sharding/lazy_tensor`).
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ _At = tuple[Unit, int]  # the gradient of one parameter
 
 
 class LazyGradients(Grads):
-    """Answers for the gradients of one engine. For the thread that runs the model; with several
-    ranks all call alike."""
+    """Answers for the gradients of one engine. Used by the thread that runs the model. All ranks
+    make the same calls."""
 
     def __init__(self, units: Sequence[Unit], updater: Updater, device: torch.device) -> None:
         self._units = [unit for unit in units if unit.trainable]
         self._updater = updater
         self.device = device
-        """Where the plain model would have them."""
+        """The device of the gradients in the plain model."""
         self._assigned: dict[_At, AssignedTensor] = {}
-        # The object of each gradient that users have, and what they have of it.
+        # The object of each gradient that users hold.
         self._objects: weakref.WeakValueDictionary[_At, GradientObject] = (
             weakref.WeakValueDictionary()
         )
         self._handles: weakref.WeakValueDictionary[_At, LazyGradient] = (
             weakref.WeakValueDictionary()
         )
-        # Those that are the gradient of several parameters.
+        # Objects that are the gradient of several parameters.
         self._shared: dict[_At, GradientObject] = {}
         self._norms: dict[Unit, weakref.WeakSet[NormTaken]] = {}
 
     # .grad
 
     def get(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """`.grad` of parameter `index`. Ranks agree first which gradients there are."""
+        """`.grad` of parameter `index`. Ranks first agree which gradients exist."""
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
         if not unit.gradients.has(index):
@@ -84,8 +84,8 @@ class LazyGradients(Grads):
         return found
 
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
-        """Set `.grad` of parameter `index`: None forgets it, a tensor of its shape becomes the
-        gradient. On several ranks it has to be the same tensor."""
+        """Set `.grad` of parameter `index`. None forgets it; a tensor of its shape becomes the
+        gradient. All ranks must give equal tensors."""
         if value is None:
             unit.gradients.forget([index])
             return
@@ -104,7 +104,7 @@ class LazyGradients(Grads):
             self._keep(unit, index, value)
 
     def _check(self, unit: Unit, index: int, value: Any) -> None:
-        """Raise where `value` cannot become the gradient."""
+        """Raise if `value` cannot become the gradient."""
         parameter, name = unit.parameters[index], unit.names[index]
         if not unit.trainable:
             raise ShardedParameterError(
@@ -126,7 +126,7 @@ class LazyGradients(Grads):
             memory.check_follows(f"the gradient of {name}")
 
     def write(self, unit: Unit, index: int, values: torch.Tensor) -> None:
-        """`values` are what the gradient is from now on, in place."""
+        """Replace the gradient by `values`, in place."""
         self.settle(unit.names[index])
         self._write(unit, index, values)
         assigned = self._assigned.get((unit, index))
@@ -137,7 +137,7 @@ class LazyGradients(Grads):
             assigned.note()
 
     def alias(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """The memory of `value` is that of the gradient from now on."""
+        """The gradient shares the memory of `value` from now on."""
         self.settle(unit.names[index])
         self._write(unit, index, value.detach())
         self._keep(unit, index, value)
@@ -147,7 +147,7 @@ class LazyGradients(Grads):
         unit.gradients.assign(index, part_in(dense.detach(), unit.parameters[index]))
 
     def _keep(self, unit: Unit, index: int, tensor: torch.Tensor) -> None:
-        """`tensor` was assigned, and other code may go on to change it."""
+        """`tensor` was assigned, and code of the user may still change it."""
         with torch._C.DisableTorchFunctionSubclass():
             if (
                 type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -164,7 +164,7 @@ class LazyGradients(Grads):
     # Objects
 
     def _object(self, unit: Unit, index: int) -> GradientObject:
-        """What the gradient of a parameter is, as an object of its own."""
+        """The gradient of a parameter as an object."""
         found = self._objects.get((unit, index))
         if found is None or not found.is_at(unit, index):
             found = self._objects[unit, index] = GradientObject()
@@ -172,7 +172,7 @@ class LazyGradients(Grads):
         return found
 
     def _leave(self, unit: Unit, index: int) -> None:
-        """Another gradient takes the place of that of a parameter: code that still has the old one
+        """Another gradient replaces the gradient of a parameter. Code that still holds the old one
         keeps its values."""
         self._assigned.pop((unit, index), None)
         old = self._objects.pop((unit, index), None)
@@ -182,7 +182,7 @@ class LazyGradients(Grads):
             old.leave(unit, index)
 
     def _join(self, gradient: GradientObject, unit: Unit, index: int) -> None:
-        """`gradient` is that of this parameter from now on, and maybe of others, too."""
+        """`gradient` is the gradient of this parameter from now on, perhaps also of others."""
         gradient.enter(self, unit, index)
         self._objects[unit, index] = gradient
         places = gradient.places()
@@ -191,7 +191,7 @@ class LazyGradients(Grads):
             place.answers.share(place.unit, place.position, shared)
 
     def share(self, unit: Unit, index: int, gradient: GradientObject | None) -> None:
-        """`gradient` is that of several parameters, of which this is one; None: it is no more."""
+        """`gradient` belongs to several parameters, of which this is one. None: no longer."""
         self._shared.pop((unit, index), None)
         if gradient is not None:
             self._shared[unit, index] = gradient
@@ -204,8 +204,8 @@ class LazyGradients(Grads):
         indices: Iterable[int],
         change: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """See `Grads`. Raises `ShardedParameterError` where the gradient of another parameter is
-        the same tensor, and so would change, too."""
+        """See `Grads`. Raises `ShardedParameterError` if another parameter has the same gradient
+        tensor, which would change, too."""
         self._freeze(unit)
         if change is None or not (self._assigned or self._shared):
             return
@@ -231,7 +231,7 @@ class LazyGradients(Grads):
             self._shared.pop((unit, index), None)
 
     def settled(self, unit: Unit) -> None:
-        """Take over what was written to tensors that were assigned."""
+        """Adopt writes to tensors that were assigned."""
         for (other, index), assigned in list(self._assigned.items()):
             if other is unit and unit.gradients.state is not GradientState.COLLECTING:
                 tensor = assigned.take()
@@ -244,7 +244,7 @@ class LazyGradients(Grads):
         for norm in self._norms.pop(unit, ()):
             norm.freeze()
 
-    # What is read and done
+    # Reads and operators
 
     def settle(self, name: str = "a parameter") -> None:
         """Make all gradients final; returns when no update reads them. `name` is for the error."""
@@ -259,8 +259,8 @@ class LazyGradients(Grads):
             self.settled(unit)
 
     def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """A copy on the host of what `.grad` of the plain model would be, whole; in fp32 where the
-        loss was scaled, which is divided out. None when there is none."""
+        """A copy of the whole `.grad` of the plain model, on the host. If the loss was scaled, it
+        is in fp32 and unscaled. None if there is no gradient."""
         self.settle(unit.names[index])
         if not unit.gradients.has(index):
             return None
@@ -275,14 +275,14 @@ class LazyGradients(Grads):
         return self._updater.norm.of(shares)
 
     def take_norm(self, unit: Unit, index: int) -> NormTaken:
-        """The L2 norm of a gradient, as that is now."""
+        """The L2 norm of the current gradient."""
         self.settle(unit.names[index])
         taken = NormTaken(self, unit, index)
         self._norms.setdefault(unit, weakref.WeakSet()).add(taken)
         return taken
 
     def squares_here(self, share: UnitShare) -> float:
-        """The squared norm of what this rank has of gradients."""
+        """The squared norm of this rank's part of the gradients."""
         share.unit.listeners.updates.await_readers(share.unit)
         return self._updater.norm.here(share)
 
@@ -297,14 +297,14 @@ class LazyGradients(Grads):
         clip(shares, factor)
 
     def zero(self, shares: Sequence[UnitShare]) -> None:
-        """These gradients are zeros."""
+        """Set these gradients to zeros."""
         self.settle()
         for unit, positions in shares:
             unit.gradients.zero(positions)
 
 
 def _can_be_shared(value: Any, unit: Unit, index: int) -> TypeGuard[LazyGradient]:
-    """Whether `value` is a gradient that this parameter can have, too."""
+    """Whether this parameter can share the gradient `value`."""
     return isinstance(value, LazyGradient) and value.dtype is dtype_of(unit, index)
 
 
@@ -323,11 +323,11 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-# What is answered without data. Each returns NotImplemented where data is needed.
+# Operators without data. Each returns NotImplemented if data is needed.
 
 
 def _place(tensor: Any) -> GradientPlace | None:
-    """The one parameter that has a gradient; None for anything else."""
+    """The only parameter with the gradient `tensor`; None for any other value."""
     return tensor.gradient.place if isinstance(tensor, LazyGradient) else None
 
 
@@ -406,22 +406,22 @@ class LazyGradient(LazyTensor):
 
     @staticmethod
     def __new__(cls, gradient: GradientObject) -> Any:
-        _ = gradient.place  # raises when it was forgotten
+        _ = gradient.place  # raises if it was forgotten
         like = gradient.like()
         return cls.without_data(like.shape, like.dtype, like.device)
 
     def __init__(self, gradient: GradientObject) -> None:
         self.gradient = gradient
-        """What it is a handle of."""
+        """The gradient of this handle."""
 
     @property
     def called(self) -> str:
-        """What it is, for errors."""
+        """The name in errors."""
         return f"the gradient of {self.gradient.name} of a wrapped model"
 
     @property
     def memory(self) -> Hashable:
-        """Handles of one gradient are the same memory."""
+        """A value that is equal for all handles of one gradient."""
         return id(self.gradient)
 
     def fetch(self) -> torch.Tensor:
@@ -430,11 +430,11 @@ class LazyGradient(LazyTensor):
         return self.gradient.fetch().to(self.dtype)
 
     def detached(self) -> LazyGradient:
-        """The same again."""
+        """Another handle of the gradient."""
         return LazyGradient(self.gradient)
 
     def check_replace(self) -> None:
-        """Raises `ShardedParameterError` when it was forgotten."""
+        """Raises `ShardedParameterError` if it was forgotten."""
         _ = self.gradient.place
 
     def replace(self, values: torch.Tensor) -> None:
@@ -442,7 +442,7 @@ class LazyGradient(LazyTensor):
         self.gradient.replace(values)
 
     def assign(self, values: Any) -> None:
-        """`.data = values`: as in torch, that memory is the gradient from now on."""
+        """`.data = values`: as in torch, the gradient has this memory from now on."""
         place = self.gradient.place
         if isinstance(values, LazyTensor):
             if whole_gradient(values) is self.gradient:
@@ -455,7 +455,8 @@ class LazyGradient(LazyTensor):
 
 
 def whole_gradient(tensor: Any) -> GradientObject | None:
-    """The gradient that `tensor` is, or is all of in the same layout; None for anything else."""
+    """The gradient of the handle `tensor`, or of a view of all of it in the same layout; None for
+    any other value."""
     if not isinstance(tensor, LazyTensor) or not isinstance(tensor.root, LazyGradient):
         return None
     mine, whole = (

@@ -2,13 +2,13 @@
 
 [Note: a norm that is not computed yet]
 `clip_grad_norm_` takes the norm of every gradient, and then the norm of these norms. Computed so,
-each gradient would be read for its own, and rounded once more. So the norm of one is lazy, too
-(`LazyNorm`). The L2 norm of several of them is one pass over the gradients, and has the bits of the
-engine's own: a 0-dimensional tensor in fp64.
+each gradient would be read separately, and each norm rounded. So the norm of one gradient is lazy,
+too (`LazyNorm`). The L2 norm of several lazy norms is one pass over the gradients, with the bits of
+the engine's own norm: a 0-dimensional tensor in fp64.
 
-A norm is that of the gradient when it was taken. So whoever changes a gradient first has the norms
-measured that are left (`NormTaken.freeze`): those that user code keeps. That asks no other rank;
-the sum over the ranks is made when the norm is read.
+A norm belongs to the gradient at the time of the call. So before a gradient changes, the norms that
+user code still holds are measured (`NormTaken.freeze`). That needs no other rank. The sum over the
+ranks is computed when the norm is read.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class NormSource(Protocol):
     """Computes norms of gradients of an engine."""
 
     device: torch.device
-    """Where the plain model would have the gradients."""
+    """The device of the gradients in the plain model."""
 
     def squares_here(self, share: UnitShare) -> float:
         """The sum of squares of this rank's part."""
 
     def over_ranks(self, squares: float) -> float:
-        """The sum of `squares` over the ranks; all ranks call."""
+        """The sum of `squares` over the ranks. All ranks call it."""
 
     def norm(self, shares: Sequence[UnitShare]) -> float:
-        """The L2 norm over all ranks; all ranks call."""
+        """The L2 norm over all ranks. All ranks call it."""
 
 
 class NormTaken:
-    """The norm of the gradient of one parameter, as it was when this object was made."""
+    """The norm of the gradient of one parameter when this object was made."""
 
     def __init__(self, answers: NormSource, unit: Unit, index: int) -> None:
         self.answers = answers
@@ -56,7 +56,7 @@ class NormTaken:
 
     @property
     def frozen(self) -> bool:
-        """Whether the gradient may be another one now."""
+        """Whether the gradient may have changed."""
         return self._squares is not None
 
     def freeze(self) -> None:
@@ -65,15 +65,15 @@ class NormTaken:
             self._squares = self.answers.squares_here(self.share)
 
     def value(self) -> float:
-        """The norm. All ranks ask alike."""
+        """The norm. All ranks make the same calls."""
         if self._squares is None:
             return self.answers.norm([self.share])
         return math.sqrt(self.answers.over_ranks(self._squares))
 
 
 class LazyNorm(LazyTensor):
-    """The L2 norm of one gradient (0-dimensional), or those of several (n,). See [Note: a norm that
-    is not computed yet]."""
+    """The L2 norm of one gradient (0-dimensional), or the norms of several (n,). See [Note: a norm
+    that is not computed yet]."""
 
     shares = False
 
@@ -85,11 +85,11 @@ class LazyNorm(LazyTensor):
         self.taken = tuple(taken)
         """The norms."""
         self.written: torch.Tensor | None = None
-        """What was put in their place."""
+        """Values that were written in place of the norms."""
 
     @property
     def called(self) -> str:
-        """What it is, for errors."""
+        """The name in errors."""
         return "the norm of a gradient of a wrapped model"
 
     def fetch(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class LazyNorm(LazyTensor):
         return self.written.clone()
 
     def replace(self, values: torch.Tensor) -> None:
-        """The norms are what was computed of them in place."""
+        """Replace the norms by `values`, the result of an operator in place."""
         self.written = values.clone()
 
 
@@ -120,7 +120,7 @@ def is_l2(order: Any) -> bool:
 
 
 def norm_of_norms(tensor: LazyNorm) -> Any:
-    """The L2 norm of several norms; `NotImplemented` where it is not that of present gradients."""
+    """The L2 norm of several norms; `NotImplemented` if one of their gradients has changed."""
     taken, answers = tensor.taken, tensor.taken[0].answers
     distinct = {(each.share.unit, each.share.positions) for each in taken}
     if (
@@ -153,5 +153,5 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.norm.Scalar: _norm,
     _ATEN.stack.default: _stack,
 }
-"""What is answered without reading."""
+"""Operators that read no gradient."""
 LazyNorm.answers = ANSWERS

@@ -24,8 +24,8 @@ class Members:
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._ids: set[int] = set()  # of the parameters in `_shares`
-        # The group of each parameter, by its id, as the groups were when a step was fixed last;
-        # what begins before the next one is a guess.
+        # The group of each parameter, by its id, when the last step was fixed. Updates that begin
+        # before the next step guess that it stays.
         self._groups: dict[int, dict[str, Any]] | None = None
 
     def __bool__(self) -> bool:
@@ -46,11 +46,11 @@ class Members:
 
     @property
     def shares(self) -> list[UnitShare]:
-        """What it has of each unit."""
+        """Its parameters of each unit."""
         return list(self._shares.values())
 
     def share_of(self, unit: Unit) -> UnitShare:
-        """What it has of `unit`."""
+        """Its parameters of `unit`."""
         return self._shares[unit.index]
 
     def claim(
@@ -59,8 +59,8 @@ class Members:
         parameters: Sequence[torch.Tensor],
         check: Callable[[Iterable[Unit]], None],
     ) -> Mapping[Unit, Sequence[int]]:
-        """Make these parameters those of `optimizer`, or raise before anything is changed; `check`
-        raises where their units are not right for it. Returns their units and indices."""
+        """Make these parameters belong to `optimizer`, or raise before anything is changed. `check`
+        raises if their units do not fit. Returns their units and indices."""
         updater, taken = belonging(self._owner, parameters, self._updater)
         if updater is None:
             return {}
@@ -76,11 +76,11 @@ class Members:
         return taken
 
     def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `parameters` that are no members."""
+        """The `parameters` that are no members."""
         return [parameter for parameter in parameters if id(parameter) not in self._ids]
 
     def keep(self, ids: set[int]) -> None:
-        """Have a share of the parameters of these ids alone. States of the others stay."""
+        """Drop members that do not have one of these ids. Their states stay."""
         if ids == self._ids:
             return
         for number, (unit, positions) in list(self._shares.items()):
@@ -93,14 +93,13 @@ class Members:
         self._groups = None
 
     def group_of(self, key: int, groups: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-        """The one of `groups` that has the parameter of this id."""
+        """The group of the parameter with this id."""
         if self._groups is None:
             self._groups = {id(p): group for group in groups for p in group["params"]}
         return self._groups.get(key)
 
     def updated(self, unit: Unit, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """The one of `groups` of each parameter of `unit`, if that has a gradient and is a
-        member."""
+        """For each parameter of `unit` its group, or None if it has no gradient or is no member."""
         return [
             self.group_of(id(parameter), groups) if unit.gradients.has(index) else None
             for index, parameter in enumerate(unit.parameters)

@@ -21,16 +21,16 @@ from infinity.tiers.store import Store
 log = logging.getLogger("infinity")
 
 NormGroup = dist.ProcessGroup | DeviceMesh | None
-"""What optimizers take as `norm_group`."""
+"""The type of `norm_group`."""
 ELSEWHERE = "a parameter of another rank of norm_group"
-"""Whose gradient is not finite where none of this rank's parameters is to blame."""
+"""The name in messages if all gradients of this rank are finite, and another rank's is not."""
 
 
 class GradientNorm:
-    """Reads settled gradients for their norm, and for those that are not finite. All ranks must ask
-    alike.
+    """Reads settled gradients for their norm, and to find gradients that are not finite. All ranks
+    must make the same calls.
 
-    For the thread that runs the model; `square_ahead` is for the one that brings gradients home.
+    Used by the thread that runs the model; `square_ahead` by the thread that brings gradients home.
     """
 
     def __init__(self, store: Store, units: Sequence[Unit], kernels: Kernels) -> None:
@@ -38,49 +38,48 @@ class GradientNorm:
         self._units = units
         self._kernels = kernels
         self.asked = 0
-        """How often the gradients were read for their norm in the last step."""
+        """The number of reads of the gradients for their norm in the last step."""
         self._asked_now = 0
         self._by_unit: set[Unit] = set()
-        # What `each` will say of a unit that several ranks share, if no more gradients come.
+        # The result of `each` for units that ranks share, if no more gradients come.
         self._ahead: dict[Unit, float] = {}
 
     def end_step(self) -> None:
-        """What is asked from now on is for the next step."""
+        """Later calls belong to the next step."""
         self.asked = self._asked_now
         self._asked_now = 0
 
     def of(self, shares: Sequence[UnitShare]) -> float:
-        """The common L2 norm of the settled gradients of `shares` as an update would take them:
-        unscaled, and as far as they are clipped. Summed in double precision over the units and the
-        ranks, of which all get the same bits; infinite or NaN if and only if a gradient is.
+        """The common L2 norm of the settled gradients of `shares` as an update would use them:
+        unscaled, with their clip factors. Summed in double precision over the units and the ranks.
+        All ranks get the same bits. Infinite or NaN if and only if a gradient is.
         """
         self._asked_now += 1
         total = sum(self._squared_norm(share.unit, share.present()) for share in shares)
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
 
     def each(self, shares: Sequence[UnitShare]) -> list[float]:
-        """The squared norms, as `of` computes them, of each of `shares` alone; on all ranks the
-        same bits."""
+        """The squared norm, as of `of`, of each of `shares`; the same bits on all ranks."""
         self._asked_now += 1
         mine = [self._squared_norm(share.unit, share.present()) for share in shares]
         exchange = self._units[0].exchange
         return mine if exchange is None else exchange.sum_by_rank(mine, "of squared gradients")
 
     def here(self, share: UnitShare) -> float:
-        """This rank's part of the squared norm of `share`; other ranks are not asked."""
+        """This rank's part of the squared norm of `share`."""
         return self._squared_norm(share.unit, share.present())
 
     def over_ranks(self, squares: float) -> float:
-        """The sum of what `here` said on all ranks, which call this alike."""
+        """The sum of the results of `here` over all ranks, which all call this."""
         return self._sum_over_shards([squares], "of squared gradients")[0]
 
     def want_by_unit(self, unit: Unit, wanted: bool) -> None:
-        """Whether `ahead` will be asked of `unit`, from now on."""
+        """Note whether `ahead` will be called for `unit`."""
         (self._by_unit.add if wanted else self._by_unit.discard)(unit)
 
     def ahead(self, share: UnitShare) -> float | None:
-        """What `each` will say of `share` if its gradients are all there; for who has not settled
-        them. None where the other ranks have not told of theirs."""
+        """The future result of `each` for `share` if no more gradients come. Needs no settled
+        gradients. None if the sums of other ranks are not known yet."""
         unit, present = share.unit, share.present()
         if unit.ranks.shards is None and unit.ranks.tensor is None:
             return self._squared_norm(unit, present)
@@ -103,13 +102,13 @@ class GradientNorm:
         return found
 
     def square_ahead(self, unit: Unit, all_came: bool) -> float | None:
-        """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
-        memory of its own. Otherwise the step would wait until all of host memory was read. None
-        where the last step asked nothing, or that would move bytes, or where not `all_came` that
-        this rank waits for.
+        """The squared norm of `unit` for `of`, read on the thread that brings gradients from a
+        discrete device. Otherwise the step would wait until all of host memory was read. None if
+        the last step needed no norm, or the read would move bytes, or not `all_came` that this rank
+        waits for.
 
-        With `want_by_unit` it is read in any case, and the ranks sum it up for `ahead`: all of
-        them call this, each for its own part.
+        With `want_by_unit` it is read in any case, and the ranks sum it for `ahead`: all ranks call
+        this, each for its own part.
         """
         wanted = unit in self._by_unit
         squares = self._squares_now(unit) if all_came and (wanted or self._is_cheap(unit)) else None
@@ -138,7 +137,7 @@ class GradientNorm:
 
     def first_nonfinite(self, shares: Sequence[UnitShare]) -> str:
         """The name of the first parameter with a settled gradient that is not finite; `ELSEWHERE`
-        when all are."""
+        if there is none on this rank."""
         names = [share.unit.names[index] for share in shares for index in share.positions]
         bad = [
             float(flag)
@@ -152,7 +151,8 @@ class GradientNorm:
         self, norm: float, shares: Sequence[UnitShare], number: int, raises: bool
     ) -> None:
         """The settled gradients of `shares`, for step `number`, have the norm `norm`, which is not
-        finite: log whose fault that is, or raise `NonFiniteError`, before anything is changed."""
+        finite. Log the name of the parameter, or raise `NonFiniteError` before anything is
+        changed."""
         name = self.first_nonfinite(shares)
         text = f"the gradient norm of step {number} is {norm}; the gradient of {name} is not finite"
         if raises:
@@ -160,14 +160,14 @@ class GradientNorm:
         log.warning("%s", text)
 
     def _sum_over_shards(self, values: list[float], what: str) -> list[float]:
-        """The sums of `values` over the ranks among which units and tensors are cut up; replicas
-        would add the same again."""
+        """The sums of `values` over the ranks that share units and tensors, without replicas, which
+        have the same values."""
         exchange = self._units[0].exchange
         return values if exchange is None else exchange.sum(values, what, everywhere=False)
 
 
 def group_of(given: NormGroup) -> Group:
-    """The process group that `given` names; raises `ConfigError` for anything else."""
+    """The process group of `given`; raises `ConfigError` for any other value."""
     if isinstance(given, DeviceMesh) and given.ndim == 1:
         return given.get_group()
     if given is None or isinstance(given, dist.ProcessGroup):
@@ -180,15 +180,15 @@ def group_of(given: NormGroup) -> Group:
 
 
 def over_parts(norm: float, group: Group) -> float:
-    """The L2 norm of a model of which every rank of `group` has a part, with `norm` here; on all
-    ranks the same bits. All of them call it."""
+    """The L2 norm of a model of which every rank of `group` has a part, this rank one with the norm
+    `norm`; the same bits on all ranks. All of them call it."""
     if group is None:
         return norm
     return math.sqrt(collectives.sum_by_rank([norm**2], [group])[0])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What brings gradients of the L2 norm `norm` to at most `max_norm`, as in
+    """The factor that brings gradients of the L2 norm `norm` to at most `max_norm`, as in
     `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)), 0 for an infinite norm, and
     NaN for NaN."""
     factor = max_norm / (norm + 1e-6)
@@ -204,9 +204,8 @@ def clip(shares: Sequence[UnitShare], factor: float) -> None:
 
 
 def apply_clips(shares: Sequence[UnitShare], factor: float) -> None:
-    """The settled gradients of `shares` are about to be multiplied by `factor`: as they are clipped
-    already, so they are. Powers of two round nothing and stay factors: a `GradScaler` divides by
-    them."""
+    """Multiply earlier clip factors into the settled gradients of `shares`, before they get
+    `factor`. Powers of two round nothing and stay factors: a `GradScaler` divides by them."""
     for share in shares if factor != 1.0 else ():
         gradients = share.unit.gradients
         rounding = [i for i in share.present() if math.frexp(gradients.clip_of(i))[0] != 0.5]

@@ -5,7 +5,7 @@ and updates.
 `scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works as with an optimizer
 of torch. GradScaler divides `.grad` by the scale, which becomes a factor of a lazy gradient
 (`optim/lazy_gradient`), and leaves out `step` where one is not finite. It is for fp32 parameters
-under autocast. The scale is not known before the step, so no update that began in backward is kept.
+under autocast. The scale is not known before the step. So no update that began in backward is kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class _OfClipping(Generic[T]):
-    """An attribute of `Optimizer.clipping` that is one of the optimizer, too."""
+    """An attribute of `Optimizer.clipping` that is also an attribute of the optimizer."""
 
     def __init__(self, name: str = "") -> None:
         """`name`: the attribute of the clipping, if that has another name."""
@@ -75,7 +75,7 @@ class _OfClipping(Generic[T]):
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes beside its hyper-parameters; see `Optimizer`."""
+    """The options of every optimizer beside its hyper-parameters; see `Optimizer`."""
 
     max_grad_norm: float | None
     skip_nonfinite: bool
@@ -92,52 +92,53 @@ class Options(TypedDict, total=False):
 
 
 class Optimizer(RuledOptimizer):
-    """What the optimizers over parameters of a wrapped model have in common; each adds its
+    """The base of the optimizers over parameters of a wrapped model. Each adds its
     hyper-parameters.
 
-    `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns;
-    the update runs beside what follows, and the next forward waits for it unit by unit. A parameter
-    that got no gradient is left alone, as in torch; so one that was trainable when the model was
-    wrapped may be frozen (`requires_grad_(False)`) and thawed between steps. `grad_norm` is the
+    `step` fixes the gradient norm, the clip factor and the hyper-parameters of this step, and
+    returns. The update runs in the background. The next forward waits for it unit by unit. A
+    parameter without a gradient does not change, as in torch. So a parameter that was trainable at
+    `wrap` may be frozen (`requires_grad_(False)`) and thawed between steps. `grad_norm` is the
     exact global L2 norm of the last step before clipping to `max_grad_norm`, and
-    `clipped_grad_norm` after it; None where no norm was needed. With `max_grad_norm=math.inf` it is
-    measured, and nothing is clipped.
+    `clipped_grad_norm` the norm after it; None if no norm was needed. With `max_grad_norm=math.inf`
+    the norm is measured, and nothing is clipped.
 
-    With `clip="previous"` the norm of the step before clips a step, so its factor is known in its
-    backward, and the updates that begin there are final even where every step is clipped. The first
-    step is clipped by its own norm; infinite and NaN norms clip nothing later. Deterministic, and
-    the same bits in every placement, but other numbers than torch's: a step whose norm jumps is
-    clipped too late. `grad_norm` stays the step's own.
+    With `clip="previous"` the norm of the step before clips a step. So the factor is known in the
+    backward, and updates that begin there are final even if every step is clipped. The first step
+    is clipped by its own norm. Infinite and NaN norms clip no later step. The numbers are
+    deterministic, with the same bits in every placement, but differ from torch's: a step whose norm
+    jumps is clipped too late. `grad_norm` stays the step's own.
 
     With `clip="unit"` every unit (see `units` of `wrap`) is clipped by the norm of its own
-    gradients. That is another operation than the global clip, like layer-wise clipping: it also
-    turns the gradient of the whole model. A factor needs no other unit, so no update that begins in
-    backward is redone because of it. Deterministic, and the same bits in every placement; with
-    other units there are other numbers. `grad_norm` stays the global norm. Where a unit has
-    parameters of several optimizers, each clips what is its own, and their updates begin in `step`.
+    gradients. That differs from the global clip, like layer-wise clipping: it also turns the
+    gradient of the whole model. A factor needs no other unit, so no update that begins in backward
+    is redone because of it. The numbers are deterministic, with the same bits in every placement,
+    but depend on the units. `grad_norm` stays the global norm. If a unit has parameters of several
+    optimizers, each clips its own, and their updates begin in `step`.
 
     `norm_group` (a process group, or a `DeviceMesh` of one dimension) has the ranks that hold other
-    parts of the model, such as the stages of a pipeline. Norms are then those of all parts, and a
-    step is skipped on all of them or on none. Its ranks make like optimizers and step alike.
+    parts of the model, such as the stages of a pipeline. Then norms are over all parts, and a step
+    is skipped on all of them or on none. Its ranks make equal optimizers and take the same steps.
 
     The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
-    backward adds to them. Several optimizers may have parameters of one model, also of one unit:
-    norm, clipping and `zero_grad` concern an optimizer's own.
+    backward adds to them. Several optimizers may have parameters of one model, also of one unit.
+    Norm, clipping and `zero_grad` of an optimizer concern its own parameters.
 
-    With fp16 parameters the loss is scaled, `optimizer.scale(loss).backward()`, by `loss_scaler`
-    (default: `LossScaler()`), and a step with a gradient that is infinite or NaN is left out: no
-    state, parameter or count changes by a bit. With `skip_nonfinite` that is so for every
-    precision, without scaling. By default such a step is taken, as in torch, and logged if a norm
-    was needed: with `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite
-    ones zeros (with `clip="unit"` those of its unit). With `error_if_nonfinite` `step` raises
-    `NonFiniteError` before anything is changed, unless the loss is scaled, which skips.
-    `skipped_steps` counts what was left out.
+    With fp16 parameters `optimizer.scale(loss).backward()` scales the loss by `loss_scaler`
+    (default: `LossScaler()`). A step with an infinite or NaN gradient is skipped: no state,
+    parameter or count changes by a bit. `skip_nonfinite` does that for every precision, without
+    scaling. By default such a step is taken, as in torch, and logged if a norm was needed: with
+    `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite ones zeros (with
+    `clip="unit"` those of its unit). With `error_if_nonfinite` `step` raises `NonFiniteError`
+    before anything is changed, unless the loss is scaled. `skipped_steps` counts skipped steps.
 
     Raises `ConfigError` when a value is out of range. Raises it, too, when a parameter has another
     optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
     smallest loss scale is too large.
 
     `foreach`, `fused` and `capturable` of torch's optimizers are accepted and change nothing.
+
+    One class, because torch, trainers and users take all of it for a `torch.optim.Optimizer`.
     """
 
     max_grad_norm = _OfClipping[float | None]()
@@ -148,11 +149,11 @@ class Optimizer(RuledOptimizer):
     clipped_grad_norm = _OfClipping[float | None]()
     skipped_steps = _OfClipping[int]()
     overflow = _OfClipping[bool]()
-    """Whether the last `step` was left out, because a gradient was not finite."""
+    """Whether the last `step` was skipped, because a gradient was not finite."""
     loss_scaler = _OfClipping[LossScaler | None]("scaler")
-    """It scales the loss; None where nothing does."""
+    """Scales the loss; None if the loss is not scaled."""
     by_kernels: ClassVar[bool] = True
-    """Whether `segments` says all that is done, so that the engine may begin it at any time."""
+    """Whether `segments` describes the whole update. Such an update may begin at any time."""
 
     def __init__(
         self,
@@ -172,14 +173,14 @@ class Optimizer(RuledOptimizer):
         self.clipping = Clipping(
             who, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip, norm_group
         )
-        """What is done with gradients before a step."""
+        """Handles gradients before a step."""
         self._comparer = StepComparer()
         self.members = Members(who)
         """Its parameters."""
         self._kernel_states = KernelStates(type(self).__name__, self.rule)
         self._steps = self._kernel_states.counts  # updates so far, by id of the parameter
         self._view = OptimizerStates(type(self).__name__, self._keeper())
-        # What `state` is while torch packs a state dict.
+        # The value of `state` while torch packs a state dict.
         self._packing: dict[torch.Tensor, dict[str, Any]] | None = None
         super().__init__(params, defaults)
         if self.members:
@@ -210,7 +211,7 @@ class Optimizer(RuledOptimizer):
             raise
 
     def _adopt(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-        """Take over these parameters of `group`, or raise before anything is changed."""
+        """Claim these parameters of `group`, or raise before anything is changed."""
         taken = self.members.claim(self, parameters, lambda units: self.check_group(group, units))
         for unit, positions in taken.items():
             if unit.dtype is torch.float16 and self.clipping.scaler is None:
@@ -225,8 +226,8 @@ class Optimizer(RuledOptimizer):
                 self._view.renew(map(id, found))
 
     def _follow_groups(self) -> None:
-        """Take over what was done to `param_groups` since the last step. Raises `ConfigError` for
-        what cannot be done here."""
+        """Adopt changes of `param_groups` since the last step. Raises `ConfigError` for changes
+        that are not supported."""
         members: set[int] = set()
         for group in self.param_groups:
             if any(isinstance(parameter, TiledWeight) for parameter in group["params"]):
@@ -248,11 +249,11 @@ class Optimizer(RuledOptimizer):
 
     @property
     def state(self) -> Any:
-        """As in torch: of each parameter that was updated a dict of its states, by torch's names.
+        """As in torch: for each parameter that was updated, a dict of its states by torch's names.
 
-        Its tensors are those that the engine keeps: reading one fetches it, and what is written in
-        place replaces it (as `infinity.get` and `infinity.set`). With several ranks all of them do
-        so alike. An entry that is deleted or emptied begins anew. Waits for pending updates.
+        Its tensors are the states of the engine: a read fetches one, and a write in place replaces
+        it (as `infinity.get` and `infinity.set`). All ranks must do so alike. A deleted or emptied
+        entry restarts. Waits for pending updates.
 
         Raises `ConfigError` for an entry with which the optimizer of torch could not step, and
         `ShardedParameterError` inside of a forward or a backward.
@@ -267,7 +268,7 @@ class Optimizer(RuledOptimizer):
         return self._kernel_states
 
     def _has_states(self, key: int) -> bool:
-        """Whether torch has states of the parameter of this id, once it was updated."""
+        """Whether torch has states of the parameter with this id after an update."""
         return True
 
     def _packed(self, states: dict[torch.Tensor, dict[str, Any]]) -> dict[str, Any]:
@@ -281,8 +282,7 @@ class Optimizer(RuledOptimizer):
     # The step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss`
-        where nothing scales it.
+        """`loss` times the loss scale, or `loss` without a scaler. Call `backward` on the result.
 
         In fp16 a loss overflows at scales from 2**16 on: compute it in fp32.
         """
@@ -291,24 +291,23 @@ class Optimizer(RuledOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `scale` multiplies the next loss by; 1 where nothing scales it."""
+        """The factor of `scale` on the next loss; 1 without a scaler."""
         return self.clipping.loss_scale
 
     @property
     def loss_is_scaled(self) -> bool:
-        """Inside of a backward: whether its loss went through `scale`, or need not."""
+        """Inside of a backward: whether its loss was scaled, or need not be."""
         return self.loss_scale == 1.0 or self.updater.scales.noted
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the update of every parameter that has a gradient, and return; `closure`, if any,
+        """Start the update of every parameter that has a gradient, and return. `closure`, if any,
         computes the loss first. There are three phases:
 
-        1. Measure: gradients become final on all ranks, and their norm is computed where anything
-           depends on it.
-        2. Fix: the step is left out, or becomes a `Step`: the clip factor, and what is done to
+        1. Measure: gradients become final on all ranks. Their norm is computed if it is needed.
+        2. Fix: the step is skipped, or becomes a `Step` with the clip factors and the update of
            every unit.
-        3. Post: the updater takes it, and makes it beside what follows.
+        3. Post: the updater runs it in the background.
         """
         loss = None
         if closure is not None:
@@ -336,7 +335,7 @@ class Optimizer(RuledOptimizer):
         return loss
 
     def _fix(self, shares: Sequence[UnitShare], norms: Norms) -> Step | None:
-        """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
+        """Phase 2. Returns None if the step is skipped, because a gradient is not finite."""
         factors = self.clipping.factors(self.updater, shares, norms)
         if factors is None:
             return None
@@ -362,7 +361,7 @@ class Optimizer(RuledOptimizer):
 
     @property
     def clips_by_unit(self) -> bool:
-        """Whether the norm of a unit alone clips it."""
+        """Whether a unit is clipped by its own norm."""
         return self.clipping.by_unit
 
     def _post(self, step: Step) -> None:
@@ -370,14 +369,14 @@ class Optimizer(RuledOptimizer):
         self.updater.post(step)
 
     def ahead(self, unit: Unit) -> tuple[Segment, ...] | None:
-        """What the next step does to this rank's shard of `unit` as far as is known before it; None
-        where it is not worth a guess."""
+        """The expected update of this rank's shard of `unit` in the next step; None without a
+        guess."""
         factor = self.clipping.factor_ahead(self.updater, self.members.share_of(unit))
         return None if factor is None else self.segments(unit, factor)
 
     def segments(self, unit: Unit, factor: float) -> tuple[Segment, ...]:
-        """What the next step does to this rank's shard of `unit`, with the gradients and
-        hyper-parameters of now, and gradients clipped by `factor`."""
+        """The update of this rank's shard of `unit` with the current gradients, clipped by
+        `factor`, and the current hyper-parameters."""
         groups = self.members.updated(unit, self.param_groups)
         hypers = [
             None if group is None else self.hyper_of(parameter, group)
@@ -387,7 +386,7 @@ class Optimizer(RuledOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become
-        zeros, as in torch, which the next step takes; that reads and writes them."""
+        zeros, as in torch, which the next step uses; that reads and writes them."""
         if self.members.is_bound:
             self.updater.forget(self.members.shares, set_to_none)
 
@@ -414,16 +413,16 @@ class Optimizer(RuledOptimizer):
         return packed
 
     def _copied_states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """What a state dict has of each parameter with states."""
+        """The states of each parameter in a state dict."""
         return copies_of(self, self._kernel_states, self._view)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters,
-        which has no masters: these stay as they are. Moments that it does not have begin anew. Of
-        DTensors it may have the whole, or DTensors.
+        """Load a dict of `state_dict`, also of the torch optimizer of the same name and parameters.
+        That one has no masters; the present masters stay. Missing moments restart. Values of
+        DTensors may be whole tensors or DTensors.
 
-        Raises `ConfigError` when anything in it does not fit, a shape, a type, a group or a count,
-        before anything is changed.
+        Raises `ConfigError` before anything is changed, if a shape, a type, a group or a count does
+        not fit.
         """
         states = states_in(state_dict, self)
         self.load_header(state_dict | {"steps": [updates_in(state) for state in states]})
@@ -435,7 +434,7 @@ class Optimizer(RuledOptimizer):
         self._load_states(dict(zip(numbers(self), states, strict=True)))
 
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
-        """Take over the states of the parameters, by their id."""
+        """Load the states of the parameters, by their id."""
         for unit in self.units:
             mine = [states.get(id(parameter), {}) for parameter in unit.parameters]
             for name, kind in kinds(self):
@@ -450,24 +449,23 @@ class Optimizer(RuledOptimizer):
         check_state(unit, parameter, state, self)
 
     def header(self) -> dict[str, Any]:
-        """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates
-        of every parameter, in that order), `skipped_steps`, `last_norm` (for `clip="previous"`),
-        and where the loss is scaled `loss_scaler`.
+        """The state dict without states: `param_groups` as in `state_dict`, `steps` (the updates of
+        every parameter, in that order), `skipped_steps`, `last_norm` (for `clip="previous"`), and
+        with a scaler `loss_scaler`.
         """
         groups = self._packed({})["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]
         return {"param_groups": groups, "steps": steps, **self.clipping.header()}
 
     def load_header(self, header: dict[str, Any]) -> None:
-        """Take over what `header` gave. All moments begin anew; masters are the weights, and
-        stay."""
+        """Load a `header`. All moments restart. Masters stay."""
         check_header(header, self)
         self.updater.drain()
         self._take(header)
         self.forget_states()
 
     def take_header(self, header: dict[str, Any]) -> None:
-        """Take over what `header` gave. The states are those that belong to it."""
+        """Load a `header` that belongs to the present states."""
         check_header(header, self)
         self._take(header)
 
@@ -484,7 +482,7 @@ class Optimizer(RuledOptimizer):
         )
 
     def take_groups(self, header: dict[str, Any]) -> None:
-        """Take over the hyper-parameters of a `header`."""
+        """Load the hyper-parameters of a `header`."""
         missing = [
             {name: self.defaults[name] for name in self.defaults if name in mine}
             for mine in self.param_groups
@@ -497,14 +495,14 @@ class Optimizer(RuledOptimizer):
         self.members.regroup()
 
     def forget_states(self) -> None:
-        """All moments begin anew."""
+        """Restart all moments."""
         for share in self.members.shares:
             self.updater.owners.forget_states(
                 share, [kind for kind in self.rule.states.values() if kind in share.unit.blocks]
             )
 
     def facts_so_far(self) -> list[tuple[str, object]]:
-        """What the steps so far have brought, which is the same on all ranks."""
+        """Facts about the steps so far, which are equal on all ranks."""
         found: list[tuple[str, object]] = [("the number of updates", sum(self._steps.values()))]
         last = ("the last norm", self.clipping.last_norm)
         return [*found, last] if self.clip == "previous" else found

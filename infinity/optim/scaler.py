@@ -1,5 +1,5 @@
-"""Dynamic loss scaling: fp16 gradients below 6e-8 vanish and above 65504 overflow, so the loss is
-scaled to keep them between."""
+"""Dynamic loss scaling. fp16 gradients below 6e-8 vanish, and above 65504 they overflow. The scaled
+loss keeps them between."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from infinity.backward import BackwardPass, current_pass
 from infinity.errors import ConfigError, in_words
 
 FACTOR = 2.0
-HIGHEST = 2.0**24  # gradients that are all zero would otherwise raise the scale for ever
+HIGHEST = 2.0**24  # else gradients of zeros would raise the scale for ever
 
 
 class LossScaler:
-    """The factor that the loss is multiplied by before its backward; powers of two, so that
-    dividing it out is exact.
+    """The factor on the loss before its backward. It is a power of two, so that unscaling is exact.
 
-    It starts at `initial` and doubles after `window` steps in a row whose gradients were finite
-    (None: never). A step with a gradient that is not finite is skipped; the first `hysteresis - 1`
-    of these are borne, and each further one halves the scale, until a window has passed. At
-    `minimum` it cannot be halved, and the step raises `NonFiniteError`.
+    It starts at `initial` and doubles after `window` steps in a row with finite gradients (None:
+    never). A step with a gradient that is not finite is skipped. The first `hysteresis - 1` such
+    steps keep the scale, and each further one halves it, until a window has passed. At `minimum` it
+    cannot be halved, and the step raises `NonFiniteError`.
 
-    With `window=None` and `minimum=None` the scale is static: it never changes, also not when a
-    checkpoint with another one is loaded, and a step that is not finite is skipped. Then `initial`
+    With `window=None` and `minimum=None` the scale is static. It never changes, even if a
+    checkpoint with another scale is loaded. A step that is not finite is skipped. Then `initial`
     may be any positive number. Unless it is a power of two, a gradient is rounded once when it is
     scaled, and once more when it is unscaled.
 
@@ -75,15 +74,15 @@ class LossScaler:
                 raise ConfigError(f"LossScaler: {name}={value} must be {allowed}")
         self.window, self.hysteresis, self.minimum = window, hysteresis, minimum
         self.scale = float(initial)
-        """What the next loss is multiplied by."""
+        """The factor on the next loss."""
         self.skipped = 0
-        """Steps whose gradients were not finite, since the start."""
+        """The number of steps with gradients that were not finite."""
         self._finite = 0  # steps in a row
         self._patience = hysteresis
 
     def update(self, finite: bool) -> bool:
-        """A step ended whose gradients were `finite` or not; returns False where the scale would
-        have to leave its range."""
+        """A step with `finite` or other gradients has ended. Returns False if the scale would leave
+        its range."""
         if finite:
             self._finite += 1
             if self._finite == self.window:
@@ -100,7 +99,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counts, for `load_state_dict`; the settings are not in it."""
+        """Scale and counts, without the settings."""
         return {
             "scale": self.scale,
             "skipped": self.skipped,
@@ -109,7 +108,7 @@ class LossScaler:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for what `state_dict` did not give."""
+        """Raise `ConfigError` for a state that is not of `state_dict`."""
         counts = (
             [state.get(name) for name in ("skipped", "finite", "patience")]
             if isinstance(state, Mapping)
@@ -126,7 +125,7 @@ class LossScaler:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a static scale stays what it is. Raises
+        """Continue from the scale and counts of `state_dict`; a static scale stays. Raises
         `ConfigError` before anything is changed."""
         self.check(state)
         self.skipped = state["skipped"]
@@ -140,15 +139,14 @@ def _is_power_of_two(value: float) -> bool:
 
 
 Noted = list[tuple[BackwardPass, float]]
-"""Backward passes whose losses were scaled, the innermost last, and by what."""
+"""Backward passes with scaled losses, the innermost last, and their scales."""
 
 
 class Scales:
-    """What the losses were multiplied by of the backward passes under way, of one engine.
+    """The factors on the losses of the backward passes under way in one engine.
 
-    A scale belongs to its pass and ends with it, also when an exception cuts the pass off. A pass
-    inside of that one, as re-entrant checkpointing runs it, gets gradients that are scaled, and so
-    inherits the scale.
+    A scale belongs to its pass and ends with it, also after an exception. A pass inside of another
+    pass, as in re-entrant checkpointing, gets scaled gradients, and so inherits the scale.
     """
 
     def __init__(self) -> None:
@@ -156,26 +154,26 @@ class Scales:
 
     @property
     def current(self) -> float:
-        """That of the pass that runs; 1 outside of any."""
+        """The scale of the current pass; 1 outside of all passes."""
         self._drop_ended()
         return self._noted[-1][1] if self._noted else 1.0
 
     @property
     def noted(self) -> bool:
-        """Whether the loss of the pass that runs was scaled, be it by 1."""
+        """Whether the loss of the current pass was scaled, even by 1."""
         self._drop_ended()
         return bool(self._noted)
 
     def note(self, scale: float) -> None:
-        """The pass that runs is that of a loss times `scale`."""
+        """The current pass is of a loss times `scale`."""
         self._drop_ended()
         if self._noted and self._noted[-1][0].number == current_pass():
             self._noted.pop()
         self._noted.append((BackwardPass(), scale))
 
     def exchange(self, noted: Noted) -> Noted:
-        """Go on with the passes of another thread, one of several of which one runs at a time;
-        returns those that were left."""
+        """Switch to the passes of another thread, of several that run in turns. Returns the passes
+        of this one."""
         left, self._noted = self._noted, noted
         return left
 
