@@ -1,7 +1,7 @@
 """Any other `torch.optim.Optimizer` over parameters of a wrapped model, on a slow path: one unit
 after the other on the host.
 
-[Note: what it costs]
+[Note: the costs]
 A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the
 budgets. `step` returns when all units are done. No update runs beside the model. Between steps the
 states lie on the tier of `Config.optimizer`: with "nvme" in unnamed files in the directories, which

@@ -26,8 +26,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"amsgrad": (True,), "differentiabl
 
 
 def check_parameters(who: str, params: Any) -> None:
-    """Raise `ConfigError` for a value that is no list of parameters or groups; `who` is the name of
-    the optimizer."""
+    """Raise `ConfigError` for a value that is no list of parameters or groups."""
     if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
         way_out = "; for a single one write [parameter]" * isinstance(params, torch.Tensor)
         raise ConfigError(
@@ -37,7 +36,7 @@ def check_parameters(who: str, params: Any) -> None:
 
 
 def check_torch_options(who: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Accept the options of torch's optimizers; returns those that are hyper-parameters of a group.
+    """Accept the options of torch's optimizers; returns the hyper-parameters of groups among them.
 
     Raises `ConfigError` for options that the kernels do not support, and `TypeError` for unknown
     ones.

@@ -3,12 +3,11 @@
 [Note: which chunk is next]
 The next chunk always belongs to the unit that the next forward needs first, even if another unit is
 half done. In backward that is the unit whose gradients came last, because it is the first in
-forward. What is left over when the step comes is then spread evenly over the units: the forward
-meets a little of it at each unit instead of a whole update at the first ones. With I/O as long as
-compute, take a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f)
+forward. The updates that remain at the step are then spread evenly over the units: the forward
+meets a little of them at each unit instead of a whole update at the first units. With I/O as long
+as compute, take a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f)
 and needed at 1-f+pf. The window [0, q] of units has q of time for q of I/O, so this order, earliest
-need first, just fits. A chunk that lies in memory as a whole takes part in this order, and fills
-the time in which I/O is waited for.
+need first, just fits. A chunk in memory takes part in this order, and fills waits for I/O.
 
 [Note: an update waits for its place]
 Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when

@@ -1,7 +1,7 @@
 """`.grad` of a wrapped parameter: a tensor without data that knows the gradient's place in the
 engine.
 
-[Note: what a lazy gradient answers]
+[Note: operators of a lazy gradient]
 `torch.nn.utils.clip_grad_norm_`, `GradScaler.unscale_` and their kin use few operators on
 gradients. These are answered without bringing data:
 
@@ -400,7 +400,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 class LazyGradient(LazyTensor):
-    """`.grad` of a wrapped parameter. See [Note: what a lazy gradient answers]."""
+    """`.grad` of a wrapped parameter. See [Note: operators of a lazy gradient]."""
 
     answers = _ANSWERS
 

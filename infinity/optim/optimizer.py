@@ -418,8 +418,8 @@ class Optimizer(RuledOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a dict of `state_dict`, also of the torch optimizer of the same name and parameters.
-        That one has no masters; the present masters stay. Missing moments restart. Values of
-        DTensors may be whole tensors or DTensors.
+        The torch optimizer has no masters; the present masters stay. Missing moments restart.
+        Values of DTensors may be whole tensors or DTensors.
 
         Raises `ConfigError` before anything is changed, if a shape, a type, a group or a count does
         not fit.

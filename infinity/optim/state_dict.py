@@ -1,8 +1,8 @@
-"""State dicts of the optimizer family: what one holds, and whether it fits an optimizer.
+"""State dicts of the optimizer family: their content, and the checks whether it fits an optimizer.
 
-A state dict is that of torch (`state` by the number of the parameter, `param_groups`), with fp32
-masters beside the moments. `Optimizer` calls these functions; what a rule adds to the checks is in
-its `check_state` and `check_hyper`.
+A state dict is a dict of torch (`state` by the number of the parameter, `param_groups`), with fp32
+masters beside the moments. `Optimizer` calls these functions. A rule adds checks in `check_state`
+and `check_hyper`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.sharding.use import place_of
 
 
 class SavedOptimizer(Protocol):
-    """An optimizer, as these functions know it."""
+    """The parts of an optimizer that these functions use."""
 
     rule: ClassVar[Rule]
     defaults: dict[str, Any]
@@ -95,8 +95,8 @@ def _count(keeper: KernelStates, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: SavedOptimizer) -> None:
-    """Leave out empty states of parameters that are in no group; raises `ConfigError` for others,
-    as torch raises."""
+    """Leave out empty states of parameters that are in no group; raises `ConfigError` for other
+    states of these, as torch does."""
     here = numbers(optimizer)
     for parameter in [parameter for parameter in copied if id(parameter) not in here]:
         if copied.pop(parameter):
@@ -110,7 +110,7 @@ def check_in_groups(copied: dict[torch.Tensor, dict[str, Any]], optimizer: Saved
 def add_blocks(
     copied: dict[torch.Tensor, dict[str, Any]], optimizer: SavedOptimizer, keeper: KernelStates
 ) -> None:
-    """Add what the blocks of units have of the parameters with states in `copied`."""
+    """Add the states in blocks of units for the parameters with states in `copied`."""
     for unit in optimizer.units:
         for name, kind in kinds(optimizer):
             states = [copied.get(parameter) for parameter in unit.parameters]
@@ -143,14 +143,14 @@ def add_masters(packed: dict[str, Any], optimizer: SavedOptimizer) -> None:
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    """What a parameter is called."""
+    """The name of a parameter."""
     place = place_of(parameter)
     return "a parameter" if place is None else place[0].names[place[1]]
 
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
-    """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there;
-    every rank must call it."""
+    """Replace the states of `kind` of the parameters of `unit` by `values` that are not None. Every
+    rank must call it."""
     full = unit.states.gather(kind)
     for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
         if value is not None:
@@ -159,8 +159,8 @@ def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
 
 
 def states_in(state_dict: Mapping[str, Any], optimizer: SavedOptimizer) -> list[Mapping[str, Any]]:
-    """The states that `state_dict` has of each parameter, in the order of the groups; raises
-    `ConfigError` for what does not fit."""
+    """The states of each parameter in `state_dict`, in the order of the groups; raises
+    `ConfigError` for states that do not fit."""
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
             raise misfit(optimizer, f"it has no {key!r}, as state_dict() of an optimizer has")
@@ -230,7 +230,7 @@ def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Save
         raise misfit(optimizer, f"the step of {name_of} is {step!r}, and no count")
     ours = {name for name, _ in kinds(optimizer)} - {"master"}
     others = sorted(map(str, state.keys() - {"step", "master"}))
-    if ours and others and ours.isdisjoint(others):  # which would begin anew without a word
+    if ours and others and ours.isdisjoint(others):  # our states would restart without a warning
         raise misfit(
             optimizer,
             f"{name_of} has {', '.join(others)}, of another optimizer, and "
@@ -251,6 +251,6 @@ def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Save
 
 
 def updates_in(state: Mapping[str, Any]) -> int:
-    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of
-    the first only."""
+    """The number of updates in `state`. `torch.optim.SGD` does not count them, and only the first
+    matters to it."""
     return int(state.get("step", 1 if state.keys() - {"master"} else 0))

@@ -12,14 +12,14 @@ from infinity.optim.state_tensors import JoinedSlot, Slot, StateTensor
 from infinity.sharding.tiles import TiledWeight
 
 MISSING: Any = object()
-"""Is no state."""
+"""Stands for a missing state."""
 
 
 class Entries(Protocol):
     """All entries of an optimizer."""
 
     def __getitem__(self, parameter: torch.Tensor, /) -> dict[str, Any]:
-        """That of `parameter`."""
+        """The entry of `parameter`."""
 
     def replace(self, parameter: torch.Tensor, wanted: Any) -> None:
         """`wanted` becomes the entry of `parameter`."""
@@ -39,7 +39,7 @@ class StateEntry(dict[str, Any]):
         return made
 
     def fill(self, content: Mapping[str, Any]) -> None:
-        """Have a tensor for each slot of `content`, and no others. Tensors that are there stay."""
+        """Set a tensor for each slot of `content`, and no others. Existing tensors stay."""
         for name in [name for name in self if name not in content]:
             self.drop(name)
         for name, value in content.items():
@@ -49,8 +49,8 @@ class StateEntry(dict[str, Any]):
                 dict.__setitem__(self, name, StateTensor(value))
 
     def drop(self, name: str) -> None:
-        """Take a part out, before its state is changed. A tensor that the user holds keeps what it
-        was."""
+        """Remove a part, before its state is changed. A tensor that the user holds keeps its
+        values."""
         value = dict.pop(self, name)
         if isinstance(value, StateTensor):
             value.slot.leave_copies()
@@ -92,7 +92,7 @@ class StateEntry(dict[str, Any]):
         return self[name]
 
     def pop(self, name: str, *default: Any) -> Any:
-        """As of a dict. A tensor keeps the values of now."""
+        """As of a dict. A tensor keeps the current values."""
         if name not in self:
             return dict.pop(self, name, *default)
         found = self[name]
@@ -105,7 +105,7 @@ class StateEntry(dict[str, Any]):
         return name, self.pop(name)
 
     def clear(self) -> None:
-        """The states of this parameter begin anew."""
+        """Restart the states of this parameter."""
         self._change({})
 
     def copy(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class StateEntry(dict[str, Any]):
 
 
 class JoinedStateEntry(StateEntry):
-    """The entry of a weight in tiles: its tensors are the whole ones."""
+    """The entry of a weight in tiles, with whole tensors."""
 
     def __init__(self, view: Entries, weight: TiledWeight) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class JoinedStateEntry(StateEntry):
 
 
 def _is_of(tensor: Any, slot: Slot) -> bool:
-    """Whether `tensor` of an entry can stay, for what is in `slot`."""
+    """Whether `tensor` of an entry can stay for `slot`."""
     return (
         isinstance(tensor, StateTensor)
         and tuple(tensor.shape) == slot.shape

@@ -3,11 +3,11 @@ and `StateCopy` is one of `optimizer.state_dict()`.
 
 [Note: a tensor of a state dict]
 `optimizer.state_dict()` of torch gives the tensors that the optimizer updates. Here it gives
-copies, mapped from files, which behave so while the engine is open. A function that reads one gets
-the values of now: where the state has changed since, it is fetched again. A function that changes
-one changes the state: torch counts the changes of each tensor (`_version`), so it is seen when it
-returns. numpy gets an array that is read-only, because torch does not see what numpy writes. With
-several ranks a fetch takes all of them, so a copy that is out of date raises.
+copies, mapped from files, that behave alike while the engine is open. A function that reads a copy
+gets the current values: if the state has changed, it is fetched again. A function that changes a
+copy changes the state: torch counts the changes of each tensor (`_version`), so the change is seen
+when the function returns. numpy gets a read-only array, because torch does not see writes of numpy.
+With several ranks a fetch needs all of them, so a copy that is out of date raises.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from infinity.sharding.unit import Unit
 
 
 class Slot:
-    """Where one state of one parameter lies. For the thread that runs the model."""
+    """One state of one parameter. Used by the thread that runs the model."""
 
     name: str
-    """In words, for errors."""
+    """The name in errors."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    """Where the plain model would have it."""
+    """The device of the state in the plain model."""
     needs_ranks = False
-    """Whether a fetch takes other ranks."""
+    """Whether a fetch needs other ranks."""
 
     @functools.cached_property
     def copies(self) -> weakref.WeakSet[_Source]:
-        """What a `StateCopy` of it is told by."""
+        """The sources of its `StateCopy` tensors."""
         return weakref.WeakSet()
 
     def leave_copies(self) -> None:
-        """The entry gets another tensor: copies keep the values of now."""
+        """The entry gets another tensor: copies keep the current values."""
         for source in list(self.__dict__.get("copies", ())):
             source.leave()
 
@@ -61,7 +61,7 @@ class Slot:
         raise NotImplementedError
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values`, of the whole shape, are the state from now on. All ranks must call it."""
+        """Replace the state by `values`, of the whole shape. All ranks must call it."""
         raise NotImplementedError
 
     def mark(self) -> object:
@@ -98,7 +98,7 @@ class MomentSlot(Slot):
         return whole(found, unit.parameters[self._index])
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are the state from now on, rounded to the format in which it is kept."""
+        """Replace the state by `values`, rounded to its format."""
         self._check()
         unit, index = self._unit, self._index
         given = part_in(values.detach().cpu(), unit.parameters[index])
@@ -118,7 +118,7 @@ class MomentSlot(Slot):
 
 
 class CountSlot(Slot):
-    """The number of updates of a parameter, as torch has it: a tensor of one fp32 element, on the
+    """The number of updates of a parameter, as in torch: a tensor of one fp32 element on the
     host."""
 
     shape: tuple[int, ...] = ()
@@ -139,14 +139,14 @@ class CountSlot(Slot):
         return torch.tensor(float(self._counts.get(self._key, 0)))
 
     def replace(self, values: torch.Tensor) -> None:
-        """Count from `values` on. Raises `ShardedParameterError` for what is no count."""
+        """Count from `values` on. Raises `ShardedParameterError` if it is no count."""
         count = float(values)
         if not (count >= 0 and count.is_integer()):
             raise ShardedParameterError(
                 f"{self.name} was set to {count}, and the engine of a wrapped model counts whole "
                 "updates; give a number such as 0.0 or 10.0"
             )
-        self._unit.listeners.updates.drain()  # what began before its step has the old count
+        self._unit.listeners.updates.drain()  # early updates have the old count
         self._counts[self._key] = int(count)
 
     def mark(self) -> object:
@@ -155,18 +155,18 @@ class CountSlot(Slot):
 
 
 class _Content:
-    """What a `StateTensor` and its aliases have: the state, or what it was when the entry got
+    """The content of a `StateTensor` and its aliases: the state, or its values when the entry got
     another tensor."""
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
         self.changes = 0
-        """How often what is kept was replaced."""
+        """The number of replacements."""
 
 
 class StateTensor(LazyTensor):
-    """A tensor in `optimizer.state`: reading it fetches the state, and what is written in place
-    replaces it. Once the entry has another tensor, this one keeps what it was then."""
+    """A tensor in `optimizer.state`. A read fetches the state, and a write in place replaces it.
+    When the entry gets another tensor, this one keeps the values of that time."""
 
     way = (
         "a part of a copy of an optimizer state of a wrapped model was changed in place, which "
@@ -184,7 +184,7 @@ class StateTensor(LazyTensor):
         """Shared with aliases."""
 
     def detached(self) -> StateTensor:
-        """The same again."""
+        """Another tensor of the same state."""
         return StateTensor(self.slot, self.content)
 
     @property
@@ -198,7 +198,7 @@ class StateTensor(LazyTensor):
         return (self.slot.fetch() if kept is None else kept.clone()).to(self.device)
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are the state from now on."""
+        """Replace the state by `values`."""
         if self.content.kept is None:
             self.slot.replace(values)
         else:
@@ -207,7 +207,7 @@ class StateTensor(LazyTensor):
 
 
 class JoinedSlot(Slot):
-    """A state of a weight in tiles: `tensors` has those of the tiles."""
+    """A state of a weight in tiles; `tensors` are the states of the tiles."""
 
     def __init__(self, weight: TiledWeight, tensors: Sequence[StateTensor]) -> None:
         self.weight, self.tensors = weight, list(tensors)
@@ -221,8 +221,7 @@ class JoinedSlot(Slot):
         return self.tensors[0].slot.is_open
 
     def fetch(self) -> torch.Tensor:
-        """The tiles, joined. Raises `ShardedParameterError` for tiles with other numbers of
-        updates."""
+        """The joined tiles. Raises `ShardedParameterError` if their numbers of updates differ."""
         found = [tensor.fetch().cpu() for tensor in self.tensors]
         if self.shape:
             return torch.cat(found, self.weight.dimension)
@@ -245,7 +244,7 @@ class JoinedSlot(Slot):
 
 
 class _Source:
-    """What a `StateCopy` and its views are a copy of. A copy without a slot is the user's own."""
+    """The source of a `StateCopy` and its views. A copy without a slot is the user's own."""
 
     def __init__(self, values: torch.Tensor, slot: Slot) -> None:
         self.values = values
@@ -255,12 +254,12 @@ class _Source:
         slot.copies.add(self)
 
     def shares(self, found: torch.Tensor) -> bool:
-        """Whether `found` has memory of the copy."""
+        """Whether `found` shares memory with the copy."""
         mine = self.values.untyped_storage()._cdata
         return bool(found.untyped_storage()._cdata == mine)
 
     def refresh(self) -> None:
-        """Have the values of now. Raises `ShardedParameterError` where other ranks have parts of
+        """Fetch the current values. Raises `ShardedParameterError` if other ranks have parts of
         them."""
         slot = self._slot()
         if self._expired or (slot is not None and slot.needs_ranks and self._is_late(slot)):
@@ -278,14 +277,14 @@ class _Source:
         return slot.is_open and self._mark != slot.mark()
 
     def changed(self) -> None:
-        """The copy was changed in place: so is the state."""
+        """The copy was changed in place: change the state, too."""
         slot = self._slot()
         if slot is not None and slot.is_open:
             slot.replace(self.values)
             self._mark = slot.mark()
 
     def leave(self) -> None:
-        """Keep the values of now from now on."""
+        """Keep the current values from now on."""
         slot = self._slot()
         if slot is None:
             return
@@ -303,13 +302,13 @@ class StateCopy(torch.Tensor):
 
     @staticmethod
     def of(values: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """`values`, a plain tensor on the host, as a copy of what is in `slot`."""
+        """`values`, a plain tensor on the host, as a copy of the state in `slot`."""
         with torch.inference_mode(False):  # so that changes are counted
             values = values.clone() if values.is_inference() else values
             return _as_copy(values, _Source(values, slot))
 
     def plain(self) -> torch.Tensor:
-        """The same memory as an ordinary tensor, with the values of now."""
+        """The same memory as an ordinary tensor, with the current values."""
         self._source.refresh()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
@@ -352,7 +351,7 @@ class StateCopy(torch.Tensor):
 
 
 def _with_source(value: Any, sources: Sequence[_Source]) -> Any:
-    """A view of a copy is one, too."""
+    """`value`, with views of copies as copies."""
     if type(value) is torch.Tensor:
         for source in sources:
             if source.shares(value):

@@ -1,16 +1,14 @@
-"""`optimizer.state`: a dict of dicts, as torch has it, whose tensors are the states that the engine
-keeps.
+"""`optimizer.state`: a dict of dicts, as in torch, whose tensors are the states of the engine.
 
 [Note: what a change of optimizer.state does]
-An entry that is emptied or deleted begins anew at the next step, with the meaning that torch gives
-it: moments are zeros, and the count is 0. An entry that is replaced is written. What the optimizer
-of torch of the same name could not step with is refused, before anything is changed.
+An emptied or deleted entry restarts at the next step, as in torch: moments are zeros, and the count
+is 0. A replaced entry is written. Values with which the optimizer of torch of the same name could
+not step are refused, before anything is changed.
 
 [Note: a tensor that was put into an entry]
 torch keeps the tensor itself, so a later change of it is a change of the state. Here its values are
-copied, and a weak reference is kept. The next step takes the values that the tensor has then. A
-change after that step raises at the step that follows, because torch would have updated the tensor
-meanwhile.
+copied, and a weak reference is kept. The next step uses the current values of the tensor. A change
+after that step raises at the following step, because torch would have updated the tensor meanwhile.
 """
 
 from __future__ import annotations
@@ -31,32 +29,32 @@ from infinity.sharding.tiles import TiledWeight
 
 
 class Keeper(Protocol):
-    """What keeps the states of one optimizer. For the thread that runs the model."""
+    """Keeps the states of one optimizer. Used by the thread that runs the model."""
 
     changes_values: bool
-    """Whether a step may change what an entry has beside tensors."""
+    """Whether a step may change values of an entry that are no tensors."""
 
     def content(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What torch would have in the entry of `parameter`: a `Slot` for each tensor."""
+        """The entry of `parameter` as in torch, with a `Slot` for each tensor."""
 
     def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """`wanted` as an entry, without what says nothing. Raises `ConfigError` where the optimizer
-        of torch could not step with it."""
+        """`wanted` as an entry, without empty values. Raises `ConfigError` if the optimizer of
+        torch could not step with it."""
 
     def write(
         self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
     ) -> None:
-        """Replace these parts of an entry, and leave out those that are `gone`."""
+        """Replace the `changed` parts of an entry, and remove those that are `gone`."""
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
-        """All states of these parameters begin anew."""
+        """Restart all states of these parameters."""
 
 
 class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`. See [Note: what a change of optimizer.state does].
 
-    For the thread that runs the model; with several ranks all of them read and change tensors
-    alike.
+    Used by the thread that runs the model. All ranks read and change tensors alike. One class,
+    because it overrides all methods of a dict that read or change it.
     """
 
     def __init__(self, owner: str, keeper: Keeper) -> None:
@@ -68,11 +66,11 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     # For the optimizer
 
     def know(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These may have entries."""
+        """These `parameters` may have entries."""
         self._known.update((id(parameter), parameter) for parameter in parameters)
 
     def renew(self, keys: Iterable[int]) -> None:
-        """The parameters of these ids have states."""
+        """The parameters with these ids have states."""
         for key in keys:
             parameter = self._known[key]
             entry = self._entry(parameter)
@@ -82,7 +80,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
                     dict.pop(self, parameter)
 
     def forget(self) -> None:
-        """All entries go, because all states begin anew. Before they do."""
+        """Remove all entries, before all states restart."""
         self._given.clear()
         for entry in self._entries():
             for name in list(entry):
@@ -90,14 +88,14 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         dict.clear(self)
 
     def settle(self) -> None:
-        """A step begins: take what was put into entries as it is now. Raises
-        `ShardedParameterError` where that is not what torch would have."""
+        """A step begins. Adopt the current values of tensors that were put into entries. Raises
+        `ShardedParameterError` if torch would have other values."""
         given, self._given = self._given, []
         for each in given:
             each.settle(self[each.parameter])
         self._given = [each for each in given if each.tensor() is not None]
 
-    # As of a dict
+    # The methods of a dict
 
     def replace(self, parameter: torch.Tensor, wanted: Any) -> None:
         """`wanted` becomes the entry of `parameter`."""
@@ -116,7 +114,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     def _check(
         self, parameter: torch.Tensor, wanted: Any
     ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """What `replace` would have to do to each piece of `parameter`."""
+        """The entry of each piece of `parameter` that `replace` would write."""
         pieces = self._pieces(parameter)
         if not isinstance(wanted, Mapping):
             raise ConfigError(
@@ -213,7 +211,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         return self[parameter]
 
     def pop(self, parameter: Any, *default: Any) -> Any:
-        """As of a dict. The tensors of what it gives keep the values of now."""
+        """As of a dict. Its tensors keep the current values."""
         if parameter not in self:
             return dict.pop(self, parameter, *default)
         found = dict(self[parameter])
@@ -226,7 +224,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         return parameter, self.pop(parameter)
 
     def clear(self) -> None:
-        """All states begin anew."""
+        """Restart all states."""
         self._remove(list(self))
 
     def update(self, *given: Any, **named: Any) -> None:
@@ -239,7 +237,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         return self
 
     def copy(self) -> Any:
-        """A plain one with the same entries."""
+        """A plain dict with the same entries."""
         return defaultdict(dict, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -255,7 +253,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         return (self._entry(parameter) for parameter in list(self))
 
     def _pieces(self, parameter: Any) -> list[torch.Tensor]:
-        """The parameters of the optimizer that `parameter` is; raises `ConfigError` for any other
+        """`parameter`, or the tiles of a weight in tiles; raises `ConfigError` for any other
         key."""
         pieces = parameter.pieces if isinstance(parameter, TiledWeight) else [parameter]
         for piece in pieces:
@@ -280,15 +278,14 @@ class _Given:
         self._stepped = False
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether it was put into the entry of `parameter`, or of the weight that this is a tile
-        of."""
+        """Whether it was put into the entry of `parameter`, or of its weight in tiles."""
         whole = self.parameter
         pieces = whole.pieces if isinstance(whole, TiledWeight) else [whole]
         return any(piece is parameter for piece in pieces)
 
     def settle(self, entry: Mapping[str, Any]) -> None:
-        """Have the state be what the tensor is; raises `ShardedParameterError` where torch has
-        something else."""
+        """Set the state to the values of the tensor; raises `ShardedParameterError` if torch would
+        have other values."""
         tensor, state = self.tensor(), entry.get(self.name)
         self._kept = None
         if tensor is None or not isinstance(state, StateTensor):
@@ -312,8 +309,7 @@ class _Given:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are the same state; those of a weight in tiles are made when they are asked
-    for."""
+    """Whether both are the same state. Tensors of a weight in tiles are made at each read."""
     slots = [value.slot for value in (one, other) if isinstance(value, StateTensor)]
     joined = [slot.tensors for slot in slots if isinstance(slot, JoinedSlot)]
     return one is other or (len(joined) > 1 and all(map(operator.is_, *joined)))
@@ -326,7 +322,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _divided(weight: TiledWeight, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each tile has of an entry of the whole. Parts that the tiles have stay theirs."""
+    """The entry of each tile for an entry of the whole. Tensors of the tiles are kept."""
     parts: list[dict[str, Any]] = [{} for _ in weight.pieces]
     for name, value in wanted.items():
         mine: list[Any] = [value] * len(parts)

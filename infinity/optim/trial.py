@@ -1,5 +1,5 @@
-"""Whether an optimizer of torch computes the same for its parameters together and one by one, which
-`infinity.adapt` takes: it is tried on a few small parameters."""
+"""Tries on a few small parameters whether an optimizer of torch computes the same numbers for its
+parameters together and one by one, as `infinity.adapt` needs it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from infinity.errors import ConfigError
 from infinity.optim.workbench import host_copy, options_of, same
 
 _SHAPES = (
-    ((3, 4), (5, 2), (4, 4)),  # some take matrices alone
+    ((3, 4), (5, 2), (4, 4)),  # some take only matrices
     ((6,), (4, 3), (2, 3, 2, 2)),
 )
 _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e-2, 1e3, 1.0, 0.1, 5.0, 1.0, 1e-2, 1.0)
-"""Of the gradients, step by step: some are clipped by a norm, others are not."""
+"""Sizes of the gradients, step by step: some are clipped by a norm, others are not."""
 _WITHOUT = {3: (0,), 6: (1, 2), 8: (0, 1, 2)}
-"""Which parameters have no gradient, by the step."""
+"""The parameters without a gradient, by the step."""
 _RATE = 0.05
 _LARGE = (64, 128)
-"""The shape of a parameter whose states are in 8 bits where those of smaller ones are not."""
+"""The shape of a parameter that is large enough for states in 8 bits."""
 
 
 class _Outcome(NamedTuple):
-    """What some steps come to."""
+    """The result of some steps."""
 
     weights: list[torch.Tensor]
     states: list[dict[str, Any]]
@@ -40,7 +40,7 @@ def try_out(
     """Run `kind` with `settings` on small parameters, with the options of `group`, together and one
     by one.
 
-    Raises `ConfigError` where that gives other weights or states, and where it cannot run.
+    Raises `ConfigError` if weights or states differ, and if it cannot run.
     """
     options = {name: value for name, value in options_of(group).items() if name != "param_names"}
     if (
@@ -48,7 +48,7 @@ def try_out(
         or "lr" in options
         or "lr" in kind([_parameter((2, 2))], **settings).defaults
     ):
-        options["lr"] = _RATE  # which may be 0 at the beginning
+        options["lr"] = _RATE  # a schedule may begin with 0
     failure: Exception | None = None
     ran = False
     for shapes in _SHAPES:
@@ -81,15 +81,14 @@ def has_modes(kind: type) -> bool:
 
 
 def begin(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer with modes train."""
+    """Set an optimizer with modes to training."""
     if has_modes(type(optimizer)):
         cast("Any", optimizer).train()
 
 
 def refuse_strange_states(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where `kind` keeps states in tensors of a class of its own, which lie in
-    no file as they are. It is asked with a parameter that is large enough for those that are not
-    used for small ones."""
+    """Raise `ConfigError` if `kind` keeps states in tensors of a class of its own, which no file
+    can hold. It is tried with a parameter that is large enough for such states."""
     parameter = nn.Parameter(torch.zeros(_LARGE))
     parameter.grad = torch.zeros(_LARGE)
     with torch.random.fork_rng(devices=[]):
@@ -98,7 +97,7 @@ def refuse_strange_states(kind: type[torch.optim.Optimizer], settings: Mapping[s
             begin(optimizer)
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
-        except Exception:  # whatever a class of the user raises; `try_out` tells of it
+        except Exception:  # of a class of the user; `try_out` reports it
             return
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
@@ -125,8 +124,8 @@ def _play(
     shapes: Sequence[Sequence[int]],
     alone: bool,
 ) -> _Outcome:
-    """Take steps with one optimizer for all, or with one for each parameter. Those step in the
-    other order, so that random numbers go to other parameters."""
+    """Take steps with one optimizer for all parameters, or with one for each. The latter step in
+    the opposite order, so that random numbers go to other parameters."""
     parameters = [_parameter(shape, seed) for seed, shape in enumerate(shapes)]
     each = [[parameter] for parameter in parameters] if alone else [parameters]
     with torch.random.fork_rng(devices=[]):
@@ -154,8 +153,7 @@ def _play(
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> None:
-    """One step. Where there is no gradient at all, an optimizer that cannot do without has nothing
-    to do."""
+    """One step. If there is no gradient, an error of an optimizer that needs one is ignored."""
     try:
         optimizer.step()
     except Exception:
@@ -164,8 +162,8 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _carried(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the groups of some optimizers have beside parameters after a step. Those without a
-    gradient get it from those with one, as in `bench.Carried`."""
+    """The options of the groups of some optimizers after a step. Groups without a gradient get them
+    from groups with one, as in `workbench.Carried`."""
     there = [any(p.grad is not None for p in group["params"]) for group in groups]
     seen = [group for group, has in zip(groups, there, strict=True) if has] or list(groups)
     for group, has in zip(groups, there, strict=True):

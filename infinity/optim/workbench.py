@@ -1,5 +1,5 @@
-"""The optimizers of torch that `infinity.adapt` runs, one for each unit, and where their states lie
-between steps."""
+"""The optimizers of torch that `infinity.adapt` runs, one for each unit, and the files of their
+states between steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MISSING: Any = object()
 
 
 class _ShelfPlace(NamedTuple):
-    """A tensor in a file: of which state, by which name, and where."""
+    """A tensor in a file: its state, its name there, and its place."""
 
     state: dict[str, Any]
     name: str
@@ -37,8 +37,8 @@ class _ShelfPlace(NamedTuple):
 
 
 class Shelf:
-    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in
-    memory when it is None."""
+    """Keeps the states of one unit between steps, in an unnamed file in `directory`, or in memory
+    if it is None."""
 
     def __init__(self, directory: Path | None) -> None:
         self._file = None if directory is None else tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as we do)
@@ -47,8 +47,8 @@ class Shelf:
         self._places: list[_ShelfPlace] = []
 
     def put(self, states: Iterable[dict[str, Any]]) -> None:
-        """Take every tensor out of `states` that has more than one element; what is left of it says
-        so."""
+        """Move every tensor with more than one element from `states` to the file. None stays in its
+        place."""
         if self._file is None:
             return
         items, end = [], 0
@@ -64,7 +64,7 @@ class Shelf:
             place.state[place.name] = None
 
     def take(self) -> None:
-        """Put the tensors back to where `put` took them from."""
+        """Put the tensors back into the states."""
         for place in self._places:
             place.state[place.name] = self.read(place)
         self._places.clear()
@@ -76,7 +76,7 @@ class Shelf:
         return tensor
 
     def place(self, state: dict[str, Any], name: str) -> _ShelfPlace | None:
-        """Where a tensor of `state` lies in the file; None for one in memory."""
+        """The place of a tensor of `state` in the file; None for a tensor in memory."""
         for place in self._places:
             if place.state is state and place.name == name:
                 return place
@@ -88,7 +88,7 @@ class Shelf:
 
 
 class ForeignRule(Protocol):
-    """An adapted optimizer, as its benches see it."""
+    """The parts of an adapted optimizer that its benches use."""
 
     kind: type[torch.optim.Optimizer]
     settings: dict[str, Any]
@@ -96,33 +96,33 @@ class ForeignRule(Protocol):
 
     @property
     def counts(self) -> dict[int, int]:
-        """How many updates each parameter has had, by its id."""
+        """The number of updates of each parameter, by its id."""
 
     def bench(self, unit: Unit) -> Workbench:
         """The torch optimizer of `unit`."""
 
 
 class Workbench:
-    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while
-    it is used."""
+    """The torch optimizer of one unit. It updates stand-ins for the parameters, which have data
+    only during use."""
 
     def __init__(self, unit: Unit, directory: Path | None) -> None:
         self.unit = unit
         self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.parameters]
         self.optimizer: torch.optim.Optimizer | None = None
         self.edits = 0
-        """How often states were replaced outside of a step."""
+        """The number of replacements of states outside of a step."""
         self._shelf = Shelf(directory)
         self._rest()
 
     def _rest(self) -> None:
-        """The stand-ins have shapes alone."""
+        """Take the data of the stand-ins away."""
         for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
             stand.data, stand.grad = torch.zeros(()).expand(place.shape), None
 
     def lay_out(self, adapted: ForeignRule, values: torch.Tensor | None) -> torch.optim.Optimizer:
-        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
-        and the groups of now."""
+        """Give the stand-ins their parts of `values` (numel,), fp32, and the optimizer its states
+        and the current groups."""
         if values is not None:
             for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
                 stand.data = values[place.offset : place.end].view(place.shape)
@@ -141,7 +141,7 @@ class Workbench:
         return self.optimizer
 
     def clear(self) -> None:
-        """Put the states away, and let go of all data."""
+        """Put the states into the shelf, and release all data."""
         if self.optimizer is not None:
             self._shelf.put(
                 self.optimizer.state[stand]
@@ -153,14 +153,14 @@ class Workbench:
     # One state
 
     def state(self, index: int) -> dict[str, Any]:
-        """What the optimizer has of parameter `index`: None for a tensor that is put away."""
+        """The states of parameter `index`; None for a tensor in the shelf."""
         if self.optimizer is None:
             return {}
         found: dict[str, Any] = self.optimizer.state.get(self.stands[index], {})
         return found
 
     def form(self, index: int, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and dtype of a tensor of `state`; None for another value."""
+        """Shape and dtype of a tensor of `state`; None for other values."""
         state = self.state(index)
         value, place = state.get(name), self._shelf.place(state, name)
         found: Any = value if isinstance(value, torch.Tensor) else place
@@ -207,7 +207,7 @@ class BenchSlot(Slot):
         return self._bench.read(self._index, self._key)
 
     def replace(self, values: torch.Tensor) -> None:
-        """`values` are the state from now on."""
+        """Replace the state by `values`."""
         adapted, bench = self._adapted(), self._bench
         if adapted is not None:
             with bench.edited(adapted) as states:
@@ -222,8 +222,8 @@ class BenchSlot(Slot):
 
 
 class BenchStates:
-    """The keeper of the states of an adapted optimizer; see `state_view.Keeper`. An entry may be
-    whatever the torch optimizer could step with."""
+    """The keeper of the states of an adapted optimizer; see `state_view.Keeper`. The torch
+    optimizer defines the content of entries."""
 
     changes_values = True
 
@@ -239,7 +239,7 @@ class BenchStates:
         return adapted, adapted.bench(unit), index
 
     def content(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What the torch optimizer has of `parameter`: slots for its tensors."""
+        """The states of `parameter` in the torch optimizer, with slots for its tensors."""
         adapted, bench, index = self._bench(parameter)
         return {
             name: value
@@ -249,13 +249,13 @@ class BenchStates:
         }
 
     def check(self, parameter: torch.Tensor, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """`wanted`, whatever it is."""
+        """`wanted`, without a check."""
         return dict(wanted)
 
     def write(
         self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
     ) -> None:
-        """Replace these parts of an entry, and leave out those that are `gone`."""
+        """Replace the `changed` parts of an entry, and remove those that are `gone`."""
         adapted, bench, index = self._bench(parameter)
         with bench.edited(adapted) as states:
             state = states.setdefault(bench.stands[index], {})
@@ -264,7 +264,7 @@ class BenchStates:
             state.update((name, host_copy(value)) for name, value in changed.items())
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The torch optimizer has no states of these."""
+        """Remove the states of these parameters."""
         taken: dict[Workbench, list[int]] = {}
         for parameter in parameters:
             adapted, bench, index = self._bench(parameter)
@@ -277,8 +277,8 @@ class BenchStates:
 
 
 class Carried:
-    """What one step changes in the groups beside parameters, such as a number of steps: each bench
-    has it done to its own groups, and all have to come to the same."""
+    """The changes of one step in the options of groups, such as a number of steps. Each bench
+    changes its own groups, and all must get equal options."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._before = [options_of(group) for group in groups]
@@ -286,9 +286,9 @@ class Carried:
         self._rank = [0] * len(groups)  # 0: not seen; 1: without a gradient; 2: with one
 
     def note(self, kind: type, groups: Sequence[Mapping[str, Any]]) -> None:
-        """A bench has stepped. Raises `ConfigError` where it came to something else than another.
+        """A bench has stepped. Raises `ConfigError` if its options differ from another bench's.
 
-        A bench without gradients in a group says nothing, where another has one.
+        For a group, benches with gradients override benches without.
         """
         for number, (group, before) in enumerate(zip(groups, self._before, strict=True)):
             rank = 1 + any(stand.grad is not None for stand in group["params"])
@@ -307,13 +307,13 @@ class Carried:
                 self._rank[number], self._after[number] = rank, changed
 
     def apply(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Change the groups that the user has."""
+        """Change the groups of the user."""
         for group, changed in zip(groups, self._after, strict=True):
             group.update(changed)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What `group` has beside parameters; copies of what could be changed in place."""
+    """The options of `group`, without parameters; mutable values are copied."""
     return {
         name: copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict)) else value
         for name, value in group.items()
@@ -322,7 +322,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values in groups or states are equal; tensors bit by bit, but for the signs of
+    """Whether two values in groups or states are equal; tensors bit by bit, except the signs of
     zeros."""
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):

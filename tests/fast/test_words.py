@@ -51,7 +51,6 @@ UNREAD = {
     "deepspeed",
     "directories",
     "measure",
-    "optim",
     "plan",
     "sharding",
     "tiers",
