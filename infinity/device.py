@@ -319,13 +319,15 @@ def find_kernels(device: int) -> bool:
 
 
 class ComputeDevice:
-    """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it
-    without a further copy.
+    """The device that the model runs on. With `unified_memory`, its memory is host memory: NVMe
+    reads land in it without a further copy.
 
-    Copies run on a stream of their own for each direction, in the order in which they were asked
-    for. What they must not overtake is told them as a `Mark` or a `Copy`; they wait for nothing
-    else, least of all for what the model has queued since. What needs one comes after it on its own
-    stream (`follow_copy`), while the host goes on; or who asks for one sleeps until it has ended.
+    Copies run on a stream of their own for each direction, in the order of the calls. They run
+    after a given `Mark` or `Copy`, and wait for nothing else, not even for work that the model
+    queued since. Work that needs a copy is queued after it (`follow_copy`) while the host continues.
+    Otherwise the caller blocks until the copy completes.
+
+    One class, because it alone differs between the CPU, CUDA and the devices of tests.
     """
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"]) -> None:

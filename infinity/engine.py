@@ -86,7 +86,7 @@ class Parts:
 
 class Engine:
     """The handle of one wrapped model, made by `infinity.wrap`. Used by the thread that trains;
-    `close` may be called twice.
+    `close` may be called twice. One class, because it is the only object that a user holds.
 
     A context manager; also closed when the model is collected or the interpreter ends. After
     `close` the parameters keep shape and dtype but have no data: save first.

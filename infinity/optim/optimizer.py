@@ -152,6 +152,8 @@ class Optimizer(RuledOptimizer):
     """Whether the last `step` was skipped, because a gradient was not finite."""
     loss_scaler = _OfClipping[LossScaler | None]("scaler")
     """Scales the loss; None if the loss is not scaled."""
+    clips_by_unit = _OfClipping[bool]("by_unit")
+    """Whether a unit is clipped by its own norm."""
     by_kernels: ClassVar[bool] = True
     """Whether `segments` describes the whole update. Such an update may begin at any time."""
 
@@ -358,11 +360,6 @@ class Optimizer(RuledOptimizer):
             counts={key: self._steps[key] + 1 for key in updated},
             foreseen=self.clipping.foreseen,
         )
-
-    @property
-    def clips_by_unit(self) -> bool:
-        """Whether a unit is clipped by its own norm."""
-        return self.clipping.by_unit
 
     def _post(self, step: Step) -> None:
         """Phase 3. Raises before anything is changed."""

@@ -1,6 +1,6 @@
 """`optimizer.state`: a dict of dicts, as in torch, whose tensors are the states of the engine.
 
-[Note: what a change of optimizer.state does]
+[Note: changes of optimizer.state]
 An emptied or deleted entry restarts at the next step, as in torch: moments are zeros, and the count
 is 0. A replaced entry is written. Values with which the optimizer of torch of the same name could
 not step are refused, before anything is changed.
@@ -44,14 +44,14 @@ class Keeper(Protocol):
     def write(
         self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
     ) -> None:
-        """Replace the `changed` parts of an entry, and remove those that are `gone`."""
+        """Replace the `changed` parts of an entry, and remove the parts in `gone`."""
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """Restart all states of these parameters."""
 
 
 class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`. See [Note: what a change of optimizer.state does].
+    """`optimizer.state`. See [Note: changes of optimizer.state].
 
     Used by the thread that runs the model. All ranks read and change tensors alike. One class,
     because it overrides all methods of a dict that read or change it.

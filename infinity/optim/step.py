@@ -13,7 +13,7 @@ from infinity.sharding.unit import Unit
 
 
 class UnitShare(NamedTuple):
-    """The parameters of a unit that one optimizer updates, by their index, in rising order."""
+    """The parameters of a unit that an optimizer updates, by their index, in rising order."""
 
     unit: Unit
     positions: tuple[int, ...]

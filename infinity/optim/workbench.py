@@ -255,7 +255,7 @@ class BenchStates:
     def write(
         self, parameter: torch.Tensor, changed: Mapping[str, Any], gone: Sequence[str]
     ) -> None:
-        """Replace the `changed` parts of an entry, and remove those that are `gone`."""
+        """Replace the `changed` parts of an entry, and remove the parts in `gone`."""
         adapted, bench, index = self._bench(parameter)
         with bench.edited(adapted) as states:
             state = states.setdefault(bench.stands[index], {})

@@ -166,7 +166,7 @@ class Walk:
     none at all. An update puts its result into the place of the unit. It runs when the unit has a
     place. With `waits` it runs at the latest before the step returns. With `delayed` it runs at any
     time: the walk then counts the most reads possible, as if no place held the parameter, and
-    fetches every copy again afterwards.
+    fetches every copy again afterwards. One class, because each use changes all of its counts.
     """
 
     def __init__(

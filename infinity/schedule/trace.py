@@ -254,10 +254,6 @@ class Trace:
                 seen.add(unit)
                 yield unit, ahead
 
-    def train_cycle(self) -> Cycle:
-        """The last training cycle, as recorded so far."""
-        return self.last_cycle("train")
-
     def last_cycle(self, phase: str) -> Cycle:
         """The last cycle of `phase`, as recorded so far; empty before the first."""
         return (

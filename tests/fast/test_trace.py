@@ -59,7 +59,7 @@ def test_the_trace_does_what_a_list_would(cycles):
             assert list(trace.upcoming()) == naive.upcoming()
             assert [trace.next_use(u) for u in UNITS] == [naive.next_use(u) for u in UNITS]
             expected = naive.recording if naive.phase == "train" else naive.past.get("train", [])
-            assert trace.train_cycle().order == tuple(expected)
+            assert trace.last_cycle("train").order == tuple(expected)
             assert trace.first_uses() == sorted(set(expected), key=expected.index)
 
 
@@ -100,14 +100,14 @@ def test_phases_do_not_disturb_each_other():
     assert run(trace, [0, 1, 2], "eval") == 3
     assert run(trace, [0, 1, 2, 1, 0]) == 0
     assert run(trace, [0, 1, 2], "eval") == 0
-    assert trace.train_cycle().order == (0, 1, 2, 1, 0)
+    assert trace.last_cycle("train").order == (0, 1, 2, 1, 0)
 
 
 def test_uses_of_one_unit_one_after_the_other_count_once():
     trace = CountingTrace()
     trace.begin("train")
     assert [trace.use(unit) for unit in (0, 0, 1, 1, 0)] == [False, True, False, True, False]
-    assert trace.train_cycle().order == (0, 1, 0)
+    assert trace.last_cycle("train").order == (0, 1, 0)
 
 
 def test_what_was_in_use_around_a_use_is_recorded_with_it():
@@ -117,9 +117,9 @@ def test_what_was_in_use_around_a_use_is_recorded_with_it():
         trace.use(0)
         trace.use(1, around)
         trace.use(1, frozenset({5}))
-        assert trace.train_cycle().held == (frozenset(), around)
+        assert trace.last_cycle("train").held == (frozenset(), around)
         trace.begin("eval")
-        assert (trace.train_cycle().order, trace.train_cycle().held) == (
+        assert (trace.last_cycle("train").order, trace.last_cycle("train").held) == (
             (0, 1),
             (frozenset(), around),
         )
@@ -150,13 +150,15 @@ def test_a_cycle_that_comes_again_is_expected_from_its_start(expected, before, o
     run(trace, [*order, *order[:end]])
     clock = trace.clock
     trace.expect_again()
-    recorded = trace.train_cycle()
+    recorded = trace.last_cycle("train")
     assert [unit for unit, _ in trace.upcoming()] == recorded.first_uses == trace.first_uses()
     assert [trace.next_use(unit) for unit in UNITS] == [recorded.distance(u, 0) for u in UNITS]
     assert trace.clock >= clock
     trace.expect_again()
     trace.use(UNITS[-1] + 1)
-    assert trace.train_cycle().order == (*recorded.order, UNITS[-1] + 1), "its end is recorded"
+    assert trace.last_cycle("train").order == (*recorded.order, UNITS[-1] + 1), (
+        "its end is recorded"
+    )
 
 
 def without_repeats(order: list[int]) -> list[int]:
@@ -188,7 +190,9 @@ def test_a_program_that_repeats_itself_and_begins_no_cycle_is_learned(phase, bef
             trace.use(unit)
     assert trace.misses == before_more
     recorded = [*before, *order[begin:], *order * 7]
-    assert trace.train_cycle().order == (tuple(without_runs(recorded)) if phase == "train" else ())
+    assert trace.last_cycle("train").order == (
+        tuple(without_runs(recorded)) if phase == "train" else ()
+    )
 
 
 def without_runs(order: list[int]) -> list[int]:
@@ -219,7 +223,7 @@ def test_what_was_recorded_of_a_cycle_does_not_depend_on_rounds_inside_of_it(ord
     for uses in [*others, order * 5, order * 5]:
         run(trace, uses)
     assert run(trace, order * 5) == 0
-    assert trace.train_cycle().order == tuple(without_runs(order * 5))
+    assert trace.last_cycle("train").order == tuple(without_runs(order * 5))
 
 
 def test_a_cycle_goes_on_as_it_is_known_after_a_round_inside_of_it():

@@ -501,8 +501,8 @@ def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(
         assert backward == [number for number in (3, 2, 1, 0) for _ in range(count)]
         assert Probe(engine).accumulation == 0
         assert (
-            len(Probe(engine).trace.train_cycle().order)
-            == len(set(Probe(engine).trace.train_cycle().order)) * 2 - 1
+            len(Probe(engine).trace.last_cycle("train").order)
+            == len(set(Probe(engine).trace.last_cycle("train").order)) * 2 - 1
         )
 
 

@@ -148,7 +148,7 @@ def test_the_order_of_uses_and_the_traffic(name: str, gpu_memory: str, tmp_path:
         engine.drain()
         uses = [use.unit for use in (*forecast.model.forward, *forecast.model.backward)]
         once = [unit for at, unit in enumerate(uses) if uses[at - 1 : at] != [unit]]
-        assert tuple(once) == Probe(engine).trace.train_cycle().order
+        assert tuple(once) == Probe(engine).trace.last_cycle("train").order
         assert forecast.pace.traffic == engine.plan()
 
 
@@ -230,7 +230,7 @@ def test_units_that_wrap_makes_smaller(
         assert traffic.update_written == taken.update_written
         if name == "llama":
             return
-        assert tuple(once) == Probe(engine).trace.train_cycle().order
+        assert tuple(once) == Probe(engine).trace.last_cycle("train").order
         assert traffic.read == pytest.approx(taken.read, abs=8 << 10), "but for one small unit"
 
 
