@@ -105,7 +105,7 @@ class _Works:
             for kind, _ in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if self._autocast:
-                # What was cast without autograd is of no use to a recomputation.
+                # A recomputation cannot use casts that were made without autograd.
                 torch.clear_autocast_cache()
             total.backward()
         if self._autocast:

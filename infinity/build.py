@@ -1,14 +1,14 @@
 """Building an engine: `wrap`, and the steps that it takes.
 
 [Note: all or nothing]
-What can be refused is refused by the first steps, which change nothing. From then on every step
-tells `Build.undo` how to undo it, before the next one begins. The last line of the last step is
-covered, too. So after a failure, however late (exhausted device memory, Ctrl-C), the model, the
-process and the directories are as they were. The data of the parameters stays alive until all is
-done: see `infinity.weights.snapshot`.
+The first steps refuse what cannot work, and change nothing. Every later step adds its undoing to
+one `ExitStack`, before the next step begins. That includes the last line of the last step. So after
+a failure, however late (exhausted device memory, Ctrl-C), the model, the process and the
+directories are unchanged. The data of the parameters stays alive until the end: see
+`infinity.weights.snapshot`.
 
-Several ranks meet after the steps that may fail on one of them alone, so that all go on or none
-(`together`).
+Several ranks meet after each step that may fail on one of them alone, so that all of them continue
+or none (`together`).
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ log = logging.getLogger("infinity")
 Model = TypeVar("Model", bound=nn.Module)
 
 PROBE_BYTES = 64 << 20
-"""What is copied to see how fast this machine is: more than caches hold."""
+"""Bytes that are copied to measure this machine: more than caches hold."""
 PROBE_PARAMETERS = 16 << 20
-"""How many parameters are updated for that, at most."""
+"""The most parameters that are updated to measure this machine."""
 PROBE_ROUNDS = 3
 
 
@@ -89,52 +89,50 @@ def wrap(
     seed: int | None = None,
     resume: bool = False,
 ) -> Model:
-    """Move the states of `model` to the tiers that `config` says, and train it from then on;
-    returns the same module.
+    """Move the states of `model` to the tiers of `config`, which train it from then on; returns the
+    same module.
 
-    Without `config` the states are at home in host memory, in budgets that follow from what is
-    free.
+    Without `config` the states are at home in host memory, with budgets that depend on the free
+    memory.
 
-    Parameters get their values from `weights`: a safetensors file or one of `torch.save`, an index
-    or a directory with them, the id of a model in the cache of the Hugging Face hub, or a state
-    dict. Names and layouts are converted as transformers does, and what PEFT adds to names is left
-    out. A parameter without a tensor there keeps its values. A warning lists those, and tensors
-    that the model does not use.
+    Parameters get their values from `weights`: a file of safetensors or `torch.save`, an index or a
+    directory with such files, the id of a model in the cache of the Hugging Face hub, or a state
+    dict. Names and layouts are converted as in transformers, without the parts of names that PEFT
+    adds. A parameter without a tensor there keeps its values. A warning lists these parameters, and
+    tensors that the model does not use.
 
     Without `weights`, parameters built inside `infinity.init()` get the values that their
-    constructors wrote; with `seed`, those of constructors after `torch.manual_seed(seed)`.
+    constructors wrote; with `seed`, the values of constructors after `torch.manual_seed(seed)`.
     `units` chooses classes or modules whose parameters move together (default: the repeated blocks,
-    small ones with those beside them).
+    small ones with their neighbors).
 
-    `group` says which ranks train one model together. "auto" takes all ranks where
-    `torch.distributed` is initialized, as DDP and FSDP2 do, and one rank elsewhere; None is one
+    `group` contains the ranks that train one model together. "auto" takes all ranks if
+    `torch.distributed` is initialized, as DDP and FSDP2 do, and otherwise one rank. None is one
     rank. A process group shards over its ranks. A `DeviceMesh` has one dimension, or two
-    (replicate, shard): parts are then shared inside the second, and each has a replica along the
-    first. Parameters may be DTensors on another dimension of the mesh (`parallelize_module`),
-    placed as `Shard` or `Replicate`: each rank then shards what it has of them. Plain ones, and
-    their gradients, must be the same on all tensor parallel ranks, as they are where these see the
-    same activations.
+    (replicate, shard): shards lie along the second, and replicas along the first. Parameters may be
+    DTensors on another dimension of the mesh (`parallelize_module`), placed as `Shard` or
+    `Replicate`: each rank then shards its part of them. Plain parameters and their gradients must
+    be equal on all tensor parallel ranks, which they are if these ranks get the same activations.
 
-    A wrapped model that got parameters since is wrapped once more, or a model around it: adapters
-    of PEFT are taken in so. `config` is then that of the engine before, unless it is given, and
-    `infinity.engine(model)` is another one. Optimizers are made anew. Where this fails, parameters
-    are plain ones, mapped from files.
+    A wrapped model that got parameters, such as adapters of PEFT, is wrapped once more, or a model
+    around it. The default of `config` is then the config of the engine before, and
+    `infinity.engine(model)` is a new engine. Make new optimizers. If this fails, parameters are
+    plain ones, mapped from files.
 
-    With `resume` and `Config(durability="step")` training goes on from the last step that an
-    earlier run committed in the `nvme` directories: parameters, optimizer states and buffers are
-    those, and optimizers that are made as they were then continue (`Engine.committed_step` says at
-    which step). Where nothing was committed it begins as without `resume`. Several ranks go on from
-    the last step that all of them have. `CheckpointError` or `ConfigError` on all ranks says where
-    they have none.
+    With `resume` and `Config(durability="step")` training continues from the last step that an
+    earlier run committed in the `nvme` directories: with its parameters, optimizer states and
+    buffers. Optimizers that are made in the same way continue, too (`Engine.committed_step` has the
+    step). Without a committed step it begins as without `resume`. Several ranks continue from the
+    last step that all of them have. If there is none, all ranks raise `CheckpointError` or
+    `ConfigError`.
 
-    Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
+    Several ranks may have one `Config(nvme=...)`: each has files in `rank<N>` below it.
 
-    All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or
-    file. Raises `ConfigError` for a model, a configuration or weights that cannot work,
-    `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` where another rank fails,
-    which it names. What parameters held is freed at the end, so wrapping takes host memory for the
-    model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
-    keep.
+    `wrap` is atomic: after a failure, also by Ctrl-C, the model is unchanged, and there is no
+    thread or file. Raises `ConfigError` for a model, a configuration or weights that cannot work,
+    `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` if another rank fails, which
+    it names. The old data of parameters is freed at the end, so wrapping needs host memory for the
+    model beside `cpu_memory`. A model that was built inside `infinity.init()` has no such data.
     """
     request = Request(model, config, weights, units, group, seed, resume)
     with beside_own_engines(config), ExitStack() as undo:
@@ -207,7 +205,7 @@ def _assembled(request: Request, undo: ExitStack) -> Assembly:
         with build.together():
             assembly = Assembly(basis)
             assembly.take_over(build.resumption)
-        with build.together():  # no rank gives up what another one may still refuse
+        with build.together():  # no rank drops data that another rank's failure restores
             assembly.fill(values, seed)
             assembly.move_buffers()
             assembly.hook()
@@ -257,7 +255,7 @@ class Build:
         return together(self._ranks, self.config.tuning.collective_timeout)
 
     def check(self) -> None:
-        """Refuse what cannot be wrapped."""
+        """Refuse a model or configuration that cannot be wrapped."""
         announce(self._ranks)
         self._device = ComputeDevice(self.config.tuning.device)
         self._undo.callback(self._device.close)
@@ -295,7 +293,7 @@ class Build:
         self._check_alike(self._given)
 
     def compare_places(self) -> None:
-        """Like `compare`, of units and where their blocks are at home; among tensor parallel ranks,
+        """Like `compare`, of units and the homes of their blocks; among tensor parallel ranks,
         too."""
         facts = list(self._given)
         for unit in self._found.facts:
@@ -363,7 +361,7 @@ class Build:
         return self._found.demand.within(self._store.budgets)
 
     def find(self) -> None:
-        """Look what an earlier run left in the directories, which are locked from now on."""
+        """Find the states of an earlier run in the directories, which are locked from now on."""
         if self._durable is not None:
             from infinity.durable.resumption import Resumption  # not at the top: see `_new_store`
 
@@ -376,8 +374,8 @@ class Build:
             self.resumption.agree()
 
     def look(self) -> Sequence[float]:
-        """Choose the budgets that the configuration leaves open, by what is free now."""
-        config, ranks = self.config, ranks_of_this_node(self._ranks)  # all have met by now
+        """Choose the budgets that the configuration leaves open, by the free memory."""
+        config, ranks = self.config, ranks_of_this_node(self._ranks)  # the ranks have met by now
         self._available = self._available._replace(ranks=ranks)
         budgets, least = (config.gpu_memory, config.cpu_memory), self._demand.least()
         self._choice = choose(*budgets, self._available, least, keeps=config.inference)
@@ -391,10 +389,10 @@ class Build:
             log.info("%s", self._choice.describe())
 
     def measure(self) -> Sequence[float]:
-        """`Rates` of this machine, in the format that most parameters have, where placement depends
-        on that; else nothing.
+        """`Rates` of this machine, in the format of most parameters, if placement depends on them;
+        else nothing.
 
-        Nothing, too, where there are no kernels for any parameter.
+        Nothing, too, if no parameter has a kernel.
         """
         config, elements = self.config, Counter[torch.dtype]()
         if not self._demand.needs_rates():  # but activations may be offloaded or recomputed
@@ -429,9 +427,9 @@ class Build:
         return Rates(*both_ways, self._store.measure_drives(), math.inf)
 
     def place(self, numbers: Sequence[float]) -> None:
-        """Decide where every block is at home, by the rates that the slowest rank measured.
+        """Decide the home of every block, by the rates of the slowest rank.
 
-        Raises `BudgetError` where a budget cannot work (I10).
+        Raises `BudgetError` if a budget cannot work (I10).
         """
         demand, rates = self._demand, Rates(*numbers) if numbers else None
         self._rates = rates
@@ -442,7 +440,7 @@ class Build:
         self._check_directories()
 
     def _check_directories(self) -> None:
-        """Without a directory nothing of ours can lie on NVMe."""
+        """Raise `ConfigError` if a block must be stored on NVMe and there is no directory."""
         stored = [block.spec for block in self._layout.blocks if block.reserved_bytes]
         if stored and not self.config.nvme:
             raise ConfigError(

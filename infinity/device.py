@@ -4,13 +4,13 @@
 On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own.
 With a second team there are more threads than CPUs. From then on libgomp lets every team sleep
 between two operators instead of spinning. The model then waits for a wake-up at each of its
-thousands of operators. So threads of the engine call no operator that wants a team; `copy_alone`
-and `zero_alone` take its place.
+thousands of operators. So threads of the engine call no operator that uses a team. They call
+`copy_alone` and `zero_alone` instead.
 
-Threads that run the model in turns (`infinity.modules.interleave`) cannot avoid it, and pay some 70
-us for each operator that wants a team: nothing beside operators that are worth offloading, twice
-the time with very small ones. Ending a team with each turn (`omp_pause_resource_all`) is no way
-out: the threads of the next one took 4 to 8 ms to find a CPU on a machine with four.
+Threads that run the model in turns (`infinity.modules.interleave`) cannot avoid it. Each operator
+that uses a team then takes some 70 us more: little beside large operators, twice the time with very
+small ones. Ending a team with each turn (`omp_pause_resource_all`) does not help: the threads of
+the next team took 4 to 8 ms to find a CPU on a machine with four.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ log = logging.getLogger("infinity")
 
 HUGE_PAGE = 2 << 20
 TOUCHED_BYTES = 1 << 30
-"""Host memory that is touched between two looks at how much is left."""
+"""Bytes of host memory that are touched between two readings of the free memory."""
 LEAST_FREE_BYTES = 256 << 20
-"""What touching leaves to other processes."""
+"""Bytes that touching leaves to other processes."""
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""Of this variable, with which cuBLAS gives the same bits at every run, by its documentation
+"""Values of this variable with which cuBLAS gives the same bits at every run, by its documentation
 ("Results reproducibility")."""
 _MPOL_INTERLEAVE = 3
-# Of mmap(2), on x86_64 and aarch64: else the kernel would refuse more than the machine shows before
-# it is touched; see [Note: memory that grows] in infinity/free_memory.py.
+# Of mmap(2), on x86_64 and aarch64. Without it the kernel refuses more memory than the machine
+# shows; see [Note: memory that grows] in infinity/free_memory.py.
 _MAP_NORESERVE = 0x4000
-# Up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them.
+# Up to this size (at::internal::GRAIN_SIZE) torch's operators run on the calling thread.
 ALONE_ELEMENTS = 32768
 
 
@@ -65,12 +65,12 @@ def cudart() -> Any:
 
 
 def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.Tensor:
-    """A uint8 tensor of shape (nbytes,) on memory of its own, on huge pages where the kernel gives
-    them, not touched yet.
+    """A uint8 tensor of shape (nbytes,) on memory of its own, not touched yet, on huge pages if the
+    kernel gives them.
 
-    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with
-    the last view of it. A forked child has them only if they are `inherited`. Raises `BudgetError`
-    where the kernel gives the process no so many addresses.
+    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages are freed
+    with the last view of it. A forked child has them only if they are `inherited`. Raises
+    `BudgetError` if the kernel refuses so many addresses.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
@@ -82,7 +82,7 @@ def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.T
         ) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE
-    # Not the rest, which a huge page would round up to 2 MiB.
+    # Without the rest, which a huge page would round up to 2 MiB.
     pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE
     if pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
@@ -93,8 +93,8 @@ def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.T
 
 
 def memory_nodes() -> list[int]:
-    """The NUMA nodes whose memory this process may use, as /proc/self/status lists them ("0-1,3");
-    [] where it does not."""
+    """The NUMA nodes whose memory this process may use, from /proc/self/status ("0-1,3"); [] if it
+    does not list them."""
     try:
         found = re.search(
             r"^Mems_allowed_list:\s*([\d,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE
@@ -106,9 +106,8 @@ def memory_nodes() -> list[int]:
 
 
 def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
-    """Spread pages that nobody has touched yet over several NUMA nodes: else all lie on the one of
-    the thread that touches them, and CPU Adam, whose threads are everywhere, has the bandwidth of
-    that one alone. Where it is refused, it is so."""
+    """Spread untouched pages over several NUMA nodes. Otherwise all lie on the node of the thread
+    that touches them, and CPU Adam has the bandwidth of this node only. A refusal is ignored."""
     # Of mbind(2), which libc does not have.
     number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
     if len(nodes) < 2 or number is None or nbytes == 0:
@@ -130,8 +129,8 @@ def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)` for contiguous tensors (n,), on this thread alone where they are on
-    the host; see [Note: one team of threads]."""
+    """`target.copy_(source)` for contiguous tensors (n,), on this thread alone if they are on the
+    host; see [Note: one team of threads]."""
     if target.device.type != "cpu":
         target.copy_(source)
         return
@@ -155,7 +154,7 @@ def add_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def divide_alone(target: torch.Tensor, divisor: int) -> None:
-    """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone where it is on the
+    """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone if it is on the
     host; the same bits."""
     for part in _pieces(target):
         part.div_(divisor)
@@ -167,9 +166,8 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def read_values(tensor: torch.Tensor) -> list[Any]:
-    """The values of a small tensor, as `tolist` gives them. This thread sleeps until they are
-    there: `tolist` of one on a GPU spins, and takes a CPU from the optimizer, until the stream has
-    come that far."""
+    """`tolist` of a small tensor, but this thread sleeps until the values are there. `tolist` of a
+    tensor on a GPU spins until the stream reaches it, and takes a CPU from the optimizer."""
     if tensor.device.type == "cpu":
         return tensor.tolist()
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -182,8 +180,7 @@ def read_values(tensor: torch.Tensor) -> list[Any]:
 
 
 def profiler_ranges() -> Ranges | None:
-    """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows
-    them (Nsight Systems)."""
+    """NVTX ranges for a profiler (Nsight Systems), if the environment has INFINITY_NVTX=1."""
     if os.environ.get("INFINITY_NVTX", "0") in ("", "0"):
         return None
     try:
@@ -196,29 +193,27 @@ def profiler_ranges() -> Ranges | None:
 
 
 def is_graphed(module: torch.nn.Module) -> bool:
-    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward: it reads
-    parameters where they were then."""
+    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward, which then
+    reads parameters at their addresses of that time."""
     return getattr(vars(module).get("forward"), "__module__", "") == "torch.cuda.graphs"
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels
-    take it."""
+    """The stream of the caller's work on a tensor of a CUDA device, as the kernels take it."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Inside, the device of a CUDA tensor is the calling thread's, as our kernels want it; a new
-    thread has the first one."""
+    """Inside, the device of a CUDA tensor is the current device of the thread, as our kernels need
+    it. A new thread has the first device."""
     return torch.cuda.device(tensor.device)
 
 
 def touch(memory: torch.Tensor) -> None:
-    """Zero host memory, of shape (nbytes,), in slices of TOUCHED_BYTES, for as long as the machine
-    has some left.
+    """Zero host memory, of shape (nbytes,), in slices of TOUCHED_BYTES.
 
-    Raises `BudgetError` where it has not, and its total does not grow, before the kernel ends a
-    process.
+    Raises `BudgetError` if the machine has no more memory and its total does not grow, before the
+    kernel ends a process.
     """
     slices = memory.split(TOUCHED_BYTES)
     before = read_host() if len(slices) > 1 else None
@@ -235,44 +230,44 @@ def touch(memory: torch.Tensor) -> None:
 
 
 def _has_room(host: Memory, before: Memory, nbytes: int) -> bool:
-    """Whether `nbytes` more may be touched: they are free, or the total grows, as it has since it
-    was what `before` says, or as it is likely to."""
+    """Whether `nbytes` more may be touched: they are free, or the total has grown since `before`,
+    or is likely to grow."""
     grows = host.growth is Growth.LIKELY or host.total > before.total
     return grows or host.free >= nbytes + LEAST_FREE_BYTES
 
 
 class HostMemory:
-    """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no
-    page fault comes later.
+    """`nbytes` of host memory on huge pages if the kernel gives them, touched once so that no page
+    fault comes later.
 
     `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. With
-    `cudart`, CUDA's runtime, `pin` pins it. Then no forked child has it, for Linux would copy
-    pinned pages to each at once: all of cpu_memory for every worker of a DataLoader.
+    `cudart`, CUDA's runtime, `pin` pins it. Then no forked child has it, because Linux would copy
+    pinned pages to each child at once: all of cpu_memory for every worker of a DataLoader.
     """
 
     def __init__(self, nbytes: int, cudart: Any = None) -> None:
         self._pinning = None if cudart is None or nbytes == 0 else Pinning(nbytes, cudart)
-        # Torch fills it on all of its threads: pinning would else touch all pages on one.
+        # Torch fills it on all of its threads. Pinning would touch all pages on one.
         self.tensor = huge_pages(nbytes, inherited=cudart is None)
         touch(self.tensor)
 
     def pin(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
-        """Pin it, on a thread inside of `beside()` where that takes long; see `Pinning.begin`.
-        Called once."""
+        """Pin it, on a thread inside of `beside()` if that takes long; see `Pinning.begin`. Called
+        once."""
         if self._pinning is not None:
             self._pinning.begin(self.tensor, beside)
 
     def await_pinned(self) -> None:
-        """Block until all of it is pinned; raises what `Pinning.wait` does."""
+        """Block until all of it is pinned. Raises the errors of `Pinning.wait`."""
         if self._pinning is not None:
             self._pinning.wait()
 
     def cut(self, tensor: torch.Tensor) -> list[int] | None:
-        """The bytes of each copy that `tensor` takes, as `Pinning.cut` says it."""
+        """The sizes in bytes of the copies of `tensor`; see `Pinning.cut`."""
         return None if self._pinning is None else self._pinning.cut(tensor)
 
     def close(self) -> None:
-        """Unpin; the pages go back to the system when the last tensor on them is gone."""
+        """Unpin. The pages are freed with the last tensor on them."""
         if self._pinning is not None:
             self._pinning.close()
             self._pinning = None
@@ -280,15 +275,15 @@ class HostMemory:
 
 
 class Mark(NamedTuple):
-    """A point in what a thread has queued on its stream; of two marks of one stream the later one
-    has the higher `number`."""
+    """A point in the work queued on a stream. Of two marks of one stream the later one has the
+    higher `number`."""
 
     number: int
     event: Any
 
 
 class Copy:
-    """A copy, or an update, that was queued, and ends with `event`; None: it has ended."""
+    """A queued copy or update, which ends with `event`; None: it has ended."""
 
     def __init__(self, event: Any = None) -> None:
         self.event = event
@@ -300,7 +295,7 @@ class Copy:
     def wait(self) -> None:
         """Block until it has ended."""
         if self.event is not None:
-            self.event.synchronize()  # sleeps: a thread that spins would keep a CPU from Adam
+            self.event.synchronize()  # sleeps; a spinning thread would take a CPU from Adam
 
 
 def find_kernels(device: int) -> bool:
@@ -324,8 +319,8 @@ class ComputeDevice:
 
     Copies run on a stream of their own for each direction, in the order of the calls. They run
     after a given `Mark` or `Copy`, and wait for nothing else, not even for work that the model
-    queued since. Work that needs a copy is queued after it (`follow_copy`) while the host continues.
-    Otherwise the caller blocks until the copy completes.
+    queued since. Work that needs a copy is queued after it (`follow_copy`) while the host
+    continues. Otherwise the caller blocks until the copy completes.
 
     One class, because it alone differs between the CPU, CUDA and the devices of tests.
     """
@@ -337,7 +332,7 @@ class ComputeDevice:
         self.unified_memory = self.torch.type == "cpu"
         self._host: list[HostMemory] = []
         self._up, self._down, self._side, self._updates = (
-            # Copies and collectives before the model: it waits for them, and they leave it room.
+            # Copies and collectives come before the model, which waits for them.
             None if self.unified_memory else self._runtime.Stream(self.torch, priority=priority)
             for priority in (-1, -1, -1, 0)
         )
@@ -348,12 +343,11 @@ class ComputeDevice:
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
     def begin_thread(self) -> None:
-        """Called by each thread of the engine before anything else that may use the device, for as
-        long as it lives.
+        """Called by each thread of the engine before any other use of the device.
 
         A user may capture a CUDA graph meanwhile. In CUDA's default mode no other thread may then
-        wait for an event, or allocate: the call would fail, and break the capture. Never raises:
-        where CUDA is broken the next call says so. Nothing on the CPU, or without the kernels.
+        wait for an event, or allocate: the call would fail, and break the capture. Never raises: if
+        CUDA is broken, the next call raises. Does nothing on the CPU, or without the kernels.
         """
         cuda = native.cuda() if self.torch.type == "cuda" else None
         if cuda is not None:
@@ -371,8 +365,8 @@ class ComputeDevice:
         return torch.device("cuda", torch.cuda.current_device())
 
     def nondeterminism(self) -> str:
-        """Why matrix multiplications of this process may have other bits at every run; "" where
-        they have the same, or will have by `compute_deterministically`."""
+        """The reason why matrix multiplications of this process may have other bits at every run;
+        "" if they have the same bits, or will have after `compute_deterministically`."""
         workspace = os.environ.get(CUBLAS_WORKSPACE, "")
         may_set = not self._had_begun and workspace == ""
         if self.torch.type != "cuda" or workspace in DETERMINISTIC_WORKSPACES or may_set:
@@ -383,8 +377,8 @@ class ComputeDevice:
         )
 
     def compute_deterministically(self) -> None:
-        """Have torch use deterministic algorithms from now on, in all of this process. Its
-        operators that have none raise `RuntimeError`."""
+        """Make torch use deterministic algorithms from now on, in this process. Operators without
+        one raise `RuntimeError`."""
         if self.torch.type == "cuda" and not os.environ.get(CUBLAS_WORKSPACE):
             os.environ[CUBLAS_WORKSPACE] = DETERMINISTIC_WORKSPACES[0]
         torch.use_deterministic_algorithms(True)
@@ -392,18 +386,18 @@ class ComputeDevice:
             torch.backends.cudnn.benchmark = False  # it chooses by time
 
     def is_capturing(self) -> bool:
-        """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at
-        every replay."""
+        """Whether the caller's stream records a CUDA graph. Then queued work runs at every replay,
+        not now."""
         return self.torch.type != "cpu" and self._runtime.is_current_stream_capturing()
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name of the device, for people."""
         return "CPU" if self.torch.type == "cpu" else self._runtime.get_device_name(self.torch)
 
     def memory(self) -> Memory | None:
-        """What it has and what is free now, that which torch keeps for later included; None where
-        that is host memory."""
+        """Its total and free memory; memory that torch caches counts as free. None if it computes
+        in host memory."""
         if self.torch.type == "cpu":
             return None
         free, total = self._runtime.mem_get_info(self.torch)
@@ -414,8 +408,7 @@ class ComputeDevice:
         return Memory(total, min(free + kept, total), "the GPU", is_integrated=is_integrated)
 
     def peak_bytes(self, reset: bool = False) -> int | None:
-        """The most that torch held of its memory since the last `reset`; None where that is host
-        memory."""
+        """The most bytes of its memory that torch held since the last `reset`; None on the CPU."""
         if self.torch.type == "cpu":
             return None
         peak = int(self._runtime.max_memory_allocated(self.torch))
@@ -424,46 +417,46 @@ class ComputeDevice:
         return peak
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of host memory; freed by `close`. Where the device is not the CPU it is
-        pinned, perhaps later: copies wait for it, and `await_pinned` says whether it went well."""
+        """A uint8 tensor (nbytes,) of host memory; freed by `close`. If the device is not the CPU,
+        it is pinned, perhaps later: copies wait for that, and `await_pinned` raises its errors."""
         memory = HostMemory(nbytes, None if self.unified_memory else self._runtime.cudart())
         self._host.append(memory)
         memory.pin(self._on_a_thread)
         return memory.tensor
 
     def await_pinned(self) -> None:
-        """Block until all host memory is pinned. Raises `ConfigError` where CUDA refuses."""
+        """Block until all host memory is pinned. Raises `ConfigError` if CUDA refuses."""
         for memory in self._host:
             memory.await_pinned()
 
     @contextmanager
     def _on_a_thread(self) -> Iterator[None]:
-        """What a new thread is in that works for this device."""
+        """The context of a new thread that works for this device."""
         self.begin_thread()
         with self._runtime.device(self.torch):
             yield
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for
-        drives that write to it."""
+        """A uint8 tensor (nbytes,) on the compute device; on a GPU it begins at a page, so that
+        drives can write to it."""
         if self.unified_memory:
             return self.host_memory(nbytes)
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
 
     def await_stream(self) -> None:
-        """Return when all that the caller's stream was given has ended: nothing of it comes later
-        than copies to the same memory, which wait for marks alone."""
+        """Return when all work on the caller's stream has ended. Then copies to the same memory,
+        which wait only for marks, come after it."""
         if self.torch.type != "cpu":
             self._runtime.current_stream(self.torch).synchronize()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of its memory for a moment, for the stream that the caller queues on;
-        beside all budgets."""
+        """A temporary uint8 tensor (nbytes,) of its memory for the caller's stream, beside all
+        budgets."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself if it is in its memory, else a copy there, made on the caller's
+        """`tensor` if it is in the device's memory, else a copy there, made on the caller's
         stream."""
         return tensor.to(self.torch)
 
@@ -473,13 +466,13 @@ class ComputeDevice:
         return states if self.unified_memory else [*states, self._runtime.get_rng_state(self.torch)]
 
     def set_random_state(self, states: list[torch.Tensor]) -> None:
-        """Go on drawing from what `random_state` gave."""
+        """Restore states of `random_state`."""
         torch.set_rng_state(states[0])
         if not self.unified_memory:
             self._runtime.set_rng_state(states[1], self.torch)
 
     def check_random_state(self, states: list[torch.Tensor]) -> None:
-        """Raise `ValueError` for what `set_random_state` could not take."""
+        """Raise `ValueError` for states that `set_random_state` could not restore."""
         kinds = [torch.device("cpu"), self.torch][: 1 if self.unified_memory else 2]
         if len(states) < len(kinds):
             raise ValueError(f"it has {len(states)} of the {len(kinds)} random states of torch")
@@ -490,8 +483,8 @@ class ComputeDevice:
                 raise ValueError(f"a random state of torch is none: {error}") from error
 
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
-        """`count` states: the one that there is, which stays, and others that depend on it and on
-        their number alone."""
+        """`count` states: the current state, which does not change, and others that depend only on
+        it and on their number."""
         states = [self.random_state()]
         for number in range(1, count):
             digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
@@ -507,22 +500,22 @@ class ComputeDevice:
         return states
 
     def follow(self) -> Callable[[], None]:
-        """What makes another thread queue its work on the stream that is the caller's now."""
+        """A function that makes another thread queue its work on the caller's current stream."""
         if self.unified_memory:
             return lambda: None
         stream = self._runtime.current_stream(self.torch)
         return lambda: self._runtime.set_stream(stream)
 
     def mark(self) -> Mark | None:
-        """The end of what is queued on the caller's stream now; None where nothing is ever
-        queued."""
+        """The end of the work queued on the caller's stream now; None on the CPU, which queues
+        nothing."""
         if self.unified_memory:
             return None
         event = self._runtime.Event(blocking=True)  # `reach` sleeps
         return Mark(next(self._marks), self._runtime.current_stream(self.torch).record_event(event))
 
     def instant(self) -> Any:
-        """Now, on the caller's stream, for `between`."""
+        """The current time on the caller's stream, for `between`."""
         if self.torch.type == "cpu":
             return time.perf_counter()
         return self._runtime.current_stream(self.torch).record_event(
@@ -530,7 +523,7 @@ class ComputeDevice:
         )
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds from one `instant` to a later one of the same stream; blocks until that is
+        """Seconds from one `instant` to a later one of the same stream; blocks until the latter is
         reached."""
         if self.torch.type == "cpu":
             return float(end - begin)
@@ -538,15 +531,15 @@ class ComputeDevice:
         return float(begin.elapsed_time(end)) / 1e3
 
     def reach(self, mark: Mark | None) -> None:
-        """Block until what was queued before `mark` has ended, for who writes to memory of the
-        device past all streams."""
+        """Block until the work queued before `mark` has ended. Used before writes to the device's
+        memory that bypass all streams."""
         if mark is not None:
             mark.event.synchronize()
 
     @contextmanager
     def side_stream(self, after: Mark | None) -> Iterator[Copy]:
-        """Queue what is inside on a stream of its own, after the mark `after`. What it gives ends
-        when all of that has."""
+        """Queue the work inside on a stream of its own, after the mark `after`. The yielded `Copy`
+        ends with that work."""
         if self.unified_memory:
             yield Copy()
             return
@@ -555,9 +548,8 @@ class ComputeDevice:
 
     @contextmanager
     def updating(self, after: Mark | None) -> Iterator[Copy]:
-        """Queue updates of what lies in the memory of a device that has kernels, after the mark
-        `after`, on a stream of their own. What it gives ends when they do, which nobody waits for
-        here."""
+        """Queue updates of states in the memory of a device with kernels, after the mark `after`,
+        on a stream of their own. The yielded `Copy` ends with them. Does not wait."""
         with self._queued_on(self._updates, after) as end:
             yield Copy(end)
 
@@ -598,19 +590,18 @@ class ComputeDevice:
                 stream.synchronize()
 
     def follow_copy(self, copy: Copy) -> None:
-        """Let what the caller queues from now on come after `copy`; never waits."""
+        """Queue the caller's later work after `copy`; never waits."""
         if copy.event is not None:
             copy.event.wait(self._runtime.current_stream(self.torch))
 
     def join(self, copy: Copy, memory: torch.Tensor) -> None:
-        """Like `follow_copy`, of a copy that reads or fills `memory`, of this device.
+        """Like `follow_copy`, for a copy that reads or fills `memory` of this device.
 
-        So the caller may use `memory`, or let go of it: it is freed in the order of the caller's
-        stream.
+        The caller may then use or release `memory`, which is freed in the order of its stream.
         """
         self.follow_copy(copy)
         if copy.event is not None:
-            # Nothing to do where it was allocated on this one.
+            # No effect if it was allocated on this stream.
             memory.record_stream(self._runtime.current_stream(self.torch))
 
     def _copy(
@@ -628,7 +619,7 @@ class ComputeDevice:
     def _cut(
         self, target: torch.Tensor, source: torch.Tensor
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies that one takes of contiguous tensors (n,), when the host's is pinned; see
+        """The pieces of a copy of contiguous tensors (n,), when the host tensor is pinned; see
         [Note: one registration for each slice] in `infinity.pinning`."""
         host = target if target.device.type == "cpu" else source
         for memory in self._host:
@@ -642,7 +633,7 @@ class ComputeDevice:
 
     @contextmanager
     def _queued_on(self, stream: Any, after: Mark | Copy | None) -> Iterator[Any]:
-        """Queue what is inside on `stream`, after the mark `after`; gives the event that is
+        """Queue the work inside on `stream`, after the mark `after`. Yields the event that is
         recorded at its end."""
         end = self._runtime.Event(blocking=True)
         with self._runtime.device(self.torch), self._runtime.stream(stream):
@@ -654,7 +645,7 @@ class ComputeDevice:
                 end.record(stream)
 
     def close(self) -> None:
-        """Give back the host memory, when no copy uses it any more."""
+        """Free the host memory, when no copy uses it any more."""
         self.await_copies()
         for memory in self._host:
             memory.close()

@@ -1,4 +1,4 @@
-"""The engine: the handle that a user holds of one wrapped model. `infinity.build` makes it."""
+"""The engine: the handle that a user holds of one wrapped model. `infinity.assembly` makes it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _OUTER = "_infinity_outer"
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of, by `infinity.build`."""
+    """The parts of an engine, made by `infinity.assembly`."""
 
     recorder: Recorder
     device: ComputeDevice
@@ -81,7 +81,7 @@ class Parts:
     durability: Session | None
     finalizer: weakref.finalize[Any, Any]
     tiled: list[str]
-    """The weights that `wrap` has put into tiles."""
+    """The names of the weights that `wrap` has put into tiles."""
 
 
 class Engine:
@@ -132,8 +132,8 @@ class Engine:
         Merges.attach(model, self._hand_over)
 
     def _hand_over(self, inner: nn.Module) -> None:
-        """`inner`, a part of the model, goes on without what is around it: it has this engine, too,
-        and keeps it alive."""
+        """`inner`, a part of the model, is used without the rest: it gets this engine, too, and
+        keeps it alive."""
         if inner is not self.model:
             vars(inner)[ATTRIBUTE] = self
             vars(inner)[_OUTER] = self.model
@@ -141,8 +141,8 @@ class Engine:
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set them to zero; also what `model.zero_grad()` does. That of a
-        part of the model forgets."""
+        """Forget all gradients, or set them to zero; `model.zero_grad()` does the same. `zero_grad`
+        of a part of the model forgets them."""
         self._updater.forget(self._all_shares(), set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> float:
@@ -166,7 +166,7 @@ class Engine:
         return norm
 
     def _all_shares(self) -> list[UnitShare]:
-        """Everything that may have a gradient."""
+        """All parameters that may have a gradient."""
         return [
             UnitShare(unit, tuple(range(len(unit.parameters))))
             for unit in self._units
@@ -174,10 +174,9 @@ class Engine:
         ]
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and
-        until it is zeroed, also after a step. In fp32 where the loss was scaled, which is divided
-        out; None when there is none. Whole, also of a DTensor. With several ranks every rank must
-        call it."""
+        """A copy of `parameter.grad` of the plain model, on the host: clipped, and also after a
+        step, until it is zeroed. If the loss was scaled, it is in fp32 and unscaled. None if there
+        is no gradient. Whole, also for a DTensor. With several ranks every rank must call it."""
         if isinstance(parameter, TiledWeight):
             return parameter.cat([self.gradient(piece) for piece in parameter.pieces])
         unit = next(
@@ -188,8 +187,8 @@ class Engine:
         return self._grads.fetch(unit, unit.position(parameter))
 
     def interleaver(self) -> Interleaver:
-        """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,
-        or what another one runs."""
+        """A new interleaver, which runs micro-batches together once. Raises `RuntimeError` inside
+        of a forward, a backward, or another interleaver."""
         if self.config.inference:
             raise ConfigError(f"infinity.accumulate runs backwards, but {TRAINED}")
         self._executions.refuse_inside("infinity.accumulate")
@@ -214,10 +213,10 @@ class Engine:
     # Weights
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, by its first name, and every persistent buffer, on the host; one unit is
-        held at a time, and a weight in tiles until it is whole.
+        """Every parameter, by its first name, and every persistent buffer, on the host. Holds one
+        unit at a time, and a weight in tiles until it is whole.
 
-        Tensors are plain and whole, those of DTensors too. Waits for pending updates. With several
+        Tensors are plain and whole, also for DTensors. Waits for pending updates. With several
         ranks every rank must iterate to the end.
         """
         self._updater.look()
@@ -233,14 +232,14 @@ class Engine:
             yield name, buffer.detach().cpu()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the host. Parameters are mapped
-        from unnamed files in the first NVMe directory, or where `tempfile` puts files, and take no
-        memory that the kernel cannot have back (`directories/mapped`). Those below 64 KiB lie in
-        memory. Frozen ones that stay in files of the user are mapped from there.
+        """`model.state_dict()` of the plain model, on the host. Parameters are mapped from unnamed
+        files in the first NVMe directory, or in the directory of `tempfile`, so the kernel can
+        reclaim their memory (`directories/mapped`). Those below 64 KiB lie in memory. Frozen
+        parameters that stay in files of the user are mapped from there.
 
-        With several ranks every rank must call it, and each gets the whole, which any number of
-        data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
-        as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
+        With several ranks every rank must call it. Each gets whole plain tensors, also for
+        DTensors, as from `get_model_state_dict` of torch for FSDP2 with `full_state_dict=True`. Any
+        number of data and tensor parallel ranks can load them.
         """
         there = {
             name
@@ -257,8 +256,8 @@ class Engine:
         return {name: values[first] for name, first in names.items()}
 
     def _first_names(self) -> dict[str, str]:
-        """By every name of a parameter the one that its unit knows; tied ones have several. What
-        was added to the model after `wrap` has no unit."""
+        """For every name of a parameter the name that its unit knows; tied parameters have several.
+        Parameters that were added after `wrap` have no unit."""
         known = {
             id(p): key
             for unit in self._units
@@ -269,7 +268,7 @@ class Engine:
 
     @property
     def _state_directory(self) -> Path | None:
-        """Where state dicts are mapped from; None leaves that to `tempfile`."""
+        """The directory of mapped state dicts; None leaves that to `tempfile`."""
         return self.config.nvme[0] if self.config.nvme else None
 
     # Checkpoints
@@ -283,21 +282,21 @@ class Engine:
         trainable_only: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone)
+        """Write weights, buffers, and all of `optimizer` (one or several; none: only the weights)
         to `directory`. With `trainable_only` frozen parameters are left out, such as the base of
-        adapters; a model that loads this keeps its own.
+        adapters; a model that loads the checkpoint keeps its own.
 
-        `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and
+        `load_checkpoint` returns `extra` on every rank: dicts, lists, tuples, numbers, texts and
         tensors, for example the state of a scheduler or of random generators. Gradients are not
-        saved. All ranks call it, each writes its part; `infinity.checkpoint.state` tells of format
-        and memory. A checkpoint that is in `directory` is replaced when the new one is whole, and
-        not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this
-        run and in those that load it: they go on with the same bits if they save at the same steps.
-        `progress(done, total)` is called again and again with bytes of this rank; what it raises
-        ends the save.
+        saved. All ranks call it, and each writes its part; `infinity.checkpoint.state` describes
+        format and memory. A checkpoint in `directory` is replaced when the new one is whole, and
+        not before. With `Tuning.update="delayed"` the model sees the last update from a save on, in
+        this run and in runs that load it. They continue with the same bits if they save at the same
+        steps. `progress(done, total)` is called repeatedly with bytes of this rank; an exception of
+        it ends the save.
 
-        Raises `ConfigError` for arguments of other kinds, and `CheckpointError` when it cannot be
-        written; what was there is as it was, and training can go on.
+        Raises `ConfigError` for arguments of other kinds, and `CheckpointError` if it cannot be
+        written. Then files that were there are unchanged, and training can continue.
         """
         self._checkpoints.save(
             self._buffers(),
@@ -316,19 +315,20 @@ class Engine:
         *,
         progress: Callable[[int, int], object] | None = None,
     ) -> SnapshotTask:
-        """Write what `save_checkpoint` would have written at the last committed step to
-        `directory`, on a thread of its own, while training goes on. Returns a handle at once: its
-        `step` says which step that is, and `wait` waits until it is written.
+        """Write the checkpoint of the last committed step to `directory`, as `save_checkpoint` at
+        that step would, on a thread of its own, while training continues. Returns a handle at once:
+        its `step` is that step, and `wait` waits until the checkpoint is written.
 
-        Needs `durability`. It reads the states of that step where they lie on NVMe, checked
-        by their checksums. An update that would overwrite some of them waits until these have been
-        read, unit by unit. `extra` is copied; it belongs to `committed_step`, which with
-        `durability="step"` is the step before the last one between `optimizer.step()` and the next
-        forward. `progress(done, total)` is called on the thread.
+        Needs `durability`. It reads the states of that step on NVMe, and checks their checksums. An
+        update that would overwrite some of them waits until they have been read, unit by unit.
+        `extra` is copied. It belongs to `committed_step`, which with `durability="step"` is the
+        step before the last one between `optimizer.step()` and the next forward.
+        `progress(done, total)` is called on the thread.
 
         All ranks call it at the same place in the program, and meet there. One snapshot is under
-        way at a time. What fails later raises in `wait` of the handle, on all ranks, and is logged:
-        what was in `directory` is as it was, and training goes on. `close` waits for the snapshot.
+        way at a time. A later failure is logged, and raises in `wait` of the handle on all ranks.
+        Then files in `directory` are unchanged, and training continues. `close` waits for the
+        snapshot.
 
         Raises `ConfigError` with `durability="off"`, for arguments of other kinds, while another
         snapshot is under way, and when the optimizer of the committed step is gone. Raises
@@ -353,8 +353,8 @@ class Engine:
 
     @contextmanager
     def _refused_together(self) -> Iterator[None]:
-        """A snapshot that is refused inside on one rank is refused on all: the others raise
-        `CheckpointError`, which names the rank and its reason."""
+        """If one rank refuses a snapshot inside, all do: the other ranks raise `CheckpointError`,
+        which names the rank and its reason."""
         problem: Exception | None = None
         try:
             yield
@@ -375,7 +375,7 @@ class Engine:
             raise problem
 
     def _tied(self) -> dict[str, str]:
-        """Other names of tied parameters, and for each the first one."""
+        """The other names of tied parameters, each with the first name."""
         return {name: first for name, first in self._first_names().items() if name != first}
 
     def load_checkpoint(
@@ -386,21 +386,22 @@ class Engine:
         *,
         progress: Callable[[int, int], object] | None = None,
     ) -> dict[str, Any]:
-        """Go on where `save_checkpoint` was called: with any number of ranks, placement and format;
-        returns what was `extra` (that of the first rank, when the number of ranks is another one;
-        replicas get that of the first of them).
+        """Continue from a `save_checkpoint`, with any number of ranks, placement and format.
+        Returns its `extra` (of the first rank, if the number of ranks differs; replicas get that of
+        the first of them).
 
-        Bits are the same, but for moments in a narrower format than they were saved in, which are
-        rounded to nearest. Without `optimizer` the weights alone are loaded. With `strict=False`
-        parameters and buffers that the checkpoint lacks keep their values, it may have others, and
-        a warning names both. Gradients are forgotten. All ranks call it. `progress(done, total)` is
-        called again and again with bytes of this rank; what it raises ends the engine.
+        Bits are the same, except for moments in a narrower format than they were saved in, which
+        are rounded to nearest. Without `optimizer` only the weights are loaded. With `strict=False`
+        parameters and buffers that the checkpoint lacks keep their values, and the checkpoint may
+        have others; a warning names both. Gradients are forgotten. All ranks call it.
+        `progress(done, total)` is called repeatedly with bytes of this rank; an exception of it
+        ends the engine.
 
-        Raises `ConfigError` when another optimizer updates parameters in the same units: load all
-        of these together. Raises `CheckpointError` when the checkpoint is missing, incomplete,
-        mixed with files of another save, newer or of something else, before anything is changed.
-        Every item is compared with its digest as it is read: when damage shows in the middle of the
-        load, the engine cannot go on. No code of the checkpoint runs.
+        Raises `ConfigError` if another optimizer updates parameters in the same units: load all of
+        these together. Raises `CheckpointError` before anything is changed, if the checkpoint is
+        missing, incomplete, mixed with files of another save, newer, or no checkpoint. Every item
+        is compared with its digest as it is read. If damage shows in the middle of the load, the
+        engine cannot continue. No code of the checkpoint runs.
         """
         loading = nullcontext() if self._durability is None else self._durability.loading()
         with loading:
@@ -409,35 +410,35 @@ class Engine:
             )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers, of which this rank has its part."""
+        """This rank's parts of the persistent buffers."""
         return {name: local(buffer) for name, buffer in persistent_buffers(self.model)}
 
     # Steps that outlive the process
 
     @property
     def committed_step(self) -> int | None:
-        """The last step that would survive a power cut, on all ranks, counted from 1; 0 is what
-        `wrap` made.
+        """The last step that would survive a power cut, on all ranks, counted from 1; 0 for the
+        states of `wrap`.
 
-        After `wrap(..., resume=True)` that is the step to go on from: the next one is this plus 1.
-        None with `durability="off"`, and until the first commit.
+        After `wrap(..., resume=True)` the next step is this plus 1. None with `durability="off"`,
+        and until the first commit.
         """
         return None if self._durability is None else self._durability.committed_step
 
     def track(self, **objects: Any) -> None:
-        """Commit with every step what `state_dict()` of these gives, as the next forward begins;
-        schedulers, or the position in the data.
+        """Commit with every step the `state_dict()` of these objects when the next forward begins,
+        such as of schedulers, or of the position in the data.
 
-        After `wrap(..., resume=True)` they get back by `load_state_dict` what was committed under
-        their names. Make optimizers before. Nothing happens with `durability="off"`. Raises
-        `ConfigError` for objects without these methods.
+        After `wrap(..., resume=True)` `track` calls their `load_state_dict` with the committed
+        states of their names. Make optimizers before. Nothing happens with `durability="off"`.
+        Raises `ConfigError` for objects without these methods.
         """
         if self._durability is not None:
             self._durability.track(objects)
 
     def discard_committed(self) -> None:
-        """The result is safe elsewhere: closing the engine removes what was committed, and all
-        files in the `nvme` directories. Nothing happens with `durability="off"`."""
+        """Committed states are not needed any more: `close` removes them, and all files of the
+        engine in the `nvme` directories. Nothing happens with `durability="off"`."""
         if self._durability is not None:
             self._durability.discard()
 
@@ -453,7 +454,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs: inputs go there."""
+        """The device of the model and its inputs."""
         return self._device.torch
 
     @property
@@ -463,18 +464,18 @@ class Engine:
 
     @property
     def io(self) -> Any:
-        """The native I/O engine of the first directory (counters, fault injection); None when
-        nothing is on NVMe."""
+        """The native I/O engine of the first directory (counters, fault injection); None if no
+        state is on NVMe."""
         return self._store.io
 
     @property
     def ios(self) -> tuple[Any, ...]:
-        """The native I/O engines, one per directory; empty when nothing is on NVMe."""
+        """The native I/O engines, one per directory; empty if no state is on NVMe."""
         return self._store.ios
 
     def plan(self) -> Traffic:
-        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
-        for the recorded trace. With `inference=True` that of one forward: of one token."""
+        """The planned NVMe traffic of this rank in one optimizer step of the recorded trace, in
+        bytes. With `inference=True` the traffic of one forward, which is one token."""
         return self._reporter.plan()
 
     def memory(self) -> dict[str, int]:
@@ -482,35 +483,35 @@ class Engine:
         return self._store.used()
 
     def activity(self) -> dict[str, float]:
-        """What a training loop may log at each step, without a wait.
+        """Numbers for the log of a training loop at each step. Does not wait.
 
         Bytes that the last finished step moved: "nvme_read", "nvme_written", "copied_to_device" and
-        "copied_from_device". And seconds that the model has waited since the start: "wait_nvme",
+        "copied_from_device". Seconds that the model has waited since the start: "wait_nvme",
         "wait_adam", and with several ranks "wait_collective".
         """
         return self._reporter.activity()
 
     def report(self) -> Report:
-        """What the run did so far; waits for pending updates."""
+        """A report of the run so far; waits for pending updates."""
         return self._reporter.report()
 
     def refuse_inside(self, what: str) -> None:
         """Raise `RuntimeError` inside of a forward or backward of the model, on any thread; `what`
-        the caller wants to do."""
+        is the name of the call for the message."""
         self._executions.refuse_inside(what)
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither been closed nor ended with its model."""
+        """Whether it is open: not closed, and its model exists."""
         return self._finalizer.alive
 
     def drain(self) -> None:
-        """Wait until no update is under way; raises `EngineClosedError` when one failed."""
+        """Wait until no update is under way; raises `EngineClosedError` if one failed."""
         self._updater.rest()
 
     def close(self) -> None:
-        """Finish pending updates, end every thread, remove hooks and files, give memory back. May
-        be called twice."""
+        """Finish pending updates, end every thread, remove hooks and files, free memory. May be
+        called twice."""
         Engine.open.discard(self)
         detached = self._finalizer.detach()
         if detached is not None:
