@@ -529,19 +529,17 @@ class Engine:
                 Facade.detach(model)
 
     def unwrap(self) -> nn.Module:
-        """End the engine as `close` does, but leave the model its values; returns it.
+        """End the engine as `close` does, but keep the values of the model; returns the model.
 
-        Parameters are plain ones afterwards, the same objects, on the host and in the dtype that
-        they have now; weights that `wrap` has cut are whole, and new ones. They are mapped from
-        unnamed files, as those of `state_dict`, so they take no memory that the kernel cannot have
-        back. Gradients and the moments of optimizers are gone. Optimizers of before cannot step any
-        more. The model can be used as any other, and wrapped once more: what masters have beyond
-        their parameters is kept for that, unless parameters are written meanwhile.
+        Parameters then are plain ones, the same objects, on the host and in their present dtype.
+        Weights that `wrap` has cut are whole, and new objects. They are mapped from unnamed files,
+        as in `state_dict`, so the kernel can reclaim their memory. Gradients and the moments of
+        optimizers are gone, and these optimizers cannot step any more. The model can be used as any
+        other, and wrapped once more. Masters are kept for that, unless parameters are written.
 
         With several ranks every rank must call it. Raises `ConfigError` for DTensors and inside of
-        `infinity.gathered`, `RuntimeError` inside of a forward or backward, `FileError` where there
-        is no space, and `EngineClosedError` after the end of the engine, before anything is
-        changed.
+        `infinity.gathered`, `RuntimeError` inside of a forward or backward, `FileError` if there is
+        no space, and `EngineClosedError` after the end of the engine, before anything is changed.
         """
         self.refuse_inside("engine.unwrap()")
         self._executions.end_interrupted()

@@ -28,8 +28,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class WeightsError(ConfigError):
-    """A checkpoint is damaged, or does not have the tensors that are needed under the names they
-    are asked for."""
+    """A checkpoint is damaged, or lacks needed tensors under their names."""
 
 
 class CheckpointError(InfinityError, RuntimeError):
@@ -38,8 +37,7 @@ class CheckpointError(InfinityError, RuntimeError):
 
 
 class BudgetError(ConfigError):
-    """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget
-    that can."""
+    """A memory budget is too small (invariant I10); names the smallest budget that suffices."""
 
 
 class ShardedParameterError(InfinityError, RuntimeError):
@@ -57,7 +55,7 @@ class EngineClosedError(InfinityError, RuntimeError):
 class NonFiniteError(InfinityError, ArithmeticError):
     """Gradients stayed infinite or NaN at the smallest loss scale; nothing was updated.
 
-    `parameter` is the name of the first one concerned, in the order of the model.
+    `parameter` is the name of the first such parameter, in the order of the model.
     """
 
     def __init__(self, message: str, parameter: str) -> None:
@@ -66,7 +64,7 @@ class NonFiniteError(InfinityError, ArithmeticError):
 
 
 class NvmeError(InfinityError, OSError):
-    """An I/O moved fewer bytes than asked (invariant I4), of `what`, as far as that has a name.
+    """An I/O moved fewer bytes than asked (invariant I4), of `what`, if it has a name.
 
     Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and
     `errno` of `OSError` (0 when the file ended before the asked bytes; from 5000 on one of cuFile's
@@ -131,7 +129,7 @@ class FileError(InfinityError, OSError):
         return OSError.__new__(kind, code, text or with_way_out(code), path)
 
     def __init__(self, code: int, path: str, text: str = "") -> None:
-        """`text` is the reason and the way out, where there is a better one than for any file."""
+        """`text` is the reason and the way out, if there is a better one than for any file."""
         super().__init__(code, text or with_way_out(code), path)
 
     def __reduce__(self) -> tuple[type[FileError], tuple[int, str, str]]:
@@ -149,7 +147,7 @@ _FILE_ERRORS = {
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What the system refuses inside becomes a `FileError` of `path`."""
+    """An `OSError` inside becomes a `FileError` of `path`."""
     try:
         yield
     except InfinityError:
@@ -161,12 +159,12 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def with_way_out(code: int) -> str:
-    """What the system means with an errno, and what to do."""
+    """The meaning of an errno, and the way out."""
     return f"{os.strerror(code)}; {_WAYS_OUT.get(code, 'choose another path')}"
 
 
 class CorruptStateError(InfinityError, RuntimeError):
-    """What lies on NVMe is not what was written there.
+    """Bytes on NVMe differ from the bytes that were written.
 
     Attributes: the `unit` and the `kind` of its state, and the `path` and `offset` (bytes) of the
     first damaged piece.
@@ -227,8 +225,8 @@ def sentence(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What `error` says, without the path of an `OSError`, and with the way out of the system's
-    own."""
+    """The text of `error`, without the path of an `OSError`, and with a way out for errors of the
+    system."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     is_plain = error.errno and error.strerror == os.strerror(error.errno)

@@ -21,8 +21,8 @@ log = logging.getLogger("infinity")
 
 @cache
 def _load(name: str) -> ModuleType | None:
-    """The module; None when the package was built without it. Raises `ImportError` when it is there
-    and cannot be loaded."""
+    """The module; None if the package was built without it. Raises `ImportError` if it exists and
+    cannot be loaded."""
     try:
         return importlib.import_module(f"infinity.{name}")
     except ModuleNotFoundError as error:
@@ -61,11 +61,11 @@ def aio() -> Any:
 
 
 def file_at(descriptor: int, path: str) -> Any:
-    """A native file (`_aio.File`) of the open file `descriptor`, which becomes its own; `path` is
-    what errors show.
+    """A native file (`_aio.File`) of the open file `descriptor`, which it owns from now on. Errors
+    show `path`.
 
-    So a file is opened once, safely (see `infinity.directories`), and no link can come between.
-    With O_DIRECT where it can be had.
+    So a file is opened once, safely (see `infinity.directories`), and no link can come between. It
+    uses O_DIRECT if possible.
     """
     try:
         return _named_file()(descriptor, path)
@@ -77,8 +77,7 @@ def file_at(descriptor: int, path: str) -> Any:
 @cache
 def _named_file() -> type[Any]:
     class NamedFile(aio().File):  # type: ignore[misc]
-        """A native file that also reserves space where the file system cannot, as far as it
-        goes."""
+        """A native file. If the file system cannot reserve space, it only checks the free space."""
 
         def __init__(self, descriptor: int, path: str) -> None:
             self._warned = False
@@ -104,8 +103,8 @@ def _named_file() -> type[Any]:
                 super().sync()
 
         def _allocate_unreserved(self, nbytes: int) -> None:
-            """Make the file longer if there is room now; others may take it before it is
-            written."""
+            """Make the file longer if there is room now. Another program may take the room before
+            it is written."""
             status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
             if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
@@ -147,7 +146,7 @@ def make_engine(kind: str, **options: Any) -> Any:
 
 @cache
 def _best_kind() -> str:
-    """Cached, so that what is missing is said once and not for every engine."""
+    """Cached, so that missing support is logged once and not for every engine."""
     available, reason = aio().io_uring_available()
     if not available:
         log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
@@ -155,16 +154,16 @@ def _best_kind() -> str:
 
 
 def cufile() -> Any:
-    """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive
-    can write to a GPU here."""
-    # It would else leave a cufile.log in the working directory.
+    """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` with the reason why no
+    drive can write to a GPU here."""
+    # Otherwise it would leave a cufile.log in the working directory.
     if "CUFILE_LOGFILE_PATH" not in os.environ:
         os.environ["CUFILE_LOGFILE_PATH"] = _cufile_log()
     return aio().CuFile(cufile_libraries())
 
 
 def _cufile_log() -> str:
-    """A file of ours among those of all users, or none where another user was faster."""
+    """A log file of ours in the common directory, or none if another user made it first."""
     folder, name = Path(tempfile.gettempdir()), f"cufile-{os.getuid()}.log"
     try:
         with Directory(folder) as directory:
@@ -181,7 +180,7 @@ def _cufile_log() -> str:
 
 
 def cufile_libraries() -> list[str]:
-    """Where libcufile may be: loaded already or known to the system, in NVIDIA's wheels, in the
+    """The places of libcufile: loaded already or known to the system, in NVIDIA's wheels, in the
     toolkit."""
     name = "libcufile.so.0"
     wheels = importlib.util.find_spec("nvidia")
@@ -199,8 +198,8 @@ def cpu_adam() -> Any:
 
 @cache
 def cuda() -> Any | None:
-    """The CUDA kernels (`native/cuda`), or None when the package was built without nvcc, or CUDA is
-    not there."""
+    """The CUDA kernels (`native/cuda`), or None if the package was built without nvcc, or there is
+    no CUDA."""
     try:
         return _load("_cuda")
     except ImportError as error:

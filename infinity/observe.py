@@ -1,5 +1,4 @@
-"""Spans and counters of one engine: what happened when, on which lane, and how many bytes it
-moved."""
+"""Spans and counters of one engine: times, lanes and bytes."""
 
 from __future__ import annotations
 
@@ -43,12 +42,12 @@ class Stopwatch:
     `seconds` at any time."""
 
     def __init__(self) -> None:
-        # In all stretches that have ended, and when another one began.
+        # The seconds of stretches that have ended, and the begin of the current one.
         self._state: tuple[float, float | None] = 0.0, None
 
     @property
     def seconds(self) -> float:
-        """In all stretches so far, that which has not ended included."""
+        """The seconds of all stretches so far, with the current one."""
         ended, since = self._state
         return ended if since is None else ended + time.perf_counter() - since
 
@@ -62,7 +61,7 @@ class Stopwatch:
 
 
 class Span(NamedTuple):
-    """Something that took time: `start` and `end` are seconds of `time.perf_counter`."""
+    """A stretch of time: `start` and `end` are seconds of `time.perf_counter`."""
 
     lane: str
     name: str
@@ -71,8 +70,8 @@ class Span(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What shows a profiler what goes on: `begin` takes a text and gives what `end` takes, on any
-    thread."""
+    """The functions that show ranges to a profiler. `begin` takes a text and returns the argument
+    of `end`, which any thread may call."""
 
     begin: Callable[[str], Any]
     end: Callable[[Any], object]
@@ -82,8 +81,8 @@ class Recorder:
     """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are
     dropped.
 
-    With `ranges` each span is also one of these while it lasts, called "lane: name" and begun on
-    the thread where it begins.
+    With `ranges` each span is also a range of the profiler, "lane: name", which begins on the
+    thread of the span.
     """
 
     def __init__(self, ranges: Ranges | None = None) -> None:
@@ -104,7 +103,7 @@ class Recorder:
             self.add(lane, name, start, time.perf_counter())
 
     def range(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """Show what is inside to a profiler, beside an `add` that counts it."""
+        """Show the block to a profiler. An `add` counts it."""
         return nullcontext() if self._ranges is None else self._shown(lane, name)
 
     @contextmanager
@@ -116,8 +115,7 @@ class Recorder:
             self.hide(shown)
 
     def show(self, lane: str, name: str) -> Any:
-        """Like `range` where the end is elsewhere: the result is for `hide`, once, on any
-        thread."""
+        """Like `range`, with the end elsewhere: pass the result to `hide` once, on any thread."""
         return None if self._ranges is None else self._ranges.begin(f"{lane}: {name}")
 
     def hide(self, shown: Any) -> None:

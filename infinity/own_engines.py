@@ -23,11 +23,11 @@ from infinity.errors import ConfigError, PathInUseError, in_words
 
 def close_engines(directory: str | os.PathLike[str] | None = None) -> int:
     """Close the engines of this process that use the NVMe directory `directory`, or all engines of
-    this process; returns how many. It needs no model, so it helps where an exception or the history
-    of a notebook keeps a wrapped model. Save first what is needed of their weights.
+    this process; returns how many. It needs no model, so it helps if an exception or the history of
+    a notebook keeps a wrapped model. Save needed weights first.
 
-    Raises `ConfigError` for what is no path, and `RuntimeError` inside of a forward or backward of
-    one of their models, on any thread: then none is closed.
+    Raises `ConfigError` for a value that is no path, and `RuntimeError` inside of a forward or
+    backward of one of their models, on any thread. Then no engine is closed.
     """
     if directory is not None and not isinstance(directory, (str, os.PathLike)):
         raise ConfigError(f"infinity.close_engines takes a path, not {in_words(directory)}")
@@ -42,9 +42,9 @@ def close_engines(directory: str | os.PathLike[str] | None = None) -> int:
 
 @contextmanager
 def beside_own_engines(config: Config | None) -> Iterator[None]:
-    """A `wrap` with `config`: engines in its directories that only garbage keeps are closed first,
-    and a refusal names those that are left."""
-    # What is no Config is refused inside.
+    """The context of a `wrap` with `config`. Engines in its directories that only garbage keeps are
+    closed first. A refusal names the other engines there."""
+    # Other values than a Config are refused inside.
     nvme = config.nvme if isinstance(config, Config) else ()
     directories = [Path(each) for each in nvme]
     if _open_engines(directories):

@@ -1,11 +1,11 @@
-"""Pinning host memory for a GPU, slice by slice, so that nobody has to wait for all of it.
+"""Pinning host memory for a GPU, slice by slice, so that no thread waits for all of it.
 
 [Note: one registration for each slice]
-CUDA registers some GiB of memory per second, in a call that cannot be ended. 100 GiB in one call
-are a minute without a word. So memory is registered in slices, beside what else `wrap` does. The
-driver refuses a copy that crosses two registrations. So each copy is cut where a slice ends, and
-waits for the slices that it touches (`Pinning.cut`). With slices of 1 GiB, a copy of the bytes
-[1.5, 2.25) GiB becomes one of [1.5, 2) and one of [2, 2.25), on one stream.
+CUDA registers some GiB of memory per second, in a call that cannot be interrupted. 100 GiB in one
+call take a minute without output. So memory is registered in slices, beside the other work of
+`wrap`. The driver refuses a copy that crosses two registrations. So each copy is cut at the ends of
+slices, and waits for the slices that it touches (`Pinning.cut`). With slices of 1 GiB, a copy of
+the bytes [1.5, 2.25) GiB becomes one of [1.5, 2) and one of [2, 2.25), on one stream.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ import torch
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.quantities import format_bytes
 
-log = logging.getLogger("infinity.pinning")  # the command line shows all that it says
+log = logging.getLogger("infinity.pinning")  # the command line shows all its messages
 
 SLICE_BYTES = 1 << 30
-"""What one call registers; whole pages."""
+"""Bytes that one call registers; whole pages."""
 SLOW_TO_PIN = 4 << 30
-"""From so many bytes on it is said that memory is pinned, for the process seems to hang else."""
+"""From so many bytes on progress is logged, because the process seems to hang otherwise."""
 NOT_SUPPORTED = 801
-"""CUDA's error where a device cannot use memory of the host that it did not allocate (some Jetsons,
-some virtual GPUs)."""
+"""CUDA's error if a device cannot use host memory that it did not allocate (some Jetsons, some
+virtual GPUs)."""
 SAY_SECONDS = 5.0
-"""How often it is said at most how much was pinned so far."""
+"""Seconds between two messages of progress."""
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error for the thread that met it until somebody asks, as torch does after its
-    next kernel, which is then blamed."""
+    """Clear CUDA's last error of this thread. Otherwise torch would report it after its next
+    kernel."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 class Pinning:
-    """`nbytes` of host memory on their way to being pinned by `cudart`, CUDA's runtime: `begin`,
-    then `close` once no copy uses the memory any more. Any thread may `wait` and `cut`."""
+    """`nbytes` of host memory that `cudart`, CUDA's runtime, pins. Call `begin`, and `close` when
+    no copy uses the memory any more. Any thread may `wait` and `cut`."""
 
     def __init__(self, nbytes: int, cudart: Any) -> None:
         self._nbytes, self._cudart = nbytes, cudart
         self._slice_bytes = SLICE_BYTES
         self._address = 0
         self._pinned = 0  # bytes from the beginning on that copies may use
-        self._registered = 0  # of these, those that CUDA has to forget
+        self._registered = 0  # of these, bytes that CUDA must unregister
         self._error: BaseException | None = None
         self._running = self._closed = False
         self._changed = threading.Condition()
@@ -69,7 +69,7 @@ class Pinning:
         """Pin `memory` (uint8, of shape (nbytes,), from the beginning of a page on).
 
         With `beside` and more than one slice a thread does it, inside of `beside()`, and this
-        returns at once. Else raises what `wait` does.
+        returns at once. Otherwise raises the errors of `wait`.
         """
         self._address, self._running = memory.data_ptr(), True
         if beside is None or self._nbytes <= self._slice_bytes:
@@ -85,7 +85,7 @@ class Pinning:
     def wait(self, end: int | None = None) -> None:
         """Block until the first `end` bytes are pinned, or all.
 
-        Raises `ConfigError` where CUDA refused, and `EngineClosedError` after `close`.
+        Raises `ConfigError` if CUDA refused, and `EngineClosedError` after `close`.
         """
         end = self._nbytes if end is None else end
         if self._pinned >= end:
@@ -100,8 +100,8 @@ class Pinning:
                 raise self._error
 
     def cut(self, tensor: torch.Tensor) -> list[int] | None:
-        """How many bytes of `tensor`, which is contiguous, lie in each of its slices, when these
-        are pinned; None where it lies elsewhere. Blocks, and raises, as `wait` does."""
+        """The number of bytes of the contiguous `tensor` in each slice, when these are pinned; None
+        for a tensor elsewhere. Blocks and raises as `wait`."""
         begin = tensor.data_ptr() - self._address
         end = begin + tensor.nbytes
         if begin < 0 or end > self._nbytes or begin == end:
@@ -133,7 +133,7 @@ class Pinning:
             else:
                 with beside():
                     self._pin()
-        except BaseException as error:  # whatever it is, who waits is told
+        except BaseException as error:  # waiting threads raise it
             self._error = error
         with self._changed:
             self._running = False
@@ -169,8 +169,8 @@ class Pinning:
             said = self._say(said)
 
     def _say(self, said: float) -> float:
-        """Say how much is pinned, if it was last said before `said`, long ago; returns when it was
-        said last."""
+        """Log how much is pinned, if the last message, at the time `said`, is old. Returns the time
+        of the last message."""
         now = time.perf_counter()
         if self._nbytes < SLOW_TO_PIN:
             return said

@@ -1,16 +1,16 @@
-"""A wrapped model gets its data back: for `Engine.unwrap`, and to be wrapped once more.
+"""Gives a wrapped model its data back, for `Engine.unwrap`, and for another `wrap`.
 
 [Note: adapters after wrap]
 `wrap` decides the layout of all parameters at once. So parameters that come later, such as adapters
-of PEFT, are taken in by another `wrap` of the model around them. It first closes the engine. The
-parameters then are plain ones, mapped from files: frozen ones from the files of the user that are
-their home, others from unnamed files as in a state dict (`directories/mapped`). So this takes no
-memory that the kernel cannot have back. Moments and gradients are gone, as with any new optimizer.
+of PEFT, need another `wrap` of the model around them. It first closes the engine. The parameters
+then are plain ones, mapped from files: frozen parameters from the files of the user that are their
+home, others from unnamed files as in a state dict (`directories/mapped`). So the kernel can reclaim
+their memory. Moments and gradients are gone, as with any new optimizer.
 
-[Note: what parameters do not hold]
-A master has bits that its parameter has no room for, and a frozen parameter a place in a file. Both
-are kept beside the parameter until the next `wrap`, which takes what still agrees with the bits of
-the parameter. What was written to the parameter meanwhile comes first.
+[Note: values beside parameters]
+A master has more bits than its parameter, and a frozen parameter may have a place in a file. Both
+are kept beside the parameter until the next `wrap`, which uses them if they still agree with the
+bits of the parameter. A write to the parameter meanwhile takes precedence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from infinity.tiles.tiling import join_tiles
 
 
 class KeptValue(NamedTuple):
-    """What a parameter had in its engine beside its data: a place in a file, or a master (fp32)."""
+    """A place in a file, or a master (fp32), which a parameter had in its engine."""
 
     data: torch.Tensor
     place: StoredBytes | None = None
 
     def agrees_with(self, parameter: torch.Tensor) -> bool:
-        """Whether it still is the value of `parameter`, which others may have written."""
+        """Whether it still is the value of `parameter`, which may have been written."""
         held = parameter.detach()
         if held.shape != self.data.shape or held.is_meta:
             return False
@@ -61,12 +61,11 @@ class KeptValue(NamedTuple):
 
 
 _KEPT = WeakIdKeyDictionary()
-"""By parameters that were unwrapped; see [Note: what parameters do not hold]."""
+"""Kept values of parameters that were unwrapped; see [Note: values beside parameters]."""
 
 
 class KeptValues:
-    """The values of a model that is wrapped once more, by the names of its parameters. It lacks
-    those whose data is all there is of them."""
+    """The kept values of a model that is wrapped once more, by the names of its parameters."""
 
     where = "the engine before"
 
@@ -75,8 +74,8 @@ class KeptValues:
 
     @classmethod
     def of(cls, model: nn.Module, are_fresh: bool = False) -> KeptValues | None:
-        """Those of `model`; None where there are none. Those that `are_fresh` need no look at the
-        parameters."""
+        """The kept values of `model`; None if there are none. If they `are_fresh`, they are not
+        compared with the parameters."""
         found = {
             id(parameter): _KEPT[parameter]
             for parameter in model.parameters()
@@ -94,19 +93,19 @@ class KeptValues:
         return self._values[name].data.dtype
 
     def stored(self, name: str) -> StoredBytes | None:
-        """Where the bytes of `name` lie in a file of the user."""
+        """The place of `name` in a file of the user."""
         return self._values[name].place
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
         """Copy `name`, or the part of it within `bounds`, into `target`. A master is rounded as an
-        update rounds it, so that the parameter stays what it was."""
+        update rounds it, so that the parameter keeps its bits."""
         data = self._values[name].data
         round_to(target, data[bounds] if bounds else data)
 
 
 def forget_kept(model: nn.Module, undo: ExitStack) -> None:
-    """The parameters of `model` have an engine again, which keeps all there is of them, unless that
-    is undone."""
+    """Drop the kept values of `model`, whose parameters have an engine again, unless that is
+    undone."""
     for parameter in model.parameters():
         if parameter in _KEPT:
             undo.callback(_KEPT.__setitem__, parameter, _KEPT.pop(parameter))
@@ -114,7 +113,8 @@ def forget_kept(model: nn.Module, undo: ExitStack) -> None:
 
 def unwrap(model: nn.Module, units: tuple[Unit, ...], close: Callable[[], None], what: str) -> None:
     """End the engine of `model` by `close`. Its parameters, those of `units`, are plain ones then,
-    in tiles if they were. The caller runs `what`, and has drained the engine. Every rank calls it.
+    in tiles if they were. `what` is the name of the caller for messages. The engine was drained.
+    Every rank calls it.
 
     Raises `ConfigError` for DTensors, and inside of a forward, before anything is changed.
     """
@@ -131,7 +131,7 @@ def unwrap(model: nn.Module, units: tuple[Unit, ...], close: Callable[[], None],
 
 
 def rejoin(model: nn.Module, names: list[str], files: Path | None) -> None:
-    """The weights `names` of an unwrapped model are whole again, in unnamed files in `files`."""
+    """Join the weights `names` of an unwrapped model, in unnamed files in `files`."""
 
     def whole(weight: TiledWeight) -> nn.Parameter:
         masters = [_KEPT[piece].data for piece in weight.pieces if piece in _KEPT]
@@ -161,7 +161,7 @@ def _check(units: tuple[Unit, ...], what: str) -> None:
 
 
 def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
-    """The parameters of `unit`, mapped; notes in `kept` what else there is of them."""
+    """The parameters of `unit`, mapped. Adds their masters and places to `kept`."""
     found = unit.states.in_files()
     if found is not None:
         for parameter, value, place in zip(unit.parameters, found, unit.facts.stored, strict=True):
@@ -178,8 +178,8 @@ def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
 
 
 def _opened(place: StoredBytes) -> int | None:
-    """A descriptor of the file; None where it cannot be opened again: the engine has it open, also
-    when it was deleted."""
+    """A descriptor of the file; None if it cannot be opened again, for example because it was
+    deleted while the engine had it open."""
     try:
         return place.file.open()
     except (OSError, WeightsError):
