@@ -80,7 +80,8 @@ _LATER = {
     "initialize": ("infinity.deepspeed.initialize", "initialize"),
     "zero": ("infinity.deepspeed.zero", None),
 }
-"""What is imported when it is asked for: the module, and the name in it unless it is the module."""
+"""Names that are imported at their first use: the module, and the name in it unless it is the
+module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -28,24 +28,24 @@ def accumulate(
     not divided).
 
     `model` is wrapped. A mapping is passed as `model(**batch)`, a tuple or a list as
-    `model(*batch)`, and anything else as `model(batch)`; `loss(outputs, batch)` makes a loss of
-    what it returns (default: its `.loss`). With `reduction="mean"` each loss is divided by the
-    number of micro-batches before its backward. `scale` is applied last: `optimizer.scale`, or that
-    of a `torch.amp.GradScaler`. Forward and loss run under the autocast that is on around the call,
-    backward outside of it.
+    `model(*batch)`, and any other value as `model(batch)`. `loss(outputs, batch)` makes the loss
+    (default: `outputs.loss`). With `reduction="mean"` each loss is divided by the number of
+    micro-batches before its backward. `scale` is applied last: `optimizer.scale`, or `scale` of a
+    `torch.amp.GradScaler`. Forward and loss run under the autocast around the call, backward
+    outside of it.
 
     order="horizontal" runs one micro-batch after the other. order="vertical" takes all of them
     through a unit before the next unit. So parameters, and gradients on NVMe, move once per call
-    and not once per micro-batch. Losses, gradients and weights are bitwise the same; so they are as
-    in a loop of your own, unless the model draws random numbers: here each micro-batch draws from a
-    state of its own, the first one from the one that there is. In vertical order the model's code
-    runs on several threads, one at a time, and the activations of all micro-batches are alive at
-    once: with activation checkpointing one hidden state per checkpoint and micro-batch. What a
-    module remembers from one forward to the next (running statistics) it sees unit by unit. Of
-    several errors the first one is raised.
+    and not once per micro-batch. Losses, gradients and weights have the same bits in both orders.
+    They have the bits of a loop of your own, too, unless the model draws random numbers: here each
+    micro-batch draws from a state of its own, the first one from the current state. In vertical
+    order the model's code runs on several threads, one at a time. The activations of all
+    micro-batches are alive at once: with activation checkpointing one hidden state per checkpoint
+    and micro-batch. A module with values from one forward to the next (running statistics) sees
+    them unit by unit. Of several errors the first one is raised.
 
-    Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not
-    wrapped; `RuntimeError` inside of a forward or backward of the model, or of another call.
+    Raises `ConfigError` for invalid values, under `torch.no_grad()`, and if `model` is not wrapped;
+    `RuntimeError` inside of a forward or backward of the model, or of another call.
     """
     interleaver, batches = engine(model).interleaver(), _listed(micro_batches)
     if loss is not None and not callable(loss):
@@ -123,8 +123,8 @@ class _Works:
 
 
 def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
-    """Inside, the gradients of backwards wait for those to come before ranks send each other more
-    than their memory demands:
+    """Inside, the gradients of backwards wait for later gradients, before ranks send each other
+    more than their memory demands:
 
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
@@ -133,10 +133,10 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
 
     The sums are the same to rounding, also when the last backward before the step is inside. With
     stage 0, and along the replicate dimension of a mesh, each rank sums its own gradients. The
-    first backward outside, or the step, averages them with the others'. With stages 2 and 3 a rank
+    first backward outside, or the step, averages them over the ranks. With stages 2 and 3 a rank
     only has memory for its shard of the gradients. So every backward reduce-scatters them, inside
     as outside. With stage 1 whole gradients are kept, and reduced once per step anyway. All ranks
-    have to do alike. Also `infinity.engine(model).no_sync()` and, as with DistributedDataParallel,
+    must do alike. Also `infinity.engine(model).no_sync()` and, as with DistributedDataParallel,
     `model.no_sync()`.
     """
     return (wrapped if isinstance(wrapped, Engine) else engine(wrapped)).no_sync()
@@ -150,7 +150,7 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _listed(micro_batches: object) -> list[Any]:
-    """All micro-batches; raises `ConfigError` for a single one, which has other things in it."""
+    """All micro-batches as a list; raises `ConfigError` for a single micro-batch."""
     if isinstance(micro_batches, (Mapping, torch.Tensor, str)):
         raise ConfigError(
             f"infinity.accumulate takes a list of micro-batches, not {in_words(micro_batches)}; "
@@ -164,7 +164,7 @@ def _listed(micro_batches: object) -> list[Any]:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """The loss that a model of transformers returns where it was given labels."""
+    """The loss that a model of transformers returns if its inputs have labels."""
     found = getattr(outputs, "loss", None)
     if found is None:
         raise ConfigError(

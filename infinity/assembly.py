@@ -75,7 +75,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Basis:
-    """What the first steps of `wrap` have checked, decided and allocated."""
+    """The results of the first steps of `wrap`, which check, decide and allocate."""
 
     model: nn.Module
     config: Config

@@ -182,7 +182,7 @@ def _assembled(request: Request, undo: ExitStack) -> Assembly:
         with build.together() as room:
             build.check()
             room += build.room()
-        with build.together():  # before anything that depends on what the ranks were given
+        with build.together():  # before steps that depend on the arguments
             build.compare(origin)
         with build.together():
             if weights is not None and not isinstance(weights, Weights):
@@ -213,7 +213,7 @@ def _assembled(request: Request, undo: ExitStack) -> Assembly:
 
 
 def _outgrown(model: nn.Module) -> Engine | None:
-    """The one engine in `model`, if parameters came to what it wrapped."""
+    """The only engine in `model`, if its model got parameters after `wrap`."""
     engines = [vars(m)[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in vars(m)]
     managed = (ShardedParameter, GatheredParameter)
     if len(engines) != 1:

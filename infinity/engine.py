@@ -613,7 +613,7 @@ def snapshot(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> SnapshotTask:
-    """A checkpoint of the last committed step, written while training goes on: `Engine.snapshot` of
-    the engine of a wrapped model."""
+    """A checkpoint of the last committed step, written while training continues: `Engine.snapshot`
+    of the engine of a wrapped model."""
     found = model if isinstance(model, Engine) else engine(model)
     return found.snapshot(directory, extra, progress=progress)

@@ -1,31 +1,31 @@
-"""How much memory an engine may take where its `Config` does not say bytes: readings of what there
-is, and arithmetic on them. Imports no torch.
+"""The memory that an engine may take if its `Config` gives no bytes: readings of the machine, and
+arithmetic on them. Imports no torch.
 
-[Note: what stays free]
+[Note: free memory]
 Host memory. Data loaders, other processes and the page cache need a part: a tenth of all, at least
-2 GiB and at most 16 GiB, but never more than half of what is free.
+2 GiB and at most 16 GiB, but never more than half of the free memory.
 
-A GPU. Before the first step nobody knows what the model's own computation takes: activations,
-workspaces, logits. Half of what is free stays for it. Example: of 24 GB with 23 free, states get
+A GPU. Before the first step the memory for the model's own computation is not known: activations,
+workspaces, logits. Half of the free memory stays for it. Example: of 24 GB with 23 free, states get
 11.5. A model of 7 billion parameters with checkpointed activations, 4 x 2048 tokens and 32,000
 words takes 5.2 of the rest: 2.1 for the inputs of 32 blocks, 1 inside of a block, and 2.1 for two
 fp32 copies of the logits.
 
-The CPU as compute device. All of this lies in host memory. Of what the reserve leaves, a quarter
-stays for the computation.
+The CPU as compute device. All of this lies in host memory. A quarter of the memory after the
+reserve stays for the computation.
 
-States that must be somewhere are not refused for these guesses. They may take nine tenths of what
-is free on a GPU, and in host memory all but the reserve.
+These guesses refuse no states. If states need it, they may take nine tenths of the free memory of a
+GPU, and all host memory except the reserve.
 
 [Note: one pool]
-An integrated GPU (GB10, Jetson) has no memory of its own: CUDA reports that of the host. What is
-given to one budget is then missing in the other. Both are chosen as for the CPU as compute device.
+An integrated GPU (GB10, Jetson) has no memory of its own: CUDA reports the host's memory. Bytes of
+one budget are then missing in the other. Both are chosen as for the CPU as compute device.
 
 [Note: memory that grows]
 A sandbox, or a virtual machine whose host plugs memory in, shows less than it has: MemTotal grows
-while memory is touched. `cpu_memory` in bytes is therefore believed, and refused where touching
-finds that there is no more (`infinity.device.HostMemory`). "auto" cannot know what MemTotal does
-not show. It says that the total looks elastic.
+while memory is touched. So `cpu_memory` in bytes may exceed MemTotal. It is refused when touching
+finds no more memory (`infinity.device.HostMemory`). "auto" cannot use memory that MemTotal does not
+show. Its message says that the total looks elastic.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Growth(Enum):
 
 
 class Memory(NamedTuple):
-    """Bytes of one memory: all, and those that are free now. `owner` has it, for messages."""
+    """Total and free bytes of one memory. `owner` is its name in messages."""
 
     total: int
     free: int
     owner: str
     growth: Growth = Growth.NONE
     is_integrated: bool = False
-    """Whether it is a GPU's, and the host's as well."""
+    """Whether a GPU and the host share it."""
 
 
 class Available(NamedTuple):
-    """What this node has for its `ranks` ranks.
+    """The memory of this node for its `ranks` ranks.
 
-    They share the host memory, where None is not known. Each has the memory of its GPU alone; None
-    where the compute device is the CPU.
+    They share the host memory; None if it is not known. Each has the memory of its own GPU; None if
+    the compute device is the CPU.
     """
 
     host: Memory | None
@@ -85,14 +85,14 @@ class Available(NamedTuple):
 
 
 class Budgets(NamedTuple):
-    """Bytes that one rank may take on the compute device, and in host memory."""
+    """Bytes that a rank may take on the compute device and in host memory."""
 
     gpu: int
     cpu: int
 
 
 class Budget(NamedTuple):
-    """One of them, and where the number comes from. Where it `is_given`, the machine had no say."""
+    """One budget, and the source of its number. `is_given`: the number is of the configuration."""
 
     nbytes: int
     source: str
@@ -110,7 +110,7 @@ class Choice:
 
     @property
     def for_activations(self) -> int:
-        """Of `spare`, what saved activations may take; the rest is for what is computed."""
+        """The part of `spare` for saved activations; the rest is for the computation."""
         return self.spare * 3 // 4
 
     @property
@@ -145,10 +145,10 @@ class Choice:
 
 
 def read_host(root: Path = Path("/")) -> Memory | None:
-    """The host memory that this process may use, as the kernel and its control groups say; None
-    where the kernel does not say.
+    """The host memory that this process may use, from the kernel and its control groups; None if
+    the kernel does not tell.
 
-    The file systems /proc and /sys lie below `root`. What can be reclaimed counts as free.
+    The file systems /proc and /sys lie below `root`. Reclaimable memory counts as free.
     """
     known = _numbers(root / "proc/meminfo")
     if "MemTotal" not in known or "MemAvailable" not in known:
@@ -163,8 +163,8 @@ def read_host(root: Path = Path("/")) -> Memory | None:
 
 
 def _growth(root: Path, total: int) -> Growth:
-    """Whether MemTotal may grow. A sandbox shows powers of two, of which a kernel would have kept a
-    part for itself; virtio-mem plugs memory into a virtual machine."""
+    """Whether MemTotal may grow. A sandbox shows powers of two, but a kernel keeps a part for
+    itself. virtio-mem plugs memory into a virtual machine."""
     is_plugged = any((root / "sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
     if is_plugged or total.bit_count() == 1:
         return Growth.LIKELY
@@ -196,8 +196,8 @@ def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of files in the page cache that count as use of a control group. Version 1 has them
-    with those of the groups below under another name."""
+    """Bytes of the page cache that count as use of a control group. Version 1 has another name for
+    them, with those of the groups below."""
     known = _numbers(group / "memory.stat")
     return sum(
         known.get(f"total_{name}", known.get(name, 0)) for name in ("inactive_file", "active_file")
@@ -226,7 +226,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def reserve(host: Memory) -> int:
-    """Bytes of host memory that no engine takes by itself; see [Note: what stays free]."""
+    """Bytes of host memory that no engine takes by itself; see [Note: free memory]."""
     return min(max(host.total // 10, LEAST_RESERVE), MOST_RESERVE, host.free // 2)
 
 
@@ -235,9 +235,9 @@ def choose(
 ) -> Choice:
     """The budgets of one rank, by the fields `gpu_memory` and `cpu_memory` of a `Config`.
 
-    The states need `least`. The compute device `keeps` what it has room for, where nothing trains:
-    if it is the CPU, what is there needs no copy. Raises `BudgetError` for more than there is, and
-    `ConfigError` where that has to be known and is not.
+    The states need `least`. For inference the compute device `keeps` units that it has room for.
+    Raises `BudgetError` for more than the machine has, and `ConfigError` if that is needed and not
+    known.
     """
     if found.is_one_pool:
         stated_gpu = _stated("gpu_memory", gpu, found.host, found.ranks)
@@ -267,7 +267,7 @@ def most_of_device(gpu: int | str, cpu: int | str, found: Available) -> int:
 
 
 def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> Budget | None:
-    """What the configuration says; None for "auto"."""
+    """The budget of the configuration; None for "auto"."""
     if value == "auto":
         return None
     if isinstance(value, str):
@@ -285,7 +285,8 @@ def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> 
 
 
 def _check_free(nbytes: int, gpu: Memory) -> None:
-    """Refuse what torch could not allocate: a GPU, unlike a host, has nothing to reclaim."""
+    """Raise `BudgetError` if torch could not allocate the bytes: a GPU has no reclaimable
+    memory."""
     if nbytes > gpu.free:
         raise BudgetError(
             f"gpu_memory={nbytes} ({format_bytes(nbytes)}) is more than the {gpu.free} "
@@ -322,11 +323,11 @@ def _of_both(
     least: Budgets,
     keeps: bool,
 ) -> Choice:
-    """Budgets that lie in host memory both; one of them may be there already.
+    """Two budgets in host memory, of which one may be given.
 
-    Beside what states need at least, the compute device gets a quarter of the rest. With all states
-    elsewhere it needs room for units in use and units that come, and the rest is cache. If it
-    `keeps` units, it gets all of the rest.
+    The states get their least bytes, and the compute device a quarter of the rest. With all states
+    elsewhere it needs room for units in use and units that come. The rest is cache. If it `keeps`
+    units, it gets all of the rest.
     """
     spare = (host.free - reserve(host)) // ranks
     need_gpu = gpu.nbytes if gpu else least.gpu
@@ -342,7 +343,7 @@ def _of_both(
         part = left if cpu or keeps else left // 4
         gpu = Budget(min(need_gpu, states) + part, source)
         cpu = cpu or Budget(states - gpu.nbytes, source)
-    elif cpu is None:  # what is given for the compute device may be more than it will take
+    elif cpu is None:  # the compute device may take less than given
         cpu = Budget(max(states - gpu.nbytes, min(least.cpu, spare)), source)
     return Choice(gpu, cpu, beside)
 

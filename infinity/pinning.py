@@ -26,7 +26,7 @@ from infinity.quantities import format_bytes
 log = logging.getLogger("infinity.pinning")  # the command line shows all its messages
 
 SLICE_BYTES = 1 << 30
-"""Bytes that one call registers; whole pages."""
+"""Bytes that each call registers; whole pages."""
 SLOW_TO_PIN = 4 << 30
 """From so many bytes on progress is logged, because the process seems to hang otherwise."""
 NOT_SUPPORTED = 801

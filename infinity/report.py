@@ -1,4 +1,4 @@
-"""What a run did: counted from step to step, stated by the planner, and put together for people."""
+"""The report of a run: counts from step to step, with the traffic that the planner expects."""
 
 from __future__ import annotations
 
@@ -24,104 +24,101 @@ from infinity.tiers.store import Store
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did, for people and for `--json`; times in seconds, sizes in bytes."""
+    """The report of a run, for people and for `--json`; times in seconds, sizes in bytes."""
 
     parameters: int
     steps: int
     read_per_parameter: float
-    """NVMe bytes read per parameter in the last finished step, by our own count."""
+    """NVMe bytes read per parameter in the last finished step, as counted."""
     written_per_parameter: float
     planned_read_per_parameter: float
-    """What the planner states for the same step."""
+    """The bytes that the planner expects for the same step."""
     planned_written_per_parameter: float
     seconds: dict[str, float]
-    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the
-    others); with several ranks also "wait collective" (for the other ranks, when this one's shard
-    was there) and "collective" (beside the others)."""
+    """Total per cause: "compute", "wait nvme", "wait adam" and "adam", which runs beside the
+    others. With several ranks also "wait collective" (for other ranks, when this rank's shard was
+    there) and "collective" (beside the others)."""
     updates_kept: int
-    """Unit updates that began in backward and were what their step asked for, since the start."""
+    """The number of unit updates that began in backward and were kept."""
     updates_rolled_back: int
-    """Those that were not: they were done again, or not at all where the step was skipped."""
+    """The number of unit updates that began in backward and were rolled back."""
     waits: dict[str, float]
-    """Seconds the main thread waited for NVMe, by unit name."""
+    """Seconds that the main thread waited for NVMe, by unit name."""
     cached: int
-    """Bytes of the states whose tier is nvme that are cached in host memory. They are never
-    read."""
+    """Bytes of states on the tier nvme that are cached in host memory. They are never read."""
     on_nvme: int
-    """Bytes of all those states, each counted once."""
+    """Bytes of all states on the tier nvme, each counted once."""
     peaks: dict[str, int]
     """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
     budgets: dict[str, int]
     """Budget per tier, same keys."""
     written_through: int = 0
-    """Those of the cached bytes that each step writes to NVMe all the same that `durability`
-    commits."""
+    """The cached bytes that each committed step writes to NVMe nevertheless."""
     skipped_steps: int = 0
-    """Steps left out because a gradient was not finite; not among `steps`."""
+    """Steps skipped because a gradient was not finite; not among `steps`."""
     copied_to_device: int = 0
-    """Bytes copied from host memory to the compute device in the last finished step, by our own
-    count; where both are the same memory, what moved between a home there and the engine's place
-    for the model."""
+    """Bytes copied from host memory to the compute device in the last finished step, as counted. If
+    both are the same memory, bytes copied from homes there to the engine's places."""
     copied_from_device: int = 0
     gpu_resident: int = 0
-    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the
-    others are on."""
+    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device."""
     gpu_direct: bool = False
-    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are
-    not among the copied ones."""
+    """Whether drives write parameters on nvme straight into the memory of the GPU. These bytes are
+    not among the copied bytes."""
     read_by_updates: int = 0
-    """Bytes that the updates read from NVMe, of those of the last finished step."""
+    """Bytes that the updates of the last finished step read from NVMe."""
     written_by_updates: int = 0
     read_again: int = 0
-    """Bytes of parameters that the last finished step read from NVMe beyond what the planner
-    states. Something waited for all updates of the step before (`drain`, `report`, a checkpoint),
-    so they ran before their units had a place on the compute device, and the forward read what they
-    had written. 0 where `Tuning.update` is "plain" or "delayed", of which the planner knows that.
-    """
+    """Bytes of parameters that the last finished step read from NVMe beyond the plan. A call waited
+    for all updates of the step before (`drain`, `report`, a checkpoint). So they ran before their
+    units had a place on the compute device, and the forward read their results. 0 if
+    `Tuning.update` is "plain" or "delayed", whose plan includes it."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
     updated_on_gpu: int = 0
-    """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
+    """Bytes of these that kernels of the compute device renew in its memory. The CPU renews the
+    rest."""
     activations_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that left the compute device, each
-    storage once."""
+    """Bytes that autograd saved in the last finished step and that left the compute device, counted
+    once per storage."""
     activations_not_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that stayed on the compute device for
-    want of room."""
+    """Bytes that autograd saved in the last finished step and that stayed on the compute device,
+    because there was no room elsewhere."""
     activations_written: int = 0
-    """Bytes of them that went on to NVMe in the last finished step; not among
+    """Bytes of activations that were written to NVMe in the last finished step; not among
     `written_per_parameter`."""
     activations_read: int = 0
-    """Bytes of them that were read back from NVMe in the last finished step."""
+    """Bytes of activations that were read from NVMe in the last finished step."""
     activations_peak: int = 0
-    """The most bytes of them that were off the compute device at any time."""
+    """The most bytes of activations that were off the compute device at any time."""
     activations_partitioned: int = 0
     """Bytes that autograd saved in the last finished step and of which each tensor parallel rank
-    keeps a part (`Tuning.partition_activations`), each storage once."""
+    keeps a part (`Tuning.partition_activations`), counted once per storage."""
     activations_parts: int = 0
     """Bytes of this rank's parts of them, padding included."""
     recomputed: tuple[str, ...] = ()
-    """Names of the blocks that `Config.recompute` runs again in the backward: those whose last
-    forward with gradients was to be."""
+    """Names of the blocks that `Config.recompute` ran again after their last forward with
+    gradients."""
     blocks: dict[str, TreatedBlock] = field(default_factory=dict)
-    """With `recompute="auto"`: what becomes of what each block saves, and its bytes."""
+    """With `recompute="auto"`: the treatment of the tensors that each block saves, and their
+    bytes."""
     activation_room: int = 0
     """With `recompute="auto"`: the most bytes that blocks may keep on the compute device."""
     in_files: int = 0
     """Bytes of frozen parameters that stay in the user's files and are only read; they are among
     `on_nvme`, and take no space of the directories."""
     budget_sources: dict[str, str] = field(default_factory=dict)
-    """Where the budgets "gpu" and "cpu" come from: "given", or what was free and what of it stays
-    so."""
+    """The source of the budgets "gpu" and "cpu": "given", or the free memory and the part of it
+    that stays free."""
 
     tiled: tuple[str, ...] = ()
-    """Weights that `wrap` cut into tiles without being asked, because units did not fit into
-    `gpu_memory`. Gradients of the inputs of linear ones are rounded otherwise than whole."""
+    """Weights that `wrap` cut into tiles because units did not fit into `gpu_memory`. Gradients of
+    the inputs of their linear layers are rounded differently."""
 
     @property
     def limits(self) -> dict[str, int]:
-        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take
-        there."""
+        """Budget per tier that has one. Without a limit on NVMe, `budgets` has the size of the
+        files there."""
         limited = dict(self.budgets)
         if limited.get("nvme", 0) <= self.peaks.get("nvme", 0):
             limited.pop("nvme", None)
@@ -129,7 +126,7 @@ class Report:
 
 
 class StepMeter:
-    """What the last finished step moved, in bytes; begins when it is made."""
+    """Counts the bytes that the last finished step moved."""
 
     def __init__(
         self, store: Store, device: ComputeDevice, partitions: Partitions | None = None
@@ -139,19 +136,18 @@ class StepMeter:
         self._fetched_before = (0, 0)
         self._copied_before = self._copied()
         self.traffic = (0, 0)
-        """Read from NVMe, and written to it."""
+        """Bytes read from NVMe, and written to it."""
         self.copied = (0, 0)
-        """Copied to the compute device, and from it."""
+        """Bytes copied to the compute device, and from it."""
         self.updates = (0, 0)
-        """Of `traffic`, what the updates read and wrote."""
+        """The part of `traffic` that the updates read and wrote."""
         self.again = 0
-        """What updates that ran ahead of their place had the forward read again."""
+        """Bytes that the forward read again because updates ran before their place."""
         self.for_commit = False
-        """Whether the updates wrote what is cached, because the step is committed."""
+        """Whether the updates wrote cached bytes, because the step is committed."""
 
     def stepped(self, before: StepRun) -> None:
-        """A step has been fixed; the updates of the one `before` ran between that step and this
-        one."""
+        """A step has been fixed. The updates of the step `before` ran since that step."""
         meter = self._store.meter
         fetched, earlier = (meter.read, meter.written), self._fetched_before
         read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
@@ -168,16 +164,16 @@ class StepMeter:
 
     @property
     def divided(self) -> PartitionTraffic:
-        """What tensor parallel ranks divided among them."""
+        """The traffic that tensor parallel ranks divided among them."""
         return PartitionTraffic() if self._partitions is None else self._partitions.last_step
 
     def _copied(self) -> tuple[int, int]:
-        """So far."""
+        """Bytes copied to the compute device and from it so far."""
         return self._device.copied.written, self._device.copied.read
 
 
 class Reporter:
-    """Puts the report of one engine together, from what its parts have counted."""
+    """Makes the report of one engine from the counts of its parts."""
 
     def __init__(
         self,
@@ -193,7 +189,7 @@ class Reporter:
         recomputation: Recomputation,
         tiled: Sequence[str] = (),
     ) -> None:
-        """`tiled` are the weights that were cut without being asked."""
+        """`tiled` are the weights that `wrap` cut into tiles."""
         self._tiled = tuple(tiled)
         self._config = config
         self._choice = choice
@@ -203,13 +199,13 @@ class Reporter:
         self._updater = updater
         self._exchange = exchange
         self.meter = meter
-        """What the last step moved."""
+        """The bytes that the last step moved."""
         self._recorder = recorder
         self._recomputation = recomputation
 
     def plan(self) -> Traffic:
-        """The NVMe traffic of this rank in one optimizer step, or in one forward for inference, in
-        bytes, that the planner states for the recorded trace."""
+        """The planned NVMe traffic of this rank for the recorded trace, in bytes: of one optimizer
+        step, or of one forward for inference."""
         cycles = max(self._runtime.accumulation, 1)
         norms = self._updater.norm.asked
         costs = [
@@ -237,7 +233,7 @@ class Reporter:
         return moved | {lane.replace(" ", "_"): seconds for lane, seconds in waits.items()}
 
     def report(self) -> Report:
-        """What the run did so far; waits for pending updates."""
+        """The report so far; waits for pending updates."""
         self._updater.rest()
         count = sum(p.numel() for unit in self._units for p in unit.parameters)
         planned = self.plan()

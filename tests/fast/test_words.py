@@ -46,7 +46,6 @@ TURNS = (
     Turn(r"\b(give|gives|gave|given|giving)( \w+){0,2} up\b", "gives the buffer up", "releases"),
 )
 UNREAD = {
-    "",  # the files beside the rooms
     "bench",
     "deepspeed",
     "directories",
