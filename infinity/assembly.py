@@ -64,16 +64,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EngineMemory:
-    """The memory of an engine, and the listeners of its store."""
-
-    layout: Layout
-    trace: Trace
-    jobs: JobQueue
-    buffer: GradientBuffer | None
-
-
-@dataclass(frozen=True)
 class Basis:
     """The results of the first steps of `wrap`, which check, decide and allocate."""
 
@@ -91,8 +81,11 @@ class Basis:
     """The blocks of each unit."""
     choice: Choice
     rates: Rates | None
-    """Those of the slowest rank; None where nothing depends on them."""
-    memory: EngineMemory
+    """The rates of the slowest rank; None if nothing depends on them."""
+    layout: Layout
+    trace: Trace
+    jobs: JobQueue
+    buffer: GradientBuffer | None
 
     def together(self) -> AbstractContextManager[list[float]]:
         """A block that ends well on all ranks or on none."""
@@ -129,7 +122,7 @@ class Assembly:
             self._exchange = Exchange(ranks, basis.device, store, basis.recorder, timeout)
             basis.undo.callback(self._exchange.close)
         self._listeners = UnitListeners()
-        buffer = basis.memory.buffer
+        buffer = basis.buffer
         services = UnitServices(store, ranks, self._listeners, buffer, self._exchange)
         self._units = [
             Unit(facts, blocks, services)
@@ -147,7 +140,7 @@ class Assembly:
         """Begin what commits, and check that the states of `resumption` fit."""
         if resumption is not None:
             basis = self.basis
-            session = resumption.session(basis.memory.jobs, basis.device, basis.recorder)
+            session = resumption.session(basis.jobs, basis.device, basis.recorder)
             self._durability = session
             basis.undo.callback(session.give_up)
             session.check(basis.model)
@@ -198,7 +191,7 @@ class Assembly:
             durability=self._durability,
             hooks=hooks,
             updater=updater,
-            buffer=self.basis.memory.buffer,
+            buffer=self.basis.buffer,
             store=self.basis.store,
             units=self._units,
         )
@@ -256,7 +249,7 @@ class Assembly:
         self, forwards: Occasion, tiled: weakref.WeakSet[InTiles], given: GivenTensors
     ) -> tuple[Executions, Runtime]:
         """The code that runs the model; `forwards` is called before each training forward."""
-        basis, trace, buffer = self.basis, self.basis.memory.trace, self.basis.memory.buffer
+        basis, trace, buffer = self.basis, self.basis.trace, self.basis.buffer
         if self._durability is not None:
             forwards.add(self._durability.before_forward)
         runtime = Runtime(basis.store, self._units, trace, basis.recorder, forwards)
@@ -297,7 +290,7 @@ class Assembly:
         listeners = StepListeners(executions.end_interrupted, steps)
         if self._durability is not None:
             listeners = self._durability.listeners(listeners)
-        services = UpdateServices(basis.store, basis.memory.jobs, basis.kernels, basis.recorder)
+        services = UpdateServices(basis.store, basis.jobs, basis.kernels, basis.recorder)
         policy = Policy(mode, tuning.delayed_after)
         updater = Updater(services, self._units, runtime, policy, listeners)
         basis.undo.callback(updater.close)
@@ -355,14 +348,14 @@ class Assembly:
             return 0.0
         if self.basis.config.activations == "nvme":
             return math.inf
-        return float(self.basis.memory.layout.rooms.saved)
+        return float(self.basis.layout.rooms.saved)
 
     @property
     def _activation_room(self) -> ActivationRoom:
         """The room for the tensors that blocks save: the rest of `gpu_memory`, and the bytes that
         "auto" leaves beside it; and the tier of activations, at the rate of its slowest link."""
         rates = self.basis.rates
-        device = self.basis.memory.layout.left_bytes + self.basis.choice.for_activations
+        device = self.basis.layout.left_bytes + self.basis.choice.for_activations
         if rates is None or self.basis.store.activations is None:
             return ActivationRoom(device)
         slowest = rates.nvme if self.basis.config.activations == "nvme" else math.inf

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from infinity.activations.partitions import check_partitions
-from infinity.assembly import Assembly, Basis, EngineMemory
+from infinity.assembly import Assembly, Basis
 from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
 from infinity.engine import ATTRIBUTE, Engine
@@ -470,7 +470,10 @@ class Build:
             declared=self._declared,
             choice=self._choice,
             rates=self._rates,
-            memory=EngineMemory(self._layout, trace, jobs, buffer),
+            layout=self._layout,
+            trace=trace,
+            jobs=jobs,
+            buffer=buffer,
         )
 
 

@@ -172,50 +172,37 @@ class StepMeter:
         return self._device.copied.written, self._device.copied.read
 
 
+@dataclass(frozen=True)
 class Reporter:
     """Makes the report of one engine from the counts of its parts."""
 
-    def __init__(
-        self,
-        config: Config,
-        choice: Choice,
-        store: Store,
-        units: Sequence[Unit],
-        runtime: Runtime,
-        updater: Updater,
-        exchange: Exchange | None,
-        meter: StepMeter,
-        recorder: Recorder,
-        recomputation: Recomputation,
-        tiled: Sequence[str] = (),
-    ) -> None:
-        """`tiled` are the weights that `wrap` cut into tiles."""
-        self._tiled = tuple(tiled)
-        self._config = config
-        self._choice = choice
-        self._store = store
-        self._units = units
-        self._runtime = runtime
-        self._updater = updater
-        self._exchange = exchange
-        self.meter = meter
-        """The bytes that the last step moved."""
-        self._recorder = recorder
-        self._recomputation = recomputation
+    config: Config
+    choice: Choice
+    store: Store
+    units: Sequence[Unit]
+    runtime: Runtime
+    updater: Updater
+    exchange: Exchange | None
+    meter: StepMeter
+    """The bytes that the last step moved."""
+    recorder: Recorder
+    recomputation: Recomputation
+    tiled: Sequence[str]
+    """The weights that `wrap` cut into tiles."""
 
     def plan(self) -> Traffic:
         """The planned NVMe traffic of this rank for the recorded trace, in bytes: of one optimizer
         step, or of one forward for inference."""
-        cycles = max(self._runtime.accumulation, 1)
-        norms = self._updater.norm.asked
+        cycles = max(self.runtime.accumulation, 1)
+        norms = self.updater.norm.asked
         costs = [
             cost_of(
                 {k: b.placed for k, b in unit.blocks.items()}, cycles, norms, unit.gradients.trains
             )
-            for unit in self._units
+            for unit in self.units
         ]
-        cycle = self._runtime.trace.last_cycle("eval" if self._config.inference else "train")
-        mode, slots = self._config.tuning.update, self._store.copy_slots
+        cycle = self.runtime.trace.last_cycle("eval" if self.config.inference else "train")
+        mode, slots = self.config.tuning.update, self.store.copy_slots
         waits, delayed = mode == "plain", mode == "delayed"
         return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)
 
@@ -234,19 +221,19 @@ class Reporter:
 
     def report(self) -> Report:
         """The report so far; waits for pending updates."""
-        self._updater.rest()
-        count = sum(p.numel() for unit in self._units for p in unit.parameters)
+        self.updater.rest()
+        count = sum(p.numel() for unit in self.units for p in unit.parameters)
         planned = self.plan()
         planned_written = planned.update_written + planned.commit_written * self.meter.for_commit
-        config, counters = self._config, self._recorder.counters()
-        cached, on_nvme = self._store.cached()
-        treatments = self._recomputation.treatments
-        activations = self._store.activations
+        config, counters = self.config, self.recorder.counters()
+        cached, on_nvme = self.store.cached()
+        treatments = self.recomputation.treatments
+        activations = self.store.activations
         moved = ActivationTraffic() if activations is None else activations.last_step
         traffic, copied = self.meter.traffic, self.meter.copied
         return Report(
             parameters=count,
-            steps=self._updater.posted_steps,
+            steps=self.updater.posted_steps,
             read_per_parameter=traffic[0] / count,
             written_per_parameter=traffic[1] / count,
             planned_read_per_parameter=planned.read / count,
@@ -254,15 +241,15 @@ class Reporter:
             seconds=self._seconds(),
             updates_kept=counters.get("updates kept", 0),
             updates_rolled_back=counters.get("updates rolled back", 0),
-            skipped_steps=self._updater.skipped_steps,
+            skipped_steps=self.updater.skipped_steps,
             copied_to_device=copied[0],
             copied_from_device=copied[1],
-            gpu_direct=self._store.gpu_direct,
+            gpu_direct=self.store.gpu_direct,
             read_by_updates=self.meter.updates[0],
             written_by_updates=self.meter.updates[1],
             read_again=self.meter.again * (config.tuning.update in ("exact", "speculative")),
-            updated=sum(map(_renewed, self._units)),
-            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
+            updated=sum(map(_renewed, self.units)),
+            updated_on_gpu=sum(_renewed(unit) for unit in self.units if unit.states.gpu_resident),
             activations_offloaded=moved.offloaded,
             activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,
@@ -270,21 +257,21 @@ class Reporter:
             activations_peak=0 if activations is None else activations.peak,
             activations_partitioned=self.meter.divided.whole,
             activations_parts=self.meter.divided.parts,
-            recomputed=self._recomputation.recomputed,
+            recomputed=self.recomputation.recomputed,
             blocks={} if treatments is None else treatments.by_block(),
             activation_room=0 if treatments is None else int(treatments.room.device),
-            waits=self._recorder.seconds("wait nvme"),
+            waits=self.recorder.seconds("wait nvme"),
             cached=cached,
-            written_through=self._store.written_through(),
+            written_through=self.store.written_through(),
             on_nvme=on_nvme,
-            in_files=self._store.in_files(),
-            tiled=self._tiled,
-            gpu_resident=self._store.layout.placement.gpu_cache_bytes,
-            peaks=self._store.peaks(),
-            budget_sources={"gpu": self._choice.gpu.source, "cpu": self._choice.cpu.source},
+            in_files=self.store.in_files(),
+            tiled=tuple(self.tiled),
+            gpu_resident=self.store.layout.placement.gpu_cache_bytes,
+            peaks=self.store.peaks(),
+            budget_sources={"gpu": self.choice.gpu.source, "cpu": self.choice.cpu.source},
             budgets={
-                **self._choice.budgets._asdict(),
-                "nvme": config.tuning.nvme_memory or self._store.used()["nvme"],
+                **self.choice.budgets._asdict(),
+                "nvme": config.tuning.nvme_memory or self.store.used()["nvme"],
             },
         )
 
@@ -292,10 +279,10 @@ class Reporter:
         """See `Report.seconds`."""
 
         def total(lane: str) -> float:
-            return sum(self._recorder.seconds(lane).values())
+            return sum(self.recorder.seconds(lane).values())
 
         for_nvme, for_adam = total("wait nvme"), total("wait adam")
-        lanes = () if self._exchange is None else ("wait collective", "collective")
+        lanes = () if self.exchange is None else ("wait collective", "collective")
         for_ranks = {lane: total(lane) for lane in lanes}
         compute = total("model") - for_nvme - for_adam - for_ranks.get("wait collective", 0.0)
         own = {
