@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +82,7 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     def forget(self) -> None:
         """Remove all entries, before all states restart."""
         self._given.clear()
-        for entry in self._entries():
+        for entry in map(self._entry, list(self)):
             for name in list(entry):
                 entry.drop(name)
         dict.clear(self)
@@ -248,9 +248,6 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         if not isinstance(found, StateEntry):
             raise TypeError("an entry of optimizer.state is none")
         return found
-
-    def _entries(self) -> Iterator[StateEntry]:
-        return (self._entry(parameter) for parameter in list(self))
 
     def _pieces(self, parameter: Any) -> list[torch.Tensor]:
         """`parameter`, or the tiles of a weight in tiles; raises `ConfigError` for any other
