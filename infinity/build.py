@@ -797,7 +797,7 @@ class Build:
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and
         one set of CPUs for all."""
-        alone = self.store.io is None and self.device.unified_memory
+        alone = not self.store.nvme.engines and self.device.unified_memory
         return (
             "plain"
             if self._config.tuning.update == "auto" and alone

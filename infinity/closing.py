@@ -87,7 +87,7 @@ def _shut_down_apart(
     units: Sequence[Unit],
 ) -> None:
     """`shut_down`, on a thread of its own."""
-    store.begin_thread()
+    store.device.begin_thread()
     _shut_down_told(process, durability, hooks, updater, buffer, store, units)
 
 

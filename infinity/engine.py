@@ -465,12 +465,12 @@ class Engine:
     def io(self) -> Any:
         """The native I/O engine of the first directory (counters, fault injection); None when
         nothing is on NVMe."""
-        return self._store.io
+        return next(iter(self.ios), None)
 
     @property
     def ios(self) -> tuple[Any, ...]:
         """The native I/O engines, one per directory; empty when nothing is on NVMe."""
-        return self._store.ios
+        return tuple(self._store.nvme.engines)
 
     def plan(self) -> Traffic:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states

@@ -261,7 +261,7 @@ class Reporter:
             skipped_steps=self._updater.skipped_steps,
             copied_to_device=copied[0],
             copied_from_device=copied[1],
-            gpu_direct=self._store.gpu_direct,
+            gpu_direct=bool(self._store.nvme.direct),
             read_by_updates=self.meter.updates[0],
             written_by_updates=self.meter.updates[1],
             read_again=self.meter.again * (config.tuning.update in ("exact", "speculative")),

@@ -170,7 +170,7 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
         drive.write()
         direct = Units("nvme", count, nbytes, direct_folder, kind, "auto")
         stack.callback(direct.store.close)
-        straight_too = direct.store.gpu_direct
+        straight_too = bool(direct.store.nvme.direct)
         if straight_too:
             direct.write()
         else:

@@ -72,7 +72,7 @@ class DurableStore(Store):
 
     def find(self) -> LeftStates:
         """Before `open`: lock the directories, and look what an earlier run left there."""
-        self._nvme.find()
+        self.nvme.find()
         return self.states.left
 
     def agree(self, said: Mapping[int, Sequence[Any]], life: str) -> None:
@@ -137,7 +137,7 @@ class DurableStore(Store):
         seconds = time.perf_counter() - start
         log.info("checked %s of committed states in %.1f s", format_bytes(nbytes), seconds)
         self.states.keep()
-        self._nvme.extents.shorten()
+        self.nvme.extents.shorten()
 
     def _check(self, sums: Sequence[Sums]) -> int:
         """Compare what the extents have with their checksums, `sums` of the blocks that were ever
@@ -204,9 +204,9 @@ class DurableStore(Store):
         all of which is written. Returns when it would survive a power cut; the one before stays
         until `commit`. For one thread."""
         self._keep(versions, *([] if self._committed is None else [self._committed.versions]))
-        self._nvme.flush()
+        self.nvme.flush()
         if self.states.found is None:
-            extents = self._nvme.extents
+            extents = self.nvme.extents
             self.states.begin(STRIPE_BYTES, extents.shares, extents.rooms)
         self.states.record(key, self._with_sums(versions, content))
 
@@ -230,7 +230,7 @@ class DurableStore(Store):
 
     def _keep(self, *commits: Sequence[Version], without: Collection[Block] = ()) -> None:
         """These are the commits whose states may be needed: no write reaches them."""
-        self._nvme.extents.keep(
+        self.nvme.extents.keep(
             extent
             for versions in commits
             for block, version in zip(self.state_blocks(), versions, strict=True)

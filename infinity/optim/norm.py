@@ -126,9 +126,8 @@ class GradientNorm:
     def _is_cheap(self, unit: Unit) -> bool:
         gradient = unit.blocks[Kind.GRAD]
         staged_from = self._store.staging.staged_from(gradient, on_device=True)
-        return (
-            bool(self.asked) and not self._store.unified_memory and staged_from >= gradient.elements
-        )
+        in_place = staged_from >= gradient.elements and not self._store.device.unified_memory
+        return bool(self.asked) and in_place
 
     def _squares_now(self, unit: Unit) -> float | None:
         try:

@@ -89,7 +89,7 @@ class Pipeline:
 
     def _run(self) -> None:
         try:
-            self._store.begin_thread()
+            self._store.device.begin_thread()
             while self.jobs.await_work(self._may_hold()):
                 self._busy.start()
                 while self._work():
@@ -260,7 +260,8 @@ class Pipeline:
     # A chunk
 
     def _may_hold(self) -> bool:
-        return len(self._chunks.of(Phase.HELD)) < self._store.staged_sets - STAGED_SETS
+        ahead = self._store.layout.rooms.host.staged_sets - STAGED_SETS
+        return len(self._chunks.of(Phase.HELD)) < ahead
 
     def _writing(self) -> list[Chunk]:
         return self._chunks.of(Phase.URGENT, Phase.WRITING)

@@ -371,7 +371,7 @@ class States:
         if not self.are_in_files:
             return None
         return [
-            self._store.mapped(stored, facts.dtype).view(place.shape)
+            self._store.nvme.originals.mapped(stored, facts.dtype).view(place.shape)
             for stored, place in zip(facts.stored, facts.layout.places, strict=True)
         ]
 

@@ -48,10 +48,7 @@ class Arena:
     ends.
     """
 
-    def __init__(
-        self, name: str, memory: torch.Tensor, slot_bytes: int, poison: bool = False
-    ) -> None:
-        self.name = name
+    def __init__(self, memory: torch.Tensor, slot_bytes: int, poison: bool = False) -> None:
         self.memory = memory
         self.slot_bytes = slot_bytes
         self.poison = poison
@@ -121,10 +118,9 @@ class Arenas:
 
     def __init__(self, device: ComputeDevice, rooms: Rooms, poison: bool) -> None:
         host = device.host_memory
-        self.gpu = Arena("gpu", device.compute_memory(rooms.device), PAGE, poison)
-        self.cpu = Arena("cpu", host(rooms.homes + rooms.cache), PAGE, poison)
-        staged = host(rooms.host.slots * rooms.slot)
-        self.staging = Arena("staging", staged, rooms.slot, poison)
+        self.gpu = Arena(device.compute_memory(rooms.device), PAGE, poison)
+        self.cpu = Arena(host(rooms.homes + rooms.cache), PAGE, poison)
+        self.staging = Arena(host(rooms.host.slots * rooms.slot), rooms.slot, poison)
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease on `tier`, a tier in memory, that never ends. Raises `RuntimeError` without

@@ -6,8 +6,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class NvmeTier:
     def measure(self) -> float:
         """Before `open`: bytes per second of all directories together; see `Extents.measure`. Locks
         and reclaims as `open` does. Raises what `open` raises about directories and drives."""
-        self._enter()
+        with self._undoing():
+            self._enter()
         return self.extents.measure()
 
     def open(self) -> None:
@@ -86,35 +87,34 @@ class NvmeTier:
         if self.extents.reserved == 0:
             return
         stripes = self.extents.stripes()
-        self._enter()
-        try:
+        with self._undoing():
+            self._enter()
             self.extents.allocate(stripes)
-        except BaseException:
-            self.close()
-            raise
 
     def find(self) -> None:
         """Before `open`: lock the directories, and read the manifests of an earlier run. Changes
         nothing else."""
-        try:
+        with self._undoing():
             self.places.find()
-        except BaseException:
-            self.close()
-            raise
 
     def _enter(self) -> None:
         """Lock the directories, reclaim their files, and give each a file and an engine. A new file
         is empty."""
         if self.engines:
             return
-        self.find()
+        self.places.find()
+        self.extents.adopt()
+        for file in self.places.open_files():
+            self._parts.callback(file.close)
+            engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
+            self._parts.callback(engine.close)
+            self._states.add(file, engine)
+
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Close after an error inside."""
         try:
-            self.extents.adopt()
-            for file in self.places.open_files():
-                self._parts.callback(file.close)
-                engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
-                self._parts.callback(engine.close)
-                self._states.add(file, engine)
+            yield
         except BaseException:
             self.close()
             raise

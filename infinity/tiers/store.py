@@ -17,9 +17,6 @@ import logging
 import math
 import threading
 from contextlib import ExitStack
-from typing import Any
-
-import torch
 
 from infinity.config import Config
 from infinity.device import ComputeDevice
@@ -39,7 +36,7 @@ from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.home import Home
 from infinity.tiers.latch import Latch
-from infinity.tiers.originals import FileExtent, StoredBytes
+from infinity.tiers.originals import FileExtent
 from infinity.tiers.places import KeptStates, Places
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
@@ -86,15 +83,17 @@ class Store:
         self._config = config
         self.patience = config.tuning.collective_timeout
         """Seconds that a rank waits for others."""
-        self._device = device
+        self.device = device
+        """The compute device."""
         self._recorder = recorder
-        self._nvme = NvmeTier(
+        self.nvme = NvmeTier(
             Places(config.nvme, own, kept),
             config.tuning.io_engine,
             config.tuning.nvme_memory,
             recorder,
             config.tuning.nvme_shares,
         )
+        """The drives."""
         self._changed = threading.Condition()
         self.budgets = Budgets(
             *(
@@ -111,7 +110,7 @@ class Store:
         self._memory = self._closing.enter_context(ExitStack())
         self._memory.callback(self._drop_blocks)
         self._closing.callback(device.close)
-        self._closing.callback(self._nvme.close)
+        self._closing.callback(self.nvme.close)
         self.latch = Latch(self._changed, device)
         """Whether the store can continue."""
         self.activations: Activations | None = None
@@ -119,7 +118,7 @@ class Store:
         self.meter = Meter()
         """NVMe traffic of transfers without a meter of their own."""
         self._verifies = config.tuning.verify == "always"
-        self._io = BlockIo(self._nvme, self.meter, kept is not None, self._verifies)
+        self._io = BlockIo(self.nvme, self.meter, kept is not None, self._verifies)
 
     # Declaration
 
@@ -135,7 +134,7 @@ class Store:
     @property
     def placement(self) -> Placement:
         """The blocks that were declared so far, with budgets, before `open`."""
-        machine = Machine(self._device.unified_memory, self._device.has_kernels)
+        machine = Machine(self.device.unified_memory, self.device.has_kernels)
         return Placement(
             self._config, self.budgets, machine, tuple(block.spec for block in self._blocks)
         )
@@ -144,7 +143,7 @@ class Store:
         """Before `open`: bytes per second of all drives together, half read and half written;
         infinite if no tier in use is on drives."""
         return (
-            self._nvme.measure()
+            self.nvme.measure()
             if TIERS[self._config.activations].needs_staging
             or any(b.tier.needs_staging for b in self._blocks)
             else math.inf
@@ -162,9 +161,9 @@ class Store:
             self._allocate()
             self._lease_homes(rooms.cache)
             # Copies would overtake the zeros and the poison.
-            self._device.await_stream()
+            self.device.await_stream()
             chunks = Chunks(rooms.host.chunk_elements, layout.cuts)
-            parts, gpu = (self._device, self._io), self._arenas.gpu
+            parts, gpu = (self.device, self._io), self._arenas.gpu
             self.staging = Staging(*parts, self._arenas.staging, chunks, self.latch)
             loader = Loader(*parts, self.staging, chunks)
             self.resident = Residency(gpu, self._blocks, layout, loader, self.latch, listeners)
@@ -192,41 +191,41 @@ class Store:
                 block.home.extents = (self._originals[block].after(placed.cached_bytes),)
             else:
                 places = (
-                    self._nvme.extents.reserve(placed.extent_bytes) for _ in range(placed.copies)
+                    self.nvme.extents.reserve(placed.extent_bytes) for _ in range(placed.copies)
                 )
                 block.home.extents = tuple(places)
         for block in states:
             if block.placed.has_spare:
-                spare = self._nvme.extents.reserve(block.placed.moved_bytes, spare=True)
+                spare = self.nvme.extents.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
         grows = TIERS[self._config.activations].needs_staging or self._originals
         if grows and self._config.nvme:
-            self._nvme.extents.reserve(ALIGNMENT)  # a file that can grow
+            self.nvme.extents.reserve(ALIGNMENT)  # a file that can grow
 
     def _open_drives(self) -> None:
         """Open the files."""
-        self._nvme.originals.open(
+        self.nvme.originals.open(
             each.file for original in self._originals.values() for each in original.slices
         )
-        self._nvme.open()
+        self.nvme.open()
 
     def _allocate(self) -> None:
         """Allocate the memory, and register it with the drives."""
         rooms = self.layout.rooms
         poison = self._config.tuning.poison
-        self._arenas = Arenas(self._device, rooms, poison)
+        self._arenas = Arenas(self.device, rooms, poison)
         self._memory.callback(self._arenas.drop)
         if self.layout.placement.moves_activations():
-            memory = self._device.host_memory(rooms.saved)
-            drive = self._nvme if TIERS[self._config.activations].needs_staging else None
+            memory = self.device.host_memory(rooms.saved)
+            drive = self.nvme if TIERS[self._config.activations].needs_staging else None
             self.activations = Activations(
-                self._device, memory, drive, self._recorder, poison, self._verifies
+                self.device, memory, drive, self._recorder, poison, self._verifies
             )
             self._closing.callback(self.activations.close)
-            self._nvme.register(memory)
-        self._nvme.register(self._arenas.staging.memory)
-        if self._device.unified_memory:  # reads land in it
-            self._nvme.register(self._arenas.gpu.memory)
+            self.nvme.register(memory)
+        self.nvme.register(self._arenas.staging.memory)
+        if self.device.unified_memory:  # reads land in it
+            self.nvme.register(self._arenas.gpu.memory)
         self._attach(self._arenas.gpu)
 
     def _attach(self, gpu: Arena) -> None:
@@ -237,9 +236,9 @@ class Store:
             b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent
         ):
             return
-        if not self._device.unified_memory:
+        if not self.device.unified_memory:
             try:
-                self._nvme.attach(gpu.memory)
+                self.nvme.attach(gpu.memory)
                 log.info(
                     "parameters on nvme are read straight into the memory of the GPU "
                     "(GPUDirect Storage)"
@@ -290,39 +289,21 @@ class Store:
 
     # While it is open
 
-    def begin_thread(self) -> None:
-        """Let the calling thread, a thread of the engine, use the compute device."""
-        self._device.begin_thread()
-
-    @property
-    def staged_sets(self) -> int:
-        """How many sets staging holds at once. A set is one chunk of every kind."""
-        return self.layout.rooms.host.staged_sets
-
-    @property
-    def unified_memory(self) -> bool:
-        """Whether the host works on the memory of the compute device in place."""
-        return self._device.unified_memory
-
     def fill_from_files(self, block: Block) -> None:
         """Give `block`, which is `in_files`, its content: read its cached part. The rest stays in
         the files."""
         cached = block.home.cached
         if cached is not None:
             where = (0, cached.numel(), cached.data_ptr(), block.name, self.meter)
-            self._nvme.read(ExtentTransfer(self._originals[block], *where)).wait()
+            self.nvme.read(ExtentTransfer(self._originals[block], *where)).wait()
         block.home.written = True
-
-    def mapped(self, place: StoredBytes, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in a file of the user that is the home of a block; see `Originals.mapped`."""
-        return self._nvme.originals.mapped(place, dtype)
 
     def make_writable(self, block: Block) -> None:
         """Give `block` an extent if its home is files of the user, because all of it is about to be
         rewritten. Raises `BudgetError` if NVMe has no room."""
         if block.original is None or len(block.home.extents) > 1:
             return
-        extent = self._nvme.extents.grow(block.placed.extent_bytes)
+        extent = self.nvme.extents.grow(block.placed.extent_bytes)
         if extent is None:
             raise BudgetError(
                 f"{block.name} is at home in files of the user, which are only read, and the nvme "
@@ -341,7 +322,7 @@ class Store:
         """Make `block` read as zeros again, without I/O."""
         with self._changed:
             block.home.forget()
-            self._device.await_stream()
+            self.device.await_stream()
 
     def cached(self) -> tuple[int, int]:
         """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all blocks on
@@ -360,7 +341,7 @@ class Store:
             self.latch.check_open()
             saved = self.activations.memory.used if self.activations is not None else 0
             host = self._arenas.cpu.used + self._arenas.staging.used + saved
-            device, nvme = self._arenas.gpu.used, self._nvme.extents.reserved
+            device, nvme = self._arenas.gpu.used, self.nvme.extents.reserved
             return {GPU.name: device, CPU.name: host, NVME.name: nvme}
 
     def peaks(self) -> dict[str, int]:
@@ -369,24 +350,8 @@ class Store:
             self.latch.check_open()
             saved = self.activations.memory.used_peak if self.activations is not None else 0
             host = self._arenas.cpu.peak + self._arenas.staging.peak + saved
-            device, nvme = self._arenas.gpu.peak, self._nvme.extents.reserved
+            device, nvme = self._arenas.gpu.peak, self.nvme.extents.reserved
             return {GPU.name: device, CPU.name: host, NVME.name: nvme}
-
-    @property
-    def gpu_direct(self) -> bool:
-        """Whether drives write parameters straight to the memory of the compute device."""
-        return bool(self._nvme.direct)
-
-    @property
-    def io(self) -> Any:
-        """The native I/O engine of the first directory, for counters and fault injection; None
-        without extents."""
-        return self._nvme.engines[0] if self._nvme.engines else None
-
-    @property
-    def ios(self) -> tuple[Any, ...]:
-        """The native I/O engines of all directories, in their order."""
-        return tuple(self._nvme.engines)
 
     # The end
 

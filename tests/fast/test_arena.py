@@ -14,7 +14,7 @@ SLOT, SLOTS = 64, 8
 
 
 def arena(poison: bool = True) -> Arena:
-    return Arena("test", torch.zeros(SLOT * SLOTS + 17, dtype=torch.uint8), SLOT, poison)
+    return Arena(torch.zeros(SLOT * SLOTS + 17, dtype=torch.uint8), SLOT, poison)
 
 
 class Leases(RuleBasedStateMachine):

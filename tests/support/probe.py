@@ -40,7 +40,7 @@ class Probe:
     @property
     def nvme(self) -> Any:
         """The tier on NVMe."""
-        return self.engine._store._nvme
+        return self.engine._store.nvme
 
     @property
     def runtime(self) -> Any:
@@ -93,7 +93,7 @@ class Probe:
     @property
     def staged_sets(self) -> int:
         """How many sets of staging slots there are."""
-        return self.engine._store.staged_sets
+        return self.engine._store.layout.rooms.host.staged_sets
 
     @property
     def staging_bytes(self) -> int:
@@ -130,7 +130,7 @@ class Probe:
     @property
     def gpu_direct(self) -> bool:
         """Whether a drive writes into the memory of the device."""
-        return self.engine._store.gpu_direct
+        return bool(self.engine._store.nvme.direct)
 
     @property
     def failed(self) -> bool:

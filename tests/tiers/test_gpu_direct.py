@@ -364,7 +364,7 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
     (said,) = [
         record.message for record in caplog.records if "on their way to the GPU" in record.message
     ]
-    assert reason in said and not one.gpu_direct
+    assert reason in said and not one.nvme.direct
     assert fake.open() == (0, 0, 0)
     one.resident.start(block)
     assert torch.equal(one.resident.wait(block), content(block))
@@ -399,7 +399,7 @@ def test_it_is_said_once_which_way_is_taken(
     with caplog.at_level(logging.INFO, "infinity"):
         one, _, _ = store()
     assert (
-        one.gpu_direct
+        one.nvme.direct
         and sum("straight into the memory of the GPU" in r.message for r in caplog.records) == 1
     )
     assert fake.open() == (1, 2, 1)

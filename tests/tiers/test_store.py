@@ -431,7 +431,7 @@ def slow(tmp_path: Path, ahead: Ahead) -> Iterator[tuple[Store, list[Block]]]:
     with opened(store, concurrent=ALIGNMENT, ahead=ahead):
         for block in blocks:
             put(store, block, filled(block, block.unit + 1))
-        store.io.set_faults(bytes_per_second=float(64 * ALIGNMENT))
+        store.nvme.engines[0].set_faults(bytes_per_second=float(64 * ALIGNMENT))
         yield store, blocks
 
 
@@ -509,7 +509,7 @@ def placements(
         for block in blocks:
             put(store, block, filled(block, block.unit))
         if seconds_per_block:
-            store.io.set_faults(bytes_per_second=ALIGNMENT / seconds_per_block)
+            store.nvme.engines[0].set_faults(bytes_per_second=ALIGNMENT / seconds_per_block)
         for what, unit, number in accesses:
             block = blocks[unit]
             ahead.next_use = lambda other, number=number: (other * 7 + number * 5) % 11
@@ -709,7 +709,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
 
     def on_drive(which: Block, version: int) -> torch.Tensor:
         target = torch.empty(which.nbytes, dtype=torch.uint8)
-        store._nvme.read(
+        store.nvme.read(
             ExtentTransfer(which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check")
         ).wait()
         return target
@@ -886,14 +886,14 @@ def test_a_block_that_was_never_written_reads_as_zeros_without_io(tmp_path):
         store._arenas.staging.memory.fill_(9)
         assert torch.equal(get(store, block), filled(block, 0))
         assert torch.equal(get(store, param), filled(param, 0))
-        assert store.io.counters()["bytes_read"] == 0
+        assert store.nvme.engines[0].counters()["bytes_read"] == 0
         put(store, block, filled(block, 5))
         assert torch.equal(get(store, block), filled(block, 5))
-        before = store.io.counters()["bytes_read"]
+        before = store.nvme.engines[0].counters()["bytes_read"]
         assert before == block.nbytes
         store.forget(block)
         assert torch.equal(get(store, block), filled(block, 0))
-        assert store.io.counters()["bytes_read"] == before
+        assert store.nvme.engines[0].counters()["bytes_read"] == before
 
 
 # Failures
@@ -906,7 +906,7 @@ def test_a_failed_fetch_meets_whoever_needs_it_and_the_next_one_works(tmp_path, 
     with opened(store, concurrent=block.spec.span):
         put(store, block, filled(block, 1))
         for _ in range(5):
-            store.io.set_faults(fail_read_at=0, fail_errno=5)
+            store.nvme.engines[0].set_faults(fail_read_at=0, fail_errno=5)
             store.resident.prefetch(block, 0)
             store.resident.start(block)
             try:
@@ -938,7 +938,7 @@ def test_a_failed_write_is_an_error_and_the_slot_goes_back(tmp_path):
     store, (block,) = staged(tmp_path, 1, count=1)
     with opened(store):
         put(store, block, filled(block, 1))
-        store.io.set_faults(fail_write_at=0, fail_errno=28)
+        store.nvme.engines[0].set_faults(fail_write_at=0, fail_errno=28)
         with pytest.raises(NvmeError, match="No space left"):
             put(store, block, filled(block, 2))
         assert store._arenas.staging.used == 0
