@@ -81,8 +81,11 @@ SET_UPS = {
         lora=True,
         trainer="SFTTrainer",
     ),
-    "DPOTrainer, vertical": SetUp(
-        {"gradient_accumulation_steps": 2, "max_length": 24}, VERTICAL, trainer="DPOTrainer"
+    "DPOTrainer, LoRA, vertical": SetUp(
+        {"gradient_accumulation_steps": 2, "max_length": 24},
+        VERTICAL,
+        lora=True,
+        trainer="DPOTrainer",
     ),
 }
 
@@ -185,6 +188,7 @@ def build(set_up: SetUp, folder: Path, resume: bool, plain: bool = False) -> Any
         "ddp_backend": "gloo" if set_up.ranks > 1 else None,
     }
     given: dict[str, Any] = {"callbacks": []}
+    plain_model = plain
     kinds: tuple[type, type] = (Trainer, TrainingArguments)
     if set_up.trainer == "Trainer":
         given |= {
@@ -205,6 +209,11 @@ def build(set_up: SetUp, folder: Path, resume: bool, plain: bool = False) -> Any
         else:
             kinds = (trl.DPOTrainer, trl.DPOConfig)
         given |= {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
+        if set_up.trainer == "DPOTrainer":  # which makes the reference of a plain model
+            import peft
+
+            given["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+            set_up, plain_model = set_up._replace(lora=False), True
         usual |= {"bf16": False, "gradient_checkpointing": False}
     if set_up.patience:
         given["callbacks"] = [EarlyStoppingCallback(set_up.patience)]
@@ -216,7 +225,9 @@ def build(set_up: SetUp, folder: Path, resume: bool, plain: bool = False) -> Any
             **{"durability": "step", "tuning": infinity.Tuning(poison=True)} | set_up.config,
         )
         kind = type("Durable", (InfinityTrainerMixin, kind), {})
-    trainer = kind(model=model_of(set_up, plain), args=kinds[1](**usual | set_up.args), **given)
+    trainer = kind(
+        model=model_of(set_up, plain_model), args=kinds[1](**usual | set_up.args), **given
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 

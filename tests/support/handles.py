@@ -22,9 +22,9 @@ class Handle(LazyTensor):
     def __new__(
         cls, home: torch.Tensor, requires_grad: bool = False, fetched: list[int] | None = None
     ) -> Any:
-        made = cls.without_data(
-            home.shape, home.dtype, home.device, home.stride(), requires_grad=requires_grad
-        )
+        made = cls.without_data(home.shape, home.dtype, home.device, home.stride())
+        with torch._C.DisableTorchFunctionSubclass():
+            made.requires_grad_(requires_grad)
         made.home = home
         made.fetched = [0] if fetched is None else fetched
         return made
