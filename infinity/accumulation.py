@@ -52,43 +52,36 @@ def accumulate(
     `RuntimeError` inside of a forward or backward of the model, or of another call.
     """
     interleaver, batches = engine(model).interleaver(), _listed(micro_batches)
-    if loss is not None and not callable(loss):
-        raise ConfigError(
-            f"infinity.accumulate: loss is {in_words(loss)}; give a function of what the model "
-            "returned and of its micro-batch"
-        )
     _check("order", order, ("vertical", "horizontal"))
     _check("reduction", reduction, ("mean", "sum"))
-    if not batches:
-        raise ConfigError("there are no micro-batches to accumulate")
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "infinity.accumulate runs backward; call it outside of torch.no_grad() and "
-            "torch.inference_mode()"
-        )
-    if any(map(callable, batches)):
-        _check_callables(batches, loss, scale)
-        losses = [torch.empty(0)] * len(batches)
-
-        def call(index: int, micro_batch: MicroBatch) -> None:
-            losses[index] = batches[index](micro_batch.begin_backward).detach()
-
-        interleaver.run(
-            [functools.partial(call, index) for index in range(len(batches))], order == "vertical"
-        )
-        return losses
-    autocast = [
-        _autocast_of(kind)
-        for kind in dict.fromkeys(("cpu", interleaver.device.torch.type))
-        if torch.is_autocast_enabled(kind)
-    ]
-    divisor = len(batches) if reduction == "mean" else None
-    works = _Works(model, batches, loss, divisor, scale, autocast)
+    _check_work(batches, loss, scale)
+    works: _Works | _Callables = _Callables(batches)
+    if not callable(batches[0]):
+        autocast = [
+            _autocast_of(kind)
+            for kind in dict.fromkeys(("cpu", interleaver.device.torch.type))
+            if torch.is_autocast_enabled(kind)
+        ]
+        divisor = len(batches) if reduction == "mean" else None
+        works = _Works(model, batches, loss, divisor, scale, autocast)
     interleaver.run(
         [functools.partial(works.run, index) for index in range(len(batches))],
         order == "vertical",
     )
     return works.losses
+
+
+class _Callables:
+    """Micro-batches that run forward and backward themselves."""
+
+    def __init__(self, works: Sequence[Callable[[Callable[..., None]], torch.Tensor]]) -> None:
+        self._works = works
+        self.losses = [torch.empty(0)] * len(works)
+        """The loss that each returned, detached."""
+
+    def run(self, index: int, micro_batch: MicroBatch) -> None:
+        """Run the micro-batch with this index."""
+        self.losses[index] = self._works[index](micro_batch.begin_backward).detach()
 
 
 class _Works:
@@ -157,14 +150,27 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
     return (wrapped if isinstance(wrapped, Engine) else engine(wrapped)).no_sync()
 
 
-def _check_callables(works: list[Any], loss: object, scale: object) -> None:
-    if not all(map(callable, works)):
-        other = next(each for each in works if not callable(each))
+def _check_work(batches: list[Any], loss: object, scale: object) -> None:
+    """Raise `ConfigError` if there is no work, or work that cannot be done together."""
+    if loss is not None and not callable(loss):
         raise ConfigError(
-            f"infinity.accumulate: some micro-batches are callables and one is {in_words(other)}; "
-            "give callables only, or batches only"
+            f"infinity.accumulate: loss is {in_words(loss)}; give a function of what the model "
+            "returned and of its micro-batch"
         )
-    if loss is not None or scale is not None:
+    if not batches:
+        raise ConfigError("there are no micro-batches to accumulate")
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "infinity.accumulate runs backward; call it outside of torch.no_grad() and "
+            "torch.inference_mode()"
+        )
+    others = [each for each in batches if not callable(each)]
+    if 0 < len(others) < len(batches):
+        raise ConfigError(
+            f"infinity.accumulate: some micro-batches are callables and one is "
+            f"{in_words(others[0])}; give callables only, or batches only"
+        )
+    if not others and (loss is not None or scale is not None):
         raise ConfigError(
             "infinity.accumulate: micro-batches that are callables compute and scale their losses "
             "themselves; leave out loss and scale"

@@ -91,7 +91,10 @@ class _SignalCame(Exception):
 
 
 class DurableTrainerMixin(Base):  # type: ignore[misc]
-    """Makes the steps of a Trainer durable, and resumes them. Used by the thread that trains."""
+    """Makes the steps of a Trainer durable, and resumes them. Used by the thread that trains.
+
+    One class, because a Trainer calls these methods on itself.
+    """
 
     _is_durable = False
     control: Any

@@ -53,8 +53,7 @@ class Keeper(Protocol):
 class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`. See [Note: changes of optimizer.state].
 
-    Used by the thread that runs the model. All ranks read and change tensors alike. One class,
-    because it overrides all methods of a dict that read or change it.
+    Used by the thread that runs the model. All ranks read and change tensors alike.
     """
 
     def __init__(self, owner: str, keeper: Keeper) -> None:

@@ -8,6 +8,7 @@ shows.
 from __future__ import annotations
 
 import contextvars
+import functools
 import json
 import os
 import re
@@ -345,6 +346,40 @@ def test_a_weight_that_a_micro_batch_keeps_is_refused(tmp_path: Path) -> None:
             model, [torch.ones(2, WIDTH)] * 2, lambda loss, _: loss, order="vertical"
         )
     infinity.engine(model).close()
+
+
+def test_callables_are_micro_batches(tmp_path: Path) -> None:
+    """They have the bits of batches, move as few bytes, and say themselves when a backward is
+    next."""
+    found, read = [], []
+    batches = [text_batch(number) for number in range(3)]
+    for kind in ("batches", "callables"):
+        (tmp_path / kind).mkdir()
+        model = wrap(transformer(), tmp_path / kind, precision="fp32")
+
+        def work(begin: Any, batch: Any, model: nn.Module = model) -> torch.Tensor:
+            loss = model(**batch).loss / 3
+            begin(loss)
+            loss.backward()
+            return loss * 3  # type: ignore[no-any-return]
+
+        works = [functools.partial(work, batch=each) for each in batches]
+        with infinity.engine(model) as engine:
+            losses = infinity.accumulate(model, batches if kind == "batches" else works)
+            gradients = [engine.gradient(parameter) for parameter in model.parameters()]
+            found.append([*losses, *(each for each in gradients if each is not None)])
+            read.append(engine.io.counters()["bytes_read"])
+    assert_same(*found)
+    assert read[0] == read[1]
+
+
+def test_callables_and_batches_are_not_mixed(tmp_path: Path) -> None:
+    model = wrap(transformer(), tmp_path)
+    with infinity.engine(model):
+        with pytest.raises(infinity.ConfigError, match="callables only, or batches only"):
+            infinity.accumulate(model, [text_batch(0), lambda begin: torch.zeros(())])
+        with pytest.raises(infinity.ConfigError, match="leave out loss and scale"):
+            infinity.accumulate(model, [lambda begin: torch.zeros(())], scale=lambda loss: loss)
 
 
 def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Path) -> None:
