@@ -23,7 +23,8 @@ class Interrupt:
 
     Main thread only. The exit restores the previous handlers. If a `KeyboardInterrupt` passes,
     signals stay ignored instead, so that they cannot interrupt the cleanup outside. With
-    `only_defaults` it leaves signals alone that have a handler of the program.
+    `only_defaults`, for a process that may continue, handlers of the program stay in place, and the
+    exit always restores.
     """
 
     def __init__(self, only_defaults: bool = False) -> None:
@@ -41,10 +42,12 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not isinstance(error, KeyboardInterrupt):
+        if self._only_defaults or not isinstance(error, KeyboardInterrupt):
             _restore(self._previous)
 
     def _note(self, number: int) -> None:
+        if self.signal is not None and self._only_defaults:
+            raise KeyboardInterrupt(number)
         if self.signal is not None:
             _raise_once(number)
         self.signal = number

@@ -205,8 +205,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
             raise SystemExit(128 + stopped.number) from None
         finally:
             self._interrupt = None
-            if self._hook is not None:
-                self._hook.remove()
+            self._remove_hook()
 
     def _begin_training(self) -> bool:
         """Count this `train()`. Returns whether it resumes. Raises `ConfigError` if the committed
@@ -290,9 +289,14 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
             if self._resumed["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(self._resumed["scaler"])
         if self._is_durable:
+            self._remove_hook()
             step = self.optimizer.optimizer
             self._hook = step.register_step_pre_hook(lambda *_: self.note(UPDATED))
         return prepared
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
     def _restore_sums(self) -> None:
         """Once, after Trainer has set them to zero."""

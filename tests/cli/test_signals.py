@@ -70,6 +70,27 @@ POINTS: dict[str, tuple[Any, str]] = {
 """Functions that are called once in a run, by what happens then."""
 
 
+def test_handlers_of_a_program_that_may_continue_stay() -> None:
+    """An interrupt for such programs notes signals without a handler, raises at the second one, and
+    leaves all handlers as they were, as a notebook needs it."""
+    got: list[int] = []
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        handlers = {each: signal.getsignal(each) for each in SIGNALS}
+        with pytest.raises(KeyboardInterrupt), Interrupt(only_defaults=True) as interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (got, interrupt.signal) == ([signal.SIGTERM], None)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt.signal == signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+        assert {each: signal.getsignal(each) for each in SIGNALS} == handlers
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 # The other side: a process that forks
 
 
