@@ -192,11 +192,12 @@ def test_a_backward_waits_for_the_update_that_reads_its_gradients(
     update, await_readers = Pipeline._update, Updater.await_readers
     monkeypatch.setattr(Pipeline, "_update", lambda *args: (go_on.wait(60), update(*args)))
 
-    def watched(updater: Any, unit: Any) -> None:
+    def watched(updater: Any, facts: Any) -> None:
+        unit = updater._units[facts.index]
         if unit in updater._delayed:
             waited.append(updater._delayed[unit].written)
             go_on.set()
-        await_readers(updater, unit)
+        await_readers(updater, facts)
 
     monkeypatch.setattr(Updater, "await_readers", watched)
     engine = wrap()
