@@ -124,7 +124,9 @@ def run(
         return {
             "seconds": (time.perf_counter() - start) / steps,
             "peak": engine.report().peaks["gpu"],
-            "limit": limit_of(engine) if any("_tiles." in u.facts.name for u in engine.units) else 0,
+            "limit": limit_of(engine)
+            if any("_tiles." in u.facts.name for u in engine.units)
+            else 0,
             "gradient": meter.peak,
             "losses": losses,
         }
