@@ -46,7 +46,7 @@ LEFT: dict[str, int] = {
     "modules/test_activations.py": 16,
     "modules/test_vertical.py": 4,
     "nvme/test_nvme.py": 2,
-    "optim/test_delayed_updates.py": 4,
+    "optim/test_delayed_updates.py": 3,
     "optim/test_foreign_optimizers.py": 1,
     "optim/test_loss_scaling.py": 2,
     "parity/test_compile.py": 1,
@@ -56,7 +56,7 @@ LEFT: dict[str, int] = {
     "ranks/test_rank_faults.py": 1,
     "ranks/test_tensor_parallel.py": 1,
     "tiers/test_gpu_direct.py": 1,
-    "tiers/test_nvme_shares.py": 3,
+    "tiers/test_nvme_shares.py": 2,
     "tiers/test_nvme_tier.py": 3,
     "tiers/test_store.py": 8,
 }

@@ -193,10 +193,10 @@ def test_a_backward_waits_for_the_update_that_reads_its_gradients(
     monkeypatch.setattr(Pipeline, "_update", lambda *args: (go_on.wait(60), update(*args)))
 
     def watched(updater: Any, facts: Any) -> None:
-        unit = updater._units[facts.index]
-        if unit in updater._delayed:
-            waited.append(updater._delayed[unit].written)
-            go_on.set()
+        for unit, job in updater._delayed.items():
+            if unit.facts is facts:
+                waited.append(job.written)
+                go_on.set()
         await_readers(updater, facts)
 
     monkeypatch.setattr(Updater, "await_readers", watched)

@@ -34,8 +34,8 @@ class World:
         return number in (self.free if question == "free" else self.placed)
 
     def _job(self, number: int) -> Job:
-        states = SimpleNamespace(
-            update_chunks=lambda: [0],
+        blocks = SimpleNamespace(
+            chunks=lambda: [0],
             staged_from=0,
             rewritten_in_place_until=0,
             is_free=lambda left: self._answer("free", number),
@@ -43,7 +43,10 @@ class World:
         )
         block = SimpleNamespace(moved_bytes=1, number=number)
         unit: Any = SimpleNamespace(
-            index=number, store=self.store, states=states, blocks={Kind.PARAM: block}
+            facts=SimpleNamespace(index=number),
+            store=self.store,
+            update_blocks=blocks,
+            blocks={Kind.PARAM: block},
         )
         return Job(unit, place=number, number=1)
 

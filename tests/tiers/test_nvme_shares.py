@@ -338,7 +338,7 @@ def check_content(made: NvmeTier, nbytes: int) -> None:
             for io, earlier in zip(made.engines, before, strict=True)
         ]
         assert sum(moved) == nbytes
-        assert moved == sizes(made._directories)
+        assert moved == sizes(made.places.paths)
 
 
 @each_engine
