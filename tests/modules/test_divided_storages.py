@@ -29,18 +29,16 @@ class Divided:
         monkeypatch.setattr(partitions.dist, "get_process_group_ranks", lambda among: [0])
         monkeypatch.setattr(Partitions, "_key", staticmethod(lambda place, checksum: place))
         self.gathers = self.backwards = 0
-        exchange: Any = SimpleNamespace(
-            ranks=SimpleNamespace(tensor=group), post_among_parts=self._post
-        )
+        exchange: Any = SimpleNamespace(ranks=SimpleNamespace(tensor=group), post=self._post)
         latch: Any = None
         self.module = nn.Identity()
         parts = RankParts(exchange, None, latch, Recorder())
         names = {self.module: "blocks.0"}
         self.partitions = Partitions(parts, names, lambda: None, lambda: self.backwards)
 
-    def _post(self, what: str, name: str, join: Any, sent: int) -> Any:
+    def _post(self, what: str, name: str, contribution: Any, among: Any) -> Any:
         self.gathers += 1
-        return SimpleNamespace(wait=join)
+        return SimpleNamespace(wait=contribution.join)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What is saved of an input of the block."""
