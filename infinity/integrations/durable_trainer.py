@@ -9,7 +9,7 @@ checkpoint of the step, and at the end of an epoch. The engine may be closed bet
 for example by Ctrl-C in an evaluation. Then the resumed training starts with the rest of that step.
 
 The log is no part of a note, because its size grows. It is in `metrics.jsonl` in the output
-directory, and a resume cuts that file to the length in the note.
+directory, after the lines of earlier trainings. A resume cuts that file to the length in the note.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
     """
 
     _is_durable = False
+    _resume = False
     control: Any
 
     def follow(self, model: nn.Module) -> None:
@@ -118,7 +119,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._interrupt: Interrupt | None = None
         self._hook: RemovableHandle | None = None  # before a step of the optimizer
 
-    # TrainerNotes
+    # Notes
 
     def _random_states(self) -> RandomStates:
         return RandomStates.of(self._engine.compute_device)
@@ -164,7 +165,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                     float(self.current_flos),
                     int(self._initial_global_step),
                 ],
-                "norm": None if self._last_norm is None else float(self._last_norm),
+                "norm": self._last_norm if moment == UPDATED else None,
                 "scheduler": self.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "groups": [
@@ -175,7 +176,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 "epoch_random": _values(self._epoch_random),
                 "data_seed": self._data_seed,
                 "ahead": _values(self._fetches.ahead(done * self.args.gradient_accumulation_steps)),
-                "lines": self._lines.length,
+                "lines": [self._lines.begin, self._lines.end],
             },
         )
 
@@ -216,7 +217,12 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         is_first = self.args.process_index == 0
         self._lines = TrainingLog(Path(self.args.output_dir, METRICS) if is_first else None)
         if not committed:
-            self._history = self._lines.begin(0)
+            if self._resume and self._notes.trainings == 1 and self._engine.posted_step:
+                raise ConfigError(
+                    f"step {self._engine.posted_step} was committed without a Trainer, so where it "
+                    "was in its data is not known; start anew in another directory"
+                )
+            self._history = self._lines.open()
             return False
         if hasattr(self, "_buffered_inputs"):
             raise ConfigError(
@@ -243,7 +249,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 f"the committed training has callbacks with a state {expected}, and here they are "
                 f"{names}; resume with the same callbacks"
             )
-        self._history = self._lines.begin(committed["lines"])
+        self._history = self._lines.open(*committed["lines"])
         return True
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

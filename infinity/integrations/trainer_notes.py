@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +66,10 @@ class TrainerNotes:
         return 0 if engine is None else engine.posted_step
 
     def state_dict(self) -> dict[str, Any]:
-        holds = self._update and self._posted_step >= self._step
-        return self._update if holds else self._last
+        if not self._update or self._posted_step < self._step:
+            return self._last
+        norm = self._update["norm"]  # known by now, without a wait
+        return self._update | {"norm": None if norm is None else float(norm)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = self.committed = state
@@ -142,36 +145,36 @@ class Fetches:
 
 
 class TrainingLog:
-    """The log of a training as JSON lines, of which a note has the length alone. Without a path it
-    has no lines."""
+    """The log of one training as JSON lines, which follow those of other trainings in the file. A
+    note has the bytes at which it begins and ends. Without a path it has no lines."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.length = path, 0
+        self._path = path
+        self.begin = self.end = 0
 
-    def begin(self, length: int) -> list[dict[str, Any]]:
-        """Cut the file to `length` bytes; returns the entries in them."""
-        self.length = length
-        if self.path is None:
+    def open(self, begin: int | None = None, end: int = 0) -> list[dict[str, Any]]:
+        """Cut the file at `end`, and return the entries from `begin` on. Without `begin`, the log
+        begins at the end of the file."""
+        if self._path is None:
             return []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            missing = length - file.tell()
-            file.truncate(min(length, file.tell()))
-        if missing > 0:
-            self.length = length - missing
-            log.warning("%s lost its last %d bytes; the weights lost nothing", self.path, missing)
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        whole = [each for each in lines if each.endswith(b"\n")]
-        if len(whole) < len(lines):
-            self.length = sum(map(len, whole))
-            with self.path.open("ab") as file:
-                file.truncate(self.length)
-        return [json.loads(each) for each in whole]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            size = file.tell()
+            self.begin = size if begin is None else min(begin, size)
+            self.end = min(size, self.begin if begin is None else end)
+            file.truncate(self.end)
+        content = self._path.read_bytes()[self.begin :]
+        whole, _, part = content.rpartition(b"\n")
+        if part or size < end:
+            self.end -= len(part)
+            os.truncate(self._path, self.end)
+            log.warning("%s lost its last entries; the weights lost nothing", self._path)
+        return [json.loads(line) for line in whole.splitlines()]
 
     def write(self, entry: dict[str, Any]) -> None:
         """Append `entry`."""
         line = json.dumps(entry, default=float).encode() + b"\n"
-        self.length += len(line)
-        if self.path is not None:
-            with self.path.open("ab") as file:
+        if self._path is not None:
+            with self._path.open("ab") as file:
                 file.write(line)
+            self.end += len(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import infinity
 from infinity.engine import Engine
@@ -26,6 +27,7 @@ from support.durable_trainers import (
     digest_of,
     figures,
     in_processes,
+    model_of,
     train,
 )
 
@@ -236,3 +238,36 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(
     with infinity.engine(again.model):
         again.train(resume_from_checkpoint=True)
         assert digest_of(again.model) == expected
+
+
+def test_the_log_follows_the_lines_of_others(tmp_path: Path) -> None:
+    """A training and its resume leave what stands in the file already."""
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text("lines of another program\n")
+    expected = train(SET_UPS["dropout"], tmp_path / "whole")
+    (tmp_path / "drive").mkdir()
+    with pytest.raises(Cut):
+        train(SET_UPS["dropout"], tmp_path, event=30, cuts=True)
+    found = train(SET_UPS["dropout"], tmp_path)
+    first, *lines = path.read_text().splitlines()
+    assert first == "lines of another program"
+    assert len(lines) == expected["lines"] and found["log"] == expected["log"]
+
+
+def test_steps_that_no_trainer_made_are_not_resumed(tmp_path: Path) -> None:
+    from infinity.integrations.transformers import InfinityTrainer
+
+    set_up = SET_UPS["dropout"]
+    model, config = model_of(set_up, False), infinity.Config(nvme=tmp_path, durability="step")
+    with infinity.engine(infinity.wrap(model, config)):
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    plain = build(set_up, tmp_path / "plain", False, plain=True)
+    trainer = InfinityTrainer(
+        model_of(set_up, False), plain.args, infinity_config=config, resume=True
+    )
+    with infinity.engine(trainer.model), pytest.raises(ConfigError, match="without a Trainer"):
+        trainer.train()
