@@ -2,10 +2,10 @@
 cut off by an exception.
 
 [Note: outputs that may be changed in place]
-A custom function that watches gradients gives the tensor that it is given. It may not give a view:
-autograd refuses to change in place what is a view of a custom function. What `detach` gives is no
-view, although it has the same memory and the same version counter. So a change in place is noticed
-by the nodes that saved the memory, as in plain PyTorch.
+A custom function that watches gradients returns its input tensor. It may not return a view, because
+autograd refuses to change a view of a custom function in place. A result of `detach` is no view,
+although it has the same memory and the same version counter. So the nodes that saved the memory
+notice a change in place, as in plain PyTorch.
 """
 
 from __future__ import annotations

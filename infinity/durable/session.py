@@ -15,7 +15,7 @@ noted nevertheless when the forward begins, because the engine may be closed bef
 If a record is fixed at a moment that the updates did not expect, the store makes the blocks whole.
 
 [Note: writes outside of steps]
-The next record contains what was written since the last one. So a block is rewritten in place as
+The next record contains the writes since the last record. So a block is rewritten in place as
 long as no record refers to its content, and beside it otherwise.
 
 [Note: the same records on all ranks]

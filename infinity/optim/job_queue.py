@@ -29,8 +29,8 @@ class JobQueue:
         """The pipeline's side."""
 
     def expect(self, job: Job) -> None:
-        """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of
-        them is not final."""
+        """Start reading for `job`, AWAITED. Its gradients must need no staging, because bytes of
+        them that are read now are not final."""
         with self.changed:
             if self._table.state is QueueState.OPEN:
                 self._table.add(job)

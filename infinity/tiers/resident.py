@@ -307,7 +307,7 @@ class Residency:
     def _acquire(self, block: Block, beyond: float) -> bool:
         """Give `block` a place in the arena and start filling it, unless it has one already.
 
-        False without room. `beyond`: only what is used later may be evicted; -1 for a demand fetch.
+        False without room. `beyond`: only copies used later may be evicted; -1 for a demand fetch.
         """
         self.rollback(block)
         copy = block.copy
