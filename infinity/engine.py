@@ -450,7 +450,7 @@ class Engine:
     @property
     def posted_step(self) -> int:
         """The last step of an optimizer, counted like `committed_step`, or that was left out."""
-        return self._updater.posted_steps + self._updater.skipped_steps
+        return self._updater.next_number - 1
 
     def track(self, **objects: Any) -> None:
         """Commit with every step the `state_dict()` of these objects when the next forward begins,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401  engines import it; see `_less_to_collect`
+import torch.distributed as dist
 from hypothesis import settings
 from torch import nn
 
@@ -58,6 +59,14 @@ def _less_to_collect() -> None:
     would look at all of torch and transformers again, for 0.3 seconds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """`infinity.initialize` and `zero.Init` make one for their process, which other files share."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

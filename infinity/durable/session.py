@@ -266,7 +266,7 @@ class Session:
     @property
     def _step(self) -> int:
         """The number of the last step that was posted or left out."""
-        return self._updater.posted_steps + self._updater.skipped_steps
+        return self._updater.next_number - 1
 
     def _make_whole(self) -> None:
         """Make the blocks after all posted steps whole, so that a commit may refer to them. If

@@ -39,6 +39,7 @@ from infinity.integrations.trainer_notes import (
     UPDATED,
     Fetches,
     TrainingLog,
+    grow,
     notes_of,
 )
 from infinity.interrupt import Interrupt
@@ -111,7 +112,8 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._resumed: dict[str, Any] | None = None
         self._rest: dict[str, Any] | None = None  # of a resumed epoch
         self._epoch = self._first_step = 0
-        self._epoch_random: RandomStates | None = None
+        self._kept: dict[str, Any] = {}
+        self._epoch_random: dict[str, Any] = {}
         self._data_seed: int | None = None
         self._last_norm: Any = None
         self._fetches = Fetches(self._engine.compute_device)
@@ -124,7 +126,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
     def _random_states(self) -> RandomStates:
         return RandomStates.of(self._engine.compute_device)
 
-    def _kept(self) -> dict[str, Any]:
+    def _kept_now(self) -> dict[str, Any]:
         found = {name: getattr(self.args, name) for name in KEPT}
         found["lr_scheduler_type"] = str(getattr(found["lr_scheduler_type"], "value", ""))
         if hasattr(self.train_dataset, "__len__"):
@@ -153,7 +155,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._notes.make(
             moment,
             {
-                "kept": self._kept(),
+                "kept": self._kept,
                 "state": json.dumps({n: getattr(self.state, n) for n in PROGRESS}, default=float),
                 "stateful": json.dumps(states, default=float),
                 "epoch": self._epoch,
@@ -172,8 +174,8 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                     {name: value for name, value in group.items() if name != "params"}
                     for group in self.optimizer.param_groups
                 ],
-                "random": _values(self._random_states()),
-                "epoch_random": _values(self._epoch_random),
+                "random": self._random_states().values(),
+                "epoch_random": self._epoch_random,
                 "data_seed": self._data_seed,
                 "ahead": _values(self._fetches.ahead(done * self.args.gradient_accumulation_steps)),
                 "lines": [self._lines.begin, self._lines.end],
@@ -198,7 +200,9 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
             with ExitStack() as stack:
                 if threading.current_thread() is threading.main_thread():
                     self._interrupt = stack.enter_context(Interrupt(only_defaults=True))
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                self._stop_if_asked()  # since the last step
+                return output
         except _SignalCame as stopped:
             if stopped.number == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -211,17 +215,17 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
     def _begin_training(self) -> bool:
         """Count this `train()`. Returns whether it resumes. Raises `ConfigError` if the committed
         step is of another `train()`, or cannot be resumed."""
-        self._notes.trainings += 1
-        committed, self._notes.committed = self._notes.committed, {}
-        self._resumed = committed or None
+        committed, number = self._notes.committed, self._notes.trainings + 1
+        self._kept = self._kept_now()
         is_first = self.args.process_index == 0
         self._lines = TrainingLog(Path(self.args.output_dir, METRICS) if is_first else None)
         if not committed:
-            if self._resume and self._notes.trainings == 1 and self._engine.posted_step:
+            if self._resume and number == 1 and self._engine.posted_step:
                 raise ConfigError(
                     f"step {self._engine.posted_step} was committed without a Trainer, so where it "
                     "was in its data is not known; start anew in another directory"
                 )
+            self._notes.trainings, self._resumed = number, None
             self._history = self._lines.open()
             return False
         if hasattr(self, "_buffered_inputs"):
@@ -229,13 +233,13 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 f"{type(self).__name__} keeps generated batches from step to step, and no durable "
                 "step has them; wrap without resume, and give train(resume_from_checkpoint=...)"
             )
-        if committed["training"] != self._notes.trainings:
+        if committed["training"] != number:
             raise ConfigError(
                 f"the committed step is of train() call {committed['training']} on this engine, "
-                f"and this is call {self._notes.trainings}; give each training directories of its "
+                f"and this is call {number}; give each training directories of its "
                 "own in Config(nvme=...)"
             )
-        now = self._kept()
+        now = self._kept
         for name, before in committed["kept"].items():
             if now.get(name) != before:
                 raise ConfigError(
@@ -249,6 +253,8 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 f"the committed training has callbacks with a state {expected}, and here they are "
                 f"{names}; resume with the same callbacks"
             )
+        self._notes.trainings, self._notes.committed = number, {}
+        self._resumed = committed
         self._history = self._lines.open(*committed["lines"])
         return True
 
@@ -327,7 +333,8 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
             self._resume_epoch(note, kwargs)
         else:
             self.control.should_epoch_stop = False
-            self._first_step, self._epoch_random = self.state.global_step, self._random_states()
+            self._first_step = self.state.global_step
+            self._epoch_random = self._random_states().values()
             self._fetches.begin()
             super()._run_epoch(**kwargs)
         self.note(EPOCH_ENDED)
@@ -336,7 +343,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
     def _resume_epoch(self, note: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
         trained = kwargs["steps_trained_in_current_epoch"]
         batches = kwargs["num_update_steps_per_epoch"] * self.args.gradient_accumulation_steps
-        self._epoch_random = _states(note["epoch_random"])
+        self._epoch_random = note["epoch_random"]
         self._fetches.begin(trained, note["ahead"] and _states(note["ahead"]))
         if note["moment"] == UPDATED:
             self._finish_step(note, kwargs)
@@ -345,12 +352,14 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._fetches.continue_from(self._random_states())
         if trained < batches:
             # The sampler and the seeds of workers are drawn again as the epoch began.
-            self._epoch_random.restore(self._engine.compute_device)
+            _states(note["epoch_random"]).restore(self._engine.compute_device)
         kwargs |= {"steps_trained_in_current_epoch": trained, "resume_from_checkpoint": METRICS}
         super()._run_epoch(**kwargs | {"epochs_trained": kwargs["epoch"]})
 
     def _finish_step(self, note: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         """Do the rest of the step whose update is committed, as `Trainer._run_epoch` does it."""
+        if note["scaler"] is not None:
+            grow(self.accelerator.scaler)
         on = self.callback_handler
         self.control = on.on_optimizer_step(self.args, self.state, self.control)
         rate = self._get_learning_rate()

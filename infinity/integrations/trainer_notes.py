@@ -87,6 +87,16 @@ def notes_of(engine: Engine) -> TrainerNotes:
     return _NOTES[engine]
 
 
+def grow(scaler: Any) -> None:
+    """Do the `update` of a `GradScaler` after a step with finite gradients."""
+    state = scaler.state_dict()
+    state["_growth_tracker"] += 1
+    if state["_growth_tracker"] == state["growth_interval"]:
+        state["scale"] *= state["growth_factor"]
+        state["_growth_tracker"] = 0
+    scaler.load_state_dict(state)
+
+
 class Fetches:
     """The random states before batches that are fetched and not trained on.
 

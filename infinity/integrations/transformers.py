@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +117,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         self._given_optimizer = optimizer_in(kwargs.get("optimizers"))
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
-        self._waiting: list[Any] = []  # micro-batches
+        self._waiting: list[Callable[..., torch.Tensor]] = []  # micro-batches
         self._draft: Path | None = None  # the directory of a checkpoint that is being saved
         super().__init__(*args, **kwargs)
 
@@ -221,20 +220,35 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         step = super().training_step
         if count == 1 or engine(self.model).config.accumulation == "horizontal":
             return step(model, inputs, num_items_in_batch)
-        self._waiting.append(inputs)
-        if len(self._waiting) < count:
-            return torch.zeros((), device=self.args.device)
 
-        def work(inputs: Any, begin: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        def work(begin: Callable[[torch.Tensor], None]) -> torch.Tensor:
             begin_backward.set(begin)
             loss: torch.Tensor = step(model, inputs, num_items_in_batch)
             return loss
 
-        batches, self._waiting = self._waiting, []
-        *losses, last = accumulate(self.model, [partial(work, each) for each in batches])
-        for loss in losses:  # in the order of Trainer
-            self._tr_loss += loss
+        self._waiting.append(work)
+        if len(self._waiting) < count:
+            return torch.zeros((), device=self.args.device)
+        return self._run_waiting()
+
+    def _run_waiting(self) -> torch.Tensor:
+        """Run the micro-batches that wait. Adds their losses to the sum like Trainer, but for the
+        last one, which is returned."""
+        works, self._waiting = self._waiting, []
+        *losses, last = accumulate(self.model, works)
+        for loss in losses:
+            if self.args.logging_nan_inf_filter and not loss.isfinite():
+                steps = 1 + self.state.global_step - self._globalstep_last_logged
+                self._tr_loss += self._tr_loss / steps
+            else:
+                self._tr_loss += loss
         return last
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        self._waiting.clear()  # of an epoch that an exception ended
+        super()._run_epoch(**kwargs)
+        if self._waiting:  # a callback ended the epoch between them: their gradients stay
+            self._run_waiting()
 
     # Checkpoints. See [Note: checkpoints of a trainer].
 

@@ -265,7 +265,7 @@ class Facade:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """The method that `pickle`, `torch.save` and `copy.copy` call."""
-        if sys._getframe(1).f_globals["__name__"] == "copy":
+        if sys._getframe(1).f_globals.get("__name__") == "copy":
             raise ShardedParameterError(self._refused("copied", COPIED))
         raise ShardedParameterError(self._refused("pickled", SAVED))
 

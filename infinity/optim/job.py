@@ -47,8 +47,9 @@ class JobState(enum.Enum):
 
 
 class Job:
-    """The update of `unit` on its way through the pipeline. `JobQueue` alone changes it, under its
-    lock. One class, because that lock protects all of it.
+    """The update of `unit` on its way through the pipeline. `JobTable` and `ChunkQueue` change it,
+    under their lock. The thread of the pipeline clears `placed`. One class, because that lock
+    protects all of the rest.
 
     `place` is the unit's position in the next forward, `number` the number of its step. `meter`
     counts the bytes that the job moves.

@@ -257,7 +257,7 @@ class BenchStates:
     def write(
         self, parameter: torch.Tensor, entry: Mapping[str, Any], changed: Collection[str]
     ) -> None:
-        """Replace the `changed` parts of an entry, and remove the parts in `gone`."""
+        """Replace the `changed` parts of an entry, and remove parts that `entry` lacks."""
         adapted, bench, index = self._bench(parameter)
         with bench.edited(adapted) as states:
             state = states.setdefault(bench.stands[index], {})

@@ -50,7 +50,7 @@ WATCHDOG_SECONDS = 600.0
 
 class Exchange:
     """The collectives among `ranks`. Every rank must make an exchange, because it copies their
-    groups. The thread that runs the model calls all methods.
+    groups. The thread that runs the model calls all methods, but for `add_by_rank`.
 
     `timeout` is `Tuning.collective_timeout`, in seconds. A failure goes to the latch of the store,
     so it reaches the next call of the user. After it no collective is joined.

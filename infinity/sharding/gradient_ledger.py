@@ -71,8 +71,8 @@ class GradientEntry(NamedTuple):
 class GradientLedger:
     """The record of the gradients of a unit, by index of the parameter.
 
-    `Gradients` writes it on the thread that runs the model. The thread of the exchange notes
-    squares.
+    `Gradients` and `GradientNorm` write it on the thread that runs the model. The thread of the
+    exchange notes squares.
     """
 
     def __init__(self, facts: UnitFacts) -> None:

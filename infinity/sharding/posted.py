@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -51,9 +51,6 @@ class Contribution:
     """Given by a rank with zeros only. It is called instead of `join` if all ranks give one."""
     alike: int = 0
     """A number below 2**64. If ranks differ in it, no rank joins, and the result is None."""
-
-
-_NOTHING = Contribution(_nothing)
 
 
 class Collective:
@@ -106,7 +103,7 @@ class Collective:
         holds."""
         self._result, self._error, self.groups = result, error, ()
         self._copy = Copy()
-        self.contribution = _NOTHING
+        self.contribution = replace(self.contribution, join=_nothing, arrive=_nothing, idle=None)
         self._ended.set()
         self._queued.set()
 
@@ -153,7 +150,7 @@ class Posted:
         """The number of collectives among all ranks that were posted."""
         self.error: EngineClosedError | None = None
         """The first failure. After it no collective is joined."""
-        self.is_closing = False
+        self._is_closing = False
 
     def add(self, collective: Collective, operation: str, unit: str, among: Among) -> None:
         """Queue `collective`. After a failure or `close` it ends at once, with an error.
@@ -169,7 +166,7 @@ class Posted:
                 self._recent.append(collective.name)
                 self.count += 1
             collective.order = calls.value
-            if self.is_closing or self.error is not None:
+            if self._is_closing or self.error is not None:
                 collective.end(error=self.error or EngineClosedError("the engine was closed"))
             else:
                 self._open[collective] = None
@@ -191,7 +188,8 @@ class Posted:
 
     def names(self) -> list[str]:
         """The names of all collectives that have not ended."""
-        return [collective.name for collective in self._open]
+        with self._lock:
+            return [collective.name for collective in self._open]
 
     def remove(self, collective: Collective) -> bool:
         """`collective` was joined. Returns False if `fail` has ended it before."""
@@ -221,6 +219,6 @@ class Posted:
     def close(self) -> None:
         """Let `take` return None after the collectives that are queued. May be called twice."""
         with self._lock:
-            if not self.is_closing:
-                self.is_closing = True
+            if not self._is_closing:
+                self._is_closing = True
                 self._queue.put(None)

@@ -131,7 +131,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         """As of any tensor; see [Note: aliases that scripts keep]. Raises `ShardedParameterError`
         inside of `nn.Parameter(parameter)`, which would share the memory."""
         if not torch.compiler.is_compiling():
-            if sys._getframe(1).f_globals["__name__"] == nn.Parameter.__module__:
+            if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
                 refuse_sharing()
             for views in list(GatheredParameter.views):
                 views.alias(self)

@@ -282,8 +282,10 @@ class Activations:
                 saved = saved.below
         self._copies.keep_ahead(2 * most)
         drive = self._drive
-        going = drive is not None
-        while going and drive is not None:
+        if drive is None:
+            return
+        going = True
+        while going:
             going = False
             for stack in self._stacks:
                 away = stack.next_away()

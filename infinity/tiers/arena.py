@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 
 import torch
 
@@ -116,11 +117,17 @@ class Arenas:
     """The memory of a store, allocated at once: `gpu` on the compute device, `cpu` in host memory
     for homes and cache, and `staging` in host memory."""
 
-    def __init__(self, device: ComputeDevice, rooms: Rooms, poison: bool) -> None:
+    def __init__(
+        self, device: ComputeDevice, rooms: Rooms, poison: bool, closing: ExitStack
+    ) -> None:
+        """`closing` releases the memory, also that of the first arenas if a later one fails."""
         host = device.host_memory
         self.gpu = Arena(device.compute_memory(rooms.device), PAGE, poison)
+        closing.callback(self.gpu.drop)
         self.cpu = Arena(host(rooms.homes + rooms.cache), PAGE, poison)
+        closing.callback(self.cpu.drop)
         self.staging = Arena(host(rooms.host.slots * rooms.slot), rooms.slot, poison)
+        closing.callback(self.staging.drop)
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease on `tier`, a tier in memory, that never ends. Raises `RuntimeError` without
@@ -129,8 +136,3 @@ class Arenas:
         if lease is None:
             raise RuntimeError(f"{nbytes} bytes were not set aside on {tier}")
         return lease
-
-    def drop(self) -> None:
-        """Release the memory."""
-        for arena in (self.gpu, self.cpu, self.staging):
-            arena.drop()

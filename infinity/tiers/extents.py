@@ -49,7 +49,7 @@ class Extents:
         self._speeds: list[float] = []  # bytes per second of each directory, once measured
         self._probed: list[int] = []  # the bytes that each directory gave to the measurement
         self._spare_bytes = 0
-        self._taken: list[int] | None = None  # bytes of each file that was taken over
+        self._taken: list[int] | None = None  # bytes that each adopted file needs
         self._growing = threading.Lock()
 
     @property

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from infinity.device import huge_pages
-from infinity.placement.budget import PAGE
-from infinity.quantities import round_up
 from infinity.tiers.arena import POISON
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.saved_storage import SavedStorage
@@ -55,7 +53,7 @@ class SavedMemory:
     def hold_new(self, saved: SavedStorage) -> None:
         """`saved` is on its way to its slot."""
         self.held[saved] = self.unwritten[saved] = None
-        self.unwritten_bytes += round_up(saved.nbytes, PAGE)
+        self.unwritten_bytes += _slot_bytes(saved)
 
     def hold_again(self, saved: SavedStorage, start: int | None, nbytes: int) -> None:
         """Give `saved` the slot at `start`. If `start` is None, give it memory of its own, which
@@ -69,7 +67,7 @@ class SavedMemory:
         """The slot of `saved` needs no write any more."""
         if saved in self.unwritten:
             del self.unwritten[saved]
-            self.unwritten_bytes -= round_up(saved.nbytes, PAGE)
+            self.unwritten_bytes -= _slot_bytes(saved)
 
     def free(self, saved: SavedStorage) -> None:
         """Free the slot of `saved`, once no copy to the device reads it."""
@@ -87,3 +85,7 @@ class SavedMemory:
     def drop(self) -> None:
         """Release the memory."""
         self._memory = self._memory.new_empty(0)
+
+
+def _slot_bytes(saved: SavedStorage) -> int:
+    return 0 if saved.slot is None else saved.slot.numel()

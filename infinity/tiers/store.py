@@ -213,8 +213,7 @@ class Store:
         """Allocate the memory, and register it with the drives."""
         rooms = self.layout.rooms
         poison = self._config.tuning.poison
-        self._arenas = Arenas(self.device, rooms, poison)
-        self._memory.callback(self._arenas.drop)
+        self._arenas = Arenas(self.device, rooms, poison, self._memory)
         if self.layout.placement.moves_activations():
             memory = self.device.host_memory(rooms.saved)
             drive = self.nvme if TIERS[self._config.activations].needs_staging else None

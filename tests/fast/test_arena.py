@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from infinity.tiers import arena as module
 from infinity.tiers.arena import POISON, Arena, Lease
 
 SLOT, SLOTS = 64, 8
@@ -131,3 +136,17 @@ def test_a_second_release_does_not_end_the_next_lease():
     second.tensor.fill_(1)
     first.release()
     assert slots.used == SLOT * SLOTS and (second.tensor == 1).all()
+
+
+def test_arenas_that_are_made_in_part_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the error is held, as in a notebook."""
+    made: list[Arena] = []
+    monkeypatch.setattr(module, "Arena", lambda *given: made.append(Arena(*given)) or made[-1])
+    device: Any = SimpleNamespace(
+        compute_memory=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8),
+        host_memory=lambda nbytes: torch.zeros(1 << 60),
+    )
+    rooms: Any = SimpleNamespace(device=1 << 14, homes=0, cache=0)
+    with ExitStack() as closing, pytest.raises(RuntimeError) as error:
+        module.Arenas(device, rooms, False, closing)
+    assert error.tb is not None and [arena.memory.numel() for arena in made] == [0]

@@ -4,9 +4,11 @@ as of one that nothing disturbed."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,11 @@ from support.durable_trainers import (
 )
 
 pytest.importorskip("accelerate")
+
+from transformers import TrainerCallback
+
+from infinity.integrations.trainer_notes import grow
+
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 KILLED = ["dataset that draws, accumulation", "two ranks, vertical, evaluation"]
@@ -143,8 +150,18 @@ def test_what_a_resume_refuses(tmp_path: Path) -> None:
             trainer.train(**more)
 
     more = set_up.args | {"per_device_train_batch_size": 2}
-    refused(set_up._replace(args=more), "has per_device_train_batch_size 3, and here it is 2")
+    changed = set_up._replace(args=more)
+    refused(changed, "has per_device_train_batch_size 3, and here it is 2")
     refused(set_up._replace(patience=1), r"\['TrainerControl'\], and here they are \['EarlyStop")
+    trainer = build(changed, tmp_path, True)
+    with infinity.engine(trainer.model):
+        for _ in range(2):  # a refused call is no training
+            with pytest.raises(ConfigError, match="has per_device_train_batch_size"):
+                trainer.train()
+    trainer = build(set_up, tmp_path, True)
+    trainer._buffered_inputs = None  # as GRPOTrainer and RLOOTrainer have it
+    with infinity.engine(trainer.model), pytest.raises(ConfigError, match="generated batches"):
+        trainer.train()
     trainer = build(set_up, tmp_path, True)
     with infinity.engine(trainer.model):
         trainer.train()
@@ -234,6 +251,8 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(
     last = get_last_checkpoint(str(tmp_path / "cut" / "out"))
     assert Path(last).name == "checkpoint-3"
     assert (tmp_path / "cut" / "out" / "checkpoint-3" / "trainer_state.json").exists()
+    left = {path.name for path in (tmp_path / "cut" / "out").iterdir()}
+    assert left == {"checkpoint-3", ".saving", "metrics.jsonl"}
     again = build(set_up._replace(config={"durability": "off"}), tmp_path / "cut", False)
     with infinity.engine(again.model):
         again.train(resume_from_checkpoint=True)
@@ -271,3 +290,95 @@ def test_steps_that_no_trainer_made_are_not_resumed(tmp_path: Path) -> None:
     )
     with infinity.engine(trainer.model), pytest.raises(ConfigError, match="without a Trainer"):
         trainer.train()
+
+
+def test_a_resumed_training_may_have_more_epochs(tmp_path: Path) -> None:
+    set_up = SET_UPS["dropout"]
+    with pytest.raises(Cut):
+        train(set_up, tmp_path, event=30, cuts=True)
+    found = train(set_up._replace(args=set_up.args | {"num_train_epochs": 3}), tmp_path)
+    assert found["steps"] == 15 and [entry["step"] for entry in found["log"][:-1]] == [
+        *range(1, 16)
+    ]
+
+
+def test_a_signal_after_the_last_step_ends_the_process(tmp_path: Path) -> None:
+    trainer = build(SET_UPS["dropout"], tmp_path, False)
+
+    class Late(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(Late())
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_micro_batches_of_a_step_that_was_cut_off_are_not_trained(tmp_path: Path) -> None:
+    """Neither are those of the next step counted with them."""
+    losses = {}
+    for order in ("horizontal", "vertical"):
+        args = {"gradient_accumulation_steps": 3, "num_train_epochs": 1}
+        set_up = SetUp(args, {"accumulation": order}, dropout=0.0)
+        trainer = build(set_up, tmp_path / order, False)
+
+        class Once(TrainerCallback):  # type: ignore[misc]
+            calls = 0
+
+            def on_substep_end(self, *_: Any, **__: Any) -> None:
+                self.calls += 1
+                if self.calls == 2:
+                    raise Cut
+
+        trainer.add_callback(Once())
+        with infinity.engine(trainer.model):
+            with pytest.raises(Cut):
+                trainer.train()
+            trainer.model.zero_grad()
+            trainer.train()
+            losses[order] = [entry.get("loss") for entry in trainer.state.log_history]
+    assert losses["vertical"] == losses["horizontal"]
+
+
+def test_a_loss_that_is_no_number_is_logged_alike_in_both_orders(tmp_path: Path) -> None:
+    """Trainer replaces it by the mean of the losses before."""
+    losses = {}
+    for order in ("horizontal", "vertical"):
+        set_up = SetUp(
+            {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "max_grad_norm": 0.0},
+            {"accumulation": order, "durability": "off"},
+            dropout=0.0,
+        )
+        trainer = build(set_up, tmp_path / order, False)
+        real, calls = trainer.compute_loss, []
+
+        def compute(*args: Any, real: Any = real, calls: Any = calls, **kwargs: Any) -> Any:
+            calls.append(0)
+            factor = float("nan") if len(calls) == 3 else 1.0
+            return real(*args, **kwargs) * factor
+
+        trainer.compute_loss = compute
+        with infinity.engine(trainer.model):
+            trainer.train()
+            losses[order] = [entry.get("loss") for entry in trainer.state.log_history][:2]
+    assert losses["vertical"] == losses["horizontal"] and all(
+        map(math.isfinite, losses["vertical"])
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_scaler_grows_as_after_its_update(steps: int) -> None:
+    real, ours = (torch.amp.GradScaler("cpu", growth_interval=2) for _ in range(2))
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for _ in range(steps):
+        real.scale(weight.sum()).backward()
+        real.step(optimizer)
+        real.update()
+        grow(ours)
+    assert ours.state_dict() == real.state_dict()

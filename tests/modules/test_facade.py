@@ -119,6 +119,18 @@ def test_a_module_may_convert_its_own_things() -> None:
         assert model.metric.given == (False, False, True)
 
 
+def test_code_of_no_module_touches_a_wrapped_model(wrapped: Transformer) -> None:
+    """Code of `exec`, and the forward of a `torch.fx` graph, have globals without a name."""
+    found: dict[str, Any] = {}
+    exec("def detached(p): return p.detach()\ndef pickled(m): return m.__reduce_ex__(2)", found)
+    found.pop("__name__", None)
+    with infinity.gathered(wrapped):
+        for parameter in wrapped.parameters():
+            assert torch.equal(found["detached"](parameter), parameter)
+    with pytest.raises(infinity.ShardedParameterError, match="pickled"):
+        found["pickled"](wrapped)
+
+
 def test_a_closed_engine_leaves_nothing_on_the_modules(tmp_path: Path) -> None:
     plain = transformer()
     before = {name: set(vars(module)) for name, module in plain.named_modules()}

@@ -4,25 +4,15 @@ their values are those of the constructor, or a warning says what they are."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import infinity
-
-
-@pytest.fixture(autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    """`zero.Init` makes one."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class ScaleConfig(PretrainedConfig):

@@ -55,11 +55,9 @@ def _norm_without_the_first_unit(real: Any) -> Any:
 
 
 def _one_moment_does_not_flip(real: Any) -> Any:
-    def end_update(self: Any, blocks: Any) -> None:
-        blocks = list(blocks)
-        real(
-            self, [block for block in blocks if block.kind is not Kind.EXP_AVG or not block.written]
-        )
+    def end_update(self: Any, blocks: Any, *left: int) -> None:
+        flips = [block for block in blocks if block.kind is not Kind.EXP_AVG or not block.written]
+        real(self, flips, *left)
 
     return end_update
 
