@@ -248,7 +248,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         self._waiting.clear()  # of an epoch that an exception ended
         super()._run_epoch(**kwargs)
         if self._waiting:  # a callback ended the epoch between them: their gradients stay
-            self._run_waiting()
+            self._tr_loss += self._run_waiting()
 
     # Checkpoints. See [Note: checkpoints of a trainer].
 
