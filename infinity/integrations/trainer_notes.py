@@ -168,16 +168,15 @@ class TrainingLog:
         if self._path is None:
             return []
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            size = file.tell()
+        with self._path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
             self.begin = size if begin is None else min(begin, size)
             self.end = min(size, self.begin if begin is None else end)
-            file.truncate(self.end)
-        content = self._path.read_bytes()[self.begin :]
-        whole, _, part = content.rpartition(b"\n")
-        if part or size < end:
+            file.seek(self.begin)
+            whole, _, part = file.read(self.end - self.begin).rpartition(b"\n")
             self.end -= len(part)
-            os.truncate(self._path, self.end)
+            file.truncate(self.end)
+        if part or size < end:
             log.warning("%s lost its last entries; the weights lost nothing", self._path)
         return [json.loads(line) for line in whole.splitlines()]
 
