@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from infinity.checkpoint.files import is_whole, open_plain
+from infinity.checkpoint.files import ENGINE, is_whole, open_plain
 from infinity.checkpoint.loading import CheckpointReader
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.state import HEADER, in_words
@@ -179,10 +179,13 @@ def latest(directory: Path) -> Path:
     """The newest checkpoint in the directory of a run. A checkpoint itself is returned as it is.
 
     In the directory of a run, a file `latest` names the checkpoint. Without that file, it is
-    `step-<number>` with the highest number. Without any checkpoint, it is `directory` itself.
+    `step-<number>` or `checkpoint-<number>` with the highest number. In the directory of a Trainer,
+    it is the checkpoint of the engine. Without any checkpoint, it is `directory` itself.
     """
-    if is_whole(directory) or not directory.is_dir():
+    if not directory.is_dir():
         return directory
+    if (own := _of_engine(directory)) is not None:
+        return own
     named = directory / "latest"
     if named.is_file() and not named.is_symlink():
         with open_plain(named) as file:
@@ -190,9 +193,15 @@ def latest(directory: Path) -> Path:
         if name and Path(name).name == name and is_whole(directory / name):
             return directory / name
     steps = [
-        (int(number), path)
+        (int(number), own)
         for path in directory.iterdir()
         for prefix, _, number in [path.name.partition("-")]
-        if prefix == "step" and number.isdecimal() and is_whole(path)
+        if prefix in ("step", "checkpoint") and number.isdecimal()
+        if (own := _of_engine(path)) is not None
     ]
     return max(steps)[1] if steps else directory
+
+
+def _of_engine(directory: Path) -> Path | None:
+    """The checkpoint that `directory` is or has; None without one."""
+    return next((each for each in (directory, directory / ENGINE) if is_whole(each)), None)

@@ -14,6 +14,10 @@ from infinity.errors import CheckpointError
 
 MANIFEST = "infinity.json"
 METADATA = ".metadata"  # the index of DCP
+ENGINE = "infinity"
+"""The checkpoint of the engine in `checkpoint-N` of a Trainer."""
+DRAFT = ".saving"
+"""Where `checkpoint-N` is until it is whole, in the output directory of a Trainer."""
 DATA_NAME = re.compile(r"__\d+_\d+\.distcp")
 """The pattern of the names of data files."""
 

@@ -11,9 +11,10 @@ from typing import Any
 import typer
 
 from infinity.cli import options as o
+from infinity.cli.display import Display
 from infinity.cli.failure import require_extras
 from infinity.cli.knobs import mirrors
-from infinity.cli.progress import Progress, Silence, print_summary
+from infinity.cli.progress import Progress, print_summary
 from infinity.cli.ranks import joined
 
 LEFT_OUT = (
@@ -37,18 +38,16 @@ def finetune(as_json: o.AsJson = False, debug: o.Debug = False, **values: Any) -
     rank has its own directory below every --nvme.
     """
     options = {each.name: values.pop(each.name) for each in fields(o.FinetuneOptions)}
-    if options["warmup"] is None:
-        options["warmup"] = options["steps"] // 10
     with joined(debug) as world:
         drawing = ["matplotlib"] if options["output"] and options["report"] else []
-        require_extras("transformers", *drawing)
+        require_extras("transformers", "accelerate", *drawing)
         from infinity.cli.job import FinetuneJob
 
         job = FinetuneJob(**options, knobs=values)
         with (
-            Progress(job.steps, "" if world.size == 1 else "rank 0: ")
+            Progress("" if world.size == 1 else "rank 0: ")
             if world.is_first
-            else nullcontext(Silence()) as progress
+            else nullcontext(Display()) as progress
         ):
             summary = job.run(progress, world)
         if world.is_first and as_json:

@@ -1,22 +1,19 @@
-"""The history of a run, step by step. The training loop fills it, and progress, summary and report
+"""The history of a run, step by step. The trainer fills it, and progress, summary and report
 read it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, NamedTuple
 
 from infinity.quantities import format_bytes
 from infinity.report import Report
 from infinity.tier import TIERS
 
-KEPT = 512
-"""After a resume, this many of the last steps are kept, and at most as many earlier steps."""
 WORST_WAITS = 5
 
 
@@ -62,47 +59,10 @@ class Validation(NamedTuple):
     loss: float
 
 
-Row = TypeVar("Row", StepRecord, Validation)
-
-
-def thinned(rows: Sequence[Row], every: int = 1) -> list[Row]:
-    """The first of `rows`, the last `KEPT`, and at most `KEPT` between them. `every` is the
-    distance between numbers. In units of `every`, the numbers between are multiples of a power of
-    two. Thinning a thinned list that has grown gives the same as thinning all rows.
-
-    Example: of 5,000 steps number 1, every 16th one, and numbers 4,489 to 5,000.
-    """
-    stride = 1
-    while rows and rows[-1][0] // every // stride > KEPT:
-        stride *= 2
-    older, recent = list(rows[:-KEPT]), list(rows[-KEPT:])
-    even = [row for row in older[1:] if row[0] // every % stride == 0]
-    return older[:1] + even + recent
-
-
-def packed(rows: Sequence[StepRecord] | Sequence[Validation]) -> torch.Tensor:
-    """`rows` as a tensor (rows, fields) of fp64. NaN stands for None."""
-    values = [[math.nan if value is None else float(value) for value in row] for row in rows]
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def unpacked_steps(values: torch.Tensor) -> list[StepRecord]:
-    """The inverse of `packed` for steps."""
-    rows: list[list[Any]] = [
-        [None if math.isnan(value) else value for value in row] for row in values.tolist()
-    ]
-    return [StepRecord(int(number), *rest) for number, *rest in rows]
-
-
-def unpacked_validations(values: torch.Tensor) -> list[Validation]:
-    """The inverse of `packed` for validations."""
-    return [Validation(int(step), loss) for step, loss in values.tolist()]
-
-
 @dataclass
 class History:
-    """The record of one run. The training loop owns it and appends to it. After a resume it begins
-    with the earlier steps that `thinned` has kept."""
+    """The record of one run, which the trainer fills. After a resume it begins with the earlier
+    steps."""
 
     tokens_per_step: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -110,6 +70,33 @@ class History:
     validations: list[Validation] = field(default_factory=list)
     signal: int | None = None
     """The signal that ended the run early."""
+
+    def add(self, entry: Mapping[str, Any], end: float) -> None:
+        """Add the step or the validation of `entry` of a trainer's log, which ended at `end`
+        (seconds of `time.perf_counter`). Other entries are left out."""
+        if "loss" in entry:
+            self.steps.append(
+                StepRecord(
+                    entry["step"],
+                    entry["loss"],
+                    entry["learning_rate"],
+                    entry.get("grad_norm"),
+                    end - entry["step_seconds"],
+                    end,
+                    entry.get("loss_scale"),
+                )
+            )
+        elif "eval_loss" in entry:
+            self.validations.append(Validation(entry["step"], entry["eval_loss"]))
+
+    def restore(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with the entries of an earlier log, as if its steps had just ended."""
+        self.steps.clear()
+        self.validations.clear()
+        end = time.perf_counter() - sum(entry.get("step_seconds", 0.0) for entry in entries)
+        for entry in entries:
+            end += entry.get("step_seconds", 0.0)
+            self.add(entry, end)
 
     @property
     def done(self) -> int:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
-from infinity.cli.checkpoints import CheckpointFolders
+import infinity
+from infinity.cli.checkpoints import CheckpointFolder
+from infinity.cli.display import Display
 from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.knobs import configured
@@ -23,9 +26,10 @@ from infinity.cli.options import FinetuneOptions
 from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.run_file import RunFile
-from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
+from infinity.cli.trainer import LOWEST_RATE, FinetuneTrainer, RunParts
 from infinity.config import Config
 from infinity.directories.directory import Directory
+from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
 from infinity.interrupt import Interrupt
 from infinity.models.data import load_windows
@@ -34,54 +38,30 @@ from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
 from infinity.tiers.manifest import run_of
 from infinity.tiers.places import check_directories
+from infinity.weights.load import check_complete, open_weights
 
 log = logging.getLogger("infinity")
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 
 
-class Display(Watcher, Protocol):
-    """A watcher of all parts of a run."""
-
-    def phase(self, text: str) -> None:
-        """The part `text` of the run begins."""
-
-    def attach(self, engine: TrainedEngine) -> None:
-        """The engine was created."""
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FinetuneJob(FinetuneOptions):
     """One run of `infinity finetune`. The options are the same on all ranks."""
 
-    warmup: int
     knobs: Mapping[str, Any]
     """The options that mirror `Config` and `Tuning`, as typer gives them."""
 
     def config(self, world: World = ALONE) -> Config:
         """The configuration of this rank's engine. Raises `ConfigError`, and `ValueError` if a
         state is on nvme without a directory."""
+        knobs = {**self.knobs, "accumulation": self.accumulation_order}
         if self.durability == "auto":
             try:
-                return configured({**self.knobs, "durability": "step"}, world.share)
+                return configured({**knobs, "durability": "step"}, world.share)
             except ConfigError:
-                return configured(self.knobs, world.share)
-        return configured({**self.knobs, "durability": self.durability}, world.share)
-
-    def schedule(self) -> Schedule:
-        """The length of the training and its batches."""
-        return Schedule(
-            self.steps,
-            self.batch_size,
-            self.accumulate,
-            self.warmup,
-            self.eval_every,
-            self.eval_batches,
-            vertical=self.accumulation_order == "vertical",
-        )
+                return configured(knobs, world.share)
+        return configured({**knobs, "durability": self.durability}, world.share)
 
     def run(self, display: Display, world: World = ALONE) -> dict[str, Any]:
         """Train and write the output. Returns the summary (see `summarize`). All ranks of `world`
@@ -120,7 +100,7 @@ class FinetuneJob(FinetuneOptions):
         display: Display,
         world: World,
         config: Config,
-        checkpoints: CheckpointFolders | None,
+        checkpoints: CheckpointFolder | None,
         last: Path | None,
         is_ours: bool,
     ) -> dict[str, Any]:
@@ -141,23 +121,20 @@ class FinetuneJob(FinetuneOptions):
             display.note(note)
         display.phase("weights")
         torch.manual_seed(self.seed)
-        model, engine, optimizer, device = assemble(self, source, config, world)
+        model = assemble(self, source, config, world)
+        engine: Engine = infinity.engine(model)
         goes_on, trainer = bool(engine.committed_step), None
         try:
-            display.attach(engine)
+            steps = self.steps
+            display.attach(engine, steps)
+            describe = partial(save_description, model=model, tokenizer=tokenizer)
+            parts = RunParts(windows, steps, display, world, describe)
+            trainer = FinetuneTrainer(model, self._arguments(engine, world, steps), self, parts)
             world.seed(self.seed)
-            parts = RunParts(model, engine, optimizer, device)
-            if checkpoints is not None:
-                checkpoints.describe = partial(save_description, model=model, tokenizer=tokenizer)
-            trainer = Trainer(
-                model, engine, optimizer, windows, self.schedule(), device, checkpoints, world
-            )
-            engine.track(run=trainer)
             if engine.committed_step:
                 display.note(f"going on from committed step {engine.committed_step}")
-            elif last is not None:
-                trainer.resume(last, display)
-            summary = self._train(display, tokenizer, trainer, parts, world, config)
+                last = None
+            summary = self._train(tokenizer, trainer, last, config)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has its state
             elif engine.committed_step is not None:
@@ -170,6 +147,32 @@ class FinetuneJob(FinetuneOptions):
                 engine.discard_committed()  # there is no step to resume from
             with Interrupt():  # a signal does not interrupt closing
                 engine.close()
+
+    def _arguments(self, engine: Engine, world: World, steps: int) -> TrainingArguments:
+        warmup = steps // 10 if self.warmup is None else self.warmup
+        return TrainingArguments(
+            output_dir=str(self.checkpoint or self.output or "."),
+            max_steps=steps,
+            per_device_train_batch_size=self.batch_size // world.size,
+            gradient_accumulation_steps=self.accumulate,
+            learning_rate=self.lr,
+            weight_decay=self.weight_decay,
+            max_grad_norm=0.0,  # the optimizer clips
+            lr_scheduler_type="cosine_warmup_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": LOWEST_RATE},
+            warmup_steps=warmup,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no" if self.checkpoint is None else "steps",
+            save_steps=self.checkpoint_every,
+            save_total_limit=self.keep_checkpoints,
+            seed=self.seed % (1 << 32),  # the order of rows is that of `Windows`
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            report_to="none",
+            use_cpu=engine.device.type == "cpu",
+        )
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -214,8 +217,8 @@ class FinetuneJob(FinetuneOptions):
 
     def _checkpoints(
         self, display: Display, world: World, config: Config
-    ) -> tuple[CheckpointFolders | None, Path | None]:
-        """The folders of checkpoints, and the checkpoint to resume from."""
+    ) -> tuple[CheckpointFolder | None, Path | None]:
+        """The directory of checkpoints, and the checkpoint to resume from."""
         if self.checkpoint is None:
             if self.resume and config.durability == "off":
                 raise ValueError(
@@ -224,9 +227,7 @@ class FinetuneJob(FinetuneOptions):
                     "states on nvme"
                 )
             return None, None
-        checkpoints = CheckpointFolders(
-            self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first
-        )
+        checkpoints = CheckpointFolder(self.checkpoint)
         last = world.from_first(lambda: checkpoints.prepare(self.resume))
         if last is not None:
             display.note(f"going on from {last}")
@@ -237,26 +238,21 @@ class FinetuneJob(FinetuneOptions):
         return checkpoints, last
 
     def _train(
-        self,
-        display: Display,
-        tokenizer: Tokenizer,
-        trainer: Trainer,
-        parts: RunParts,
-        world: World,
-        config: Config,
+        self, tokenizer: Tokenizer, trainer: FinetuneTrainer, last: Path | None, config: Config
     ) -> dict[str, Any]:
+        display, world, engine = trainer.parts.display, trainer.parts.world, trainer.engine
         with Interrupt() as interrupt:
             display.phase("training")
-            history = trainer.train(interrupt, display)
-            report = combine(world.gather(parts.engine.report()), world.local_size)
+            history = trainer.run(last, interrupt)
+            report = combine(world.gather(engine.report()), world.local_size)
             # After the first step, the directory has a commit of this run.
             run_file = RunFile(options=self._options, states=self._states(config, world))
             if self.output is not None:
                 display.phase("saving")
-                weights = trainer.checked(parts.engine.weights())
+                weights = trainer.checked(engine.weights())
                 if world.is_first:
                     run_file.begin(self.output)
-                    save_model(self.output, parts.model, weights, tokenizer)
+                    save_model(self.output, engine.model, weights, tokenizer)
                 else:
                     deque(weights, maxlen=0)  # joins the gathers of the first rank
         summary = summarize(
@@ -264,13 +260,13 @@ class FinetuneJob(FinetuneOptions):
         )
         if self.output is not None and self.report and world.is_first:
             display.phase("report")
-            summary |= self._write_report(self.output, history, parts.engine, summary)
+            summary |= self._write_report(self.output, history, engine, summary)
         if self.output is not None and history.signal is None and world.is_first:
             run_file.end(self.output, summary)
         return summary
 
     def _write_report(
-        self, output: Path, history: History, engine: TrainedEngine, summary: dict[str, Any]
+        self, output: Path, history: History, engine: Engine, summary: dict[str, Any]
     ) -> dict[str, str]:
         from infinity.cli.perfetto import write_trace
         from infinity.cli.report import write_report
@@ -305,16 +301,6 @@ def _check_name(output: Path) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """The assembled parts of a training run."""
-
-    model: torch.nn.Module
-    engine: TrainedEngine
-    optimizer: torch.optim.Optimizer
-    device: torch.device
-
-
 def _with_or_without_commits(
     job: FinetuneJob, config: Config, world: World, wrap: Callable[..., torch.nn.Module]
 ) -> None:
@@ -331,12 +317,8 @@ def _with_or_without_commits(
 
 def assemble(
     job: FinetuneJob, source: ModelSource, config: Config, world: World
-) -> tuple[torch.nn.Module, TrainedEngine, torch.optim.Optimizer, torch.device]:
-    """Build the model without memory, stream its weights into the tiers, and create its
-    optimizer."""
-    import infinity
-    from infinity.weights.load import check_complete, open_weights
-
+) -> torch.nn.Module:
+    """Build the model without memory, and stream its weights into the tiers."""
     with infinity.init(exact=False):
         # "auto" can choose nothing for a block that checkpoints itself.
         model = source.build(job.checkpoint_activations and config.recompute != "auto")
@@ -360,20 +342,4 @@ def assemble(
             f"{error}; that is of one rank, and {option} is divided among the "
             f"{world.local_size} of a node"
         ) from None
-    engine: TrainedEngine = infinity.engine(model)
-    try:
-        optimizer = infinity.AdamW(
-            model.parameters(),
-            lr=job.lr,
-            betas=(0.9, 0.95),
-            weight_decay=job.weight_decay,
-            max_grad_norm=job.max_grad_norm or None,
-            clip=job.clip,
-            skip_nonfinite=job.skip_nonfinite,
-        )
-    except BaseException:
-        if job.durability == "auto" and not engine.committed_step:
-            engine.discard_committed()
-        engine.close()
-        raise
-    return model, engine, optimizer, engine.device
+    return model

@@ -13,6 +13,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
+from infinity.cli.display import Display
 from infinity.cli.history import (
     History,
     budget_text,
@@ -24,7 +25,7 @@ from infinity.quantities import format_bytes
 from infinity.tier import TIERS
 
 if TYPE_CHECKING:
-    from infinity.cli.training import TrainedEngine
+    from infinity.engine import Engine
 
 _pinning = logging.getLogger("infinity.pinning")
 """Log messages about pinning much memory. The bar stands still meanwhile."""
@@ -49,14 +50,14 @@ class _Notes(logging.Handler):
         self._note(record.getMessage())
 
 
-class Progress:
+class Progress(Display):
     """A progress bar with loss, speed and the three tiers of this rank. If stderr is no terminal,
     it writes plain lines."""
 
-    def __init__(self, steps: int, whose: str = "") -> None:
+    def __init__(self, whose: str = "") -> None:
         self._console, self._whose = _Stderr(stderr=True), whose
-        self._steps = steps
-        self._engine: TrainedEngine | None = None
+        self._steps = 0
+        self._engine: Engine | None = None
         self._budgets: dict[str, int] = {}
         self._bar = bars.Progress(
             bars.TextColumn("[bold]{task.description}"),
@@ -67,7 +68,7 @@ class Progress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=steps, facts="")
+        self._task = self._bar.add_task("starting", total=None, facts="")
         self._moving = self._bar.add_task("", total=100, facts="", visible=False)
         self._notes = _Notes(self.note)
 
@@ -91,9 +92,10 @@ class Progress:
         """The part `text` of the run begins."""
         self._bar.update(self._task, description=text)
 
-    def attach(self, engine: TrainedEngine) -> None:
-        """Show the tiers of `engine`."""
-        self._engine = engine
+    def attach(self, engine: Engine, steps: int) -> None:
+        """Show the tiers of `engine`, and count to `steps`."""
+        self._engine, self._steps = engine, steps
+        self._bar.update(self._task, total=steps)
         self._budgets = engine.report().limits  # read once, because a report waits for updates
 
     def stepped(self, history: History) -> None:
@@ -137,28 +139,6 @@ class Progress:
             for tier in TIERS
             if tier in used
         )
-
-
-class Silence:
-    """The display of all ranks but the first. It shows nothing."""
-
-    def phase(self, text: str) -> None:
-        """Does nothing."""
-
-    def attach(self, engine: TrainedEngine) -> None:
-        """Does nothing."""
-
-    def stepped(self, history: History) -> None:
-        """Does nothing."""
-
-    def validated(self, history: History) -> None:
-        """Does nothing."""
-
-    def moved(self, doing: str, done: int, total: int) -> None:
-        """Does nothing."""
-
-    def note(self, text: str) -> None:
-        """Does nothing."""
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -83,7 +83,7 @@ else:
     Base = object  # a Trainer follows the mixin in the bases
 
 
-class _SignalCame(Exception):
+class SignalCame(Exception):
     """A signal came, and the current step is complete."""
 
     def __init__(self, number: int) -> None:
@@ -99,6 +99,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
 
     _is_durable = False
     _resume = False
+    _lines = TrainingLog(None)
     control: Any
 
     def follow(self, model: nn.Module) -> None:
@@ -117,7 +118,6 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._data_seed: int | None = None
         self._last_norm: Any = None
         self._fetches = Fetches(self._engine.compute_device)
-        self._lines = TrainingLog(None)
         self._interrupt: Interrupt | None = None
         self._hook: RemovableHandle | None = None  # before a step of the optimizer
 
@@ -158,6 +158,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 "kept": self._kept,
                 "state": json.dumps({n: getattr(self.state, n) for n in PROGRESS}, default=float),
                 "stateful": json.dumps(states, default=float),
+                "max_steps": self.state.max_steps,
                 "epoch": self._epoch,
                 "first_step": self._first_step,
                 "sums": [
@@ -203,14 +204,23 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
                 self._stop_if_asked()  # since the last step
                 return output
-        except _SignalCame as stopped:
-            if stopped.number == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            self._engine.close()
-            raise SystemExit(128 + stopped.number) from None
+        except SignalCame as stopped:
+            self.end_by(stopped.number)
+            return None
         finally:
             self._interrupt = None
             self._remove_hook()
+
+    def end_by(self, number: int) -> None:
+        """End a training that signal `number` stopped after a step."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        self._engine.close()
+        raise SystemExit(128 + number) from None
+
+    def metrics_path(self) -> Path | None:
+        """The file of the log, for the first rank."""
+        return Path(self.args.output_dir, METRICS)
 
     def _begin_training(self) -> bool:
         """Count this `train()`. Returns whether it resumes. Raises `ConfigError` if the committed
@@ -218,7 +228,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         committed, number = self._notes.committed, self._notes.trainings + 1
         self._kept = self._kept_now()
         is_first = self.args.process_index == 0
-        self._lines = TrainingLog(Path(self.args.output_dir, METRICS) if is_first else None)
+        self._lines = TrainingLog(self.metrics_path() if is_first else None)
         if not committed:
             if self._resume and number == 1 and self._engine.posted_step:
                 raise ConfigError(
@@ -263,10 +273,10 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if not self._is_durable or self._resumed is None:
             return places
-        note = self._resumed
         self.args.eval_on_start = False  # it was done
-        for name, value in json.loads(note["state"]).items():
+        for name, value in json.loads(self._resumed["state"]).items():
             setattr(self.state, name, value)
+        note = self._resumed = self._with_more_steps(self._resumed, steps_per_epoch)
         self.state.log_history = self._history
         for each, (_, saved) in zip(self._stateful(), json.loads(note["stateful"]), strict=True):
             if isinstance(each, ExportableState):
@@ -284,6 +294,17 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         if self.control.should_epoch_stop or self.control.should_training_stop:
             done = steps_per_epoch
         return self._epoch, done * self.args.gradient_accumulation_steps
+
+    def _with_more_steps(self, note: dict[str, Any], steps_per_epoch: int) -> dict[str, Any]:
+        """`note` without the stop after its last step, if this training has more steps."""
+        if not note["max_steps"] == self.state.global_step < self.state.max_steps:
+            return note
+        *others, (name, control) = json.loads(note["stateful"])
+        control["args"]["should_training_stop"] = False
+        more = note | {"stateful": json.dumps([*others, [name, control]])}
+        if self.state.global_step - note["first_step"] < steps_per_epoch:
+            more |= {"moment": STEPPED} if note["moment"] == EPOCH_ENDED else {}
+        return more
 
     def _restore_control(self, note: Mapping[str, Any]) -> None:
         """Restore the control, which `on_train_begin` and `on_epoch_begin` reset."""
@@ -412,20 +433,24 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
             self._restore_sums()
         return super()._finalize_training(*args, **kwargs)
 
-    def _stop_if_asked(self) -> None:
-        """Raise `_SignalCame` if a signal came to any rank."""
+    def signal_to_stop(self) -> int:
+        """The signal that came to any rank; 0 for none."""
         number = 0 if self._interrupt is None else self._interrupt.signal or 0
         if self.args.world_size > 1:
             most = torch.tensor(number, device=self.args.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             number = int(most)
-        if number:
-            raise _SignalCame(number)
+        return number
+
+    def _stop_if_asked(self) -> None:
+        """Raise `SignalCame` if a signal came to any rank."""
+        if number := self.signal_to_stop():
+            raise SignalCame(number)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Like transformers, and append the entry to `metrics.jsonl` if the training is durable."""
         super().log(logs, *args, **kwargs)
-        if self._is_durable and self.is_in_train:
+        if self.is_in_train:
             self._lines.write(self.state.log_history[-1])
 
 

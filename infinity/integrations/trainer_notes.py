@@ -182,8 +182,8 @@ class TrainingLog:
 
     def write(self, entry: dict[str, Any]) -> None:
         """Append `entry`."""
-        line = json.dumps(entry, default=float).encode() + b"\n"
         if self._path is not None:
+            line = json.dumps(entry, default=float).encode() + b"\n"
             with self._path.open("ab") as file:
                 file.write(line)
             self.end += len(line)

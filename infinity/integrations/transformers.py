@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,11 @@ import torch
 from torch import nn
 
 from infinity.accumulation import accumulate
+from infinity.checkpoint.files import DRAFT, ENGINE
+from infinity.checkpoint.progress import Told
 from infinity.config import Config
+from infinity.directories.directory import Directory
+from infinity.directories.lock import lock_directory
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError, in_words
 from infinity.integrations.accelerate import (
@@ -48,15 +53,9 @@ from infinity.optim.optimizer import Optimizer
 with required("transformers", "trainer"):
     from transformers import Trainer
     from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 log = logging.getLogger("infinity")
-
-FOLDER = "infinity"
-"""The checkpoint of the engine in `checkpoint-N`."""
-
-DRAFT = ".saving"
-"""Where a checkpoint is until it is whole, in the output directory."""
 
 
 class Counterpart(NamedTuple):
@@ -260,10 +259,16 @@ class InfinityTrainerMixin(DurableTrainerMixin):
             super()._save_checkpoint(model, trial)  # uploads it from where it is written
             return
         folder = Path(self._get_output_dir(trial))
+        with ExitStack() as held:
+            if self.args.should_save:
+                shutil.rmtree(folder / DRAFT, ignore_errors=True)
+                (folder / DRAFT).mkdir(parents=True)
+                held.enter_context(lock_directory(folder / DRAFT, "output_dir"))
+            self.accelerator.wait_for_everyone()
+            self._save_draft(folder, model, trial)
+
+    def _save_draft(self, folder: Path, model: nn.Module, trial: Any) -> None:
         draft, name = folder / DRAFT, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            shutil.rmtree(draft, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
         self._draft = draft
         try:
             super()._save_checkpoint(model, trial)
@@ -275,16 +280,25 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         if self.args.should_save:
             self.state.save_to_json(str(draft / name / TRAINER_STATE_NAME))
             if (folder / name).exists():
-                (folder / name).rename(draft / "replaced")
-            (draft / name).rename(folder / name)
+                with Directory(folder, "output_dir") as place:
+                    place.exchange(f"{DRAFT}/{name}", name)
+            else:
+                (draft / name).rename(folder / name)
+            self._hide_old(folder, draft)
             shutil.rmtree(draft)
-            rotate_checkpoints(
-                output_dir=str(folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
         self.accelerator.wait_for_everyone()
+
+    def _hide_old(self, folder: Path, draft: Path) -> None:
+        """Move the checkpoints that `save_total_limit` leaves no room for into `draft`, like
+        transformers removes them. There no part of one has the name of a checkpoint."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return
+        found = [Path(each) for each in sort_checkpoints(str(folder), use_mtime=True)]
+        kept = {found[-1], Path(self.state.best_model_checkpoint or found[-1])}
+        count = len(found) - max(limit, len(kept))
+        for old in [each for each in found if each not in kept][: max(count, 0)]:
+            old.rename(draft / old.name)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.args.should_save or state_dict is not None:
@@ -296,12 +310,25 @@ class InfinityTrainerMixin(DurableTrainerMixin):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
         engine(self.model).save_checkpoint(
-            folder / FOLDER,
+            folder / ENGINE,
             self.optimizer.optimizer,
+            self.checkpoint_extra(),
+            progress=self.progress_of("saving"),
             trainable_only=hasattr(self.model, "peft_config"),
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        """What a checkpoint of the engine also has."""
+        return {}
+
+    def check_extra(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        """Check the `checkpoint_extra` of a checkpoint that was loaded."""
+
+    def progress_of(self, doing: str) -> Told | None:
+        """Receives the progress of "saving" or "loading"."""
+        return None
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -314,14 +341,17 @@ class InfinityTrainerMixin(DurableTrainerMixin):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder = Path(checkpoint)
-        engine(self.model).load_checkpoint(folder / FOLDER, self.optimizer.optimizer)
+        extra = engine(self.model).load_checkpoint(
+            folder / ENGINE, self.optimizer.optimizer, progress=self.progress_of("loading")
+        )
+        self.check_extra(folder, extra)
         scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if _has_engine_checkpoint(best):
-            engine(self.model).load_checkpoint(Path(best) / FOLDER)
+            engine(self.model).load_checkpoint(Path(best) / ENGINE)
         else:
             super()._load_best_model()
 
@@ -345,7 +375,7 @@ class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
 
 
 def _has_engine_checkpoint(checkpoint: str) -> bool:
-    return (Path(checkpoint) / FOLDER).is_dir()
+    return (Path(checkpoint) / ENGINE).is_dir()
 
 
 def counterpart_of(args: Any) -> Counterpart:

@@ -6,7 +6,7 @@ import io
 import os
 import sysconfig
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from infinity.errors import naming
 from infinity.models import records, samples
 from infinity.models.reading import open_regular
 from infinity.models.records import DataRecord
-from infinity.models.samples import Rows
+from infinity.models.samples import Batch, Rows, unpacked
 from infinity.models.tokenizer import Tokenizer
 
 TEXT_SUFFIXES = frozenset(
@@ -247,11 +247,6 @@ class Windows:
     """Notes on the data for the user."""
 
     @property
-    def learns_completions(self) -> bool:
-        """Whether batches are rows for `samples.unpacked`."""
-        return isinstance(self.tokens, Rows)
-
-    @property
     def mean_length(self) -> float:
         """Tokens per window."""
         return self.tokens.mean_length if isinstance(self.tokens, Rows) else self.tokens.shape[1]
@@ -266,18 +261,15 @@ class Windows:
             )
             epoch += 1
 
-    def batches(self, size: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Training batches of shape (size, length), int64, without end. The next epoch completes a
-        partial batch."""
-        order = self.order()
-        while True:
-            yield self.tokens[[next(order) for _ in range(size)]].astype(np.int64)
+    def batch(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """Windows `rows` as inputs and labels."""
+        return unpacked(self.tokens[rows].astype(np.int64))
 
-    def validation_batches(self, size: int, most: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The same batches of held-out windows in each call: at most `most`. The last may be
-        smaller."""
+    def validation_rows(self, size: int, most: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The same held-out rows in each call, `size` at a time: at most `most` times. The last may
+        be fewer."""
         for start in range(0, min(len(self.validation), size * most), size):
-            yield self.tokens[self.validation[start : start + size]].astype(np.int64)
+            yield self.validation[start : start + size]
 
 
 def pack(tokens: npt.NDArray[Any], length: int, seed: int, name: str) -> Windows:
