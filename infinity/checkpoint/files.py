@@ -16,6 +16,8 @@ MANIFEST = "infinity.json"
 METADATA = ".metadata"  # the index of DCP
 ENGINE = "infinity"
 """The checkpoint of the engine in `checkpoint-N` of a Trainer."""
+METRICS = "metrics.jsonl"
+"""The log of a Trainer, in its output directory."""
 DRAFT = ".saving"
 """Where `checkpoint-N` is until it is whole, in the output directory of a Trainer."""
 DATA_NAME = re.compile(r"__\d+_\d+\.distcp")

@@ -142,7 +142,7 @@ class FinetuneJob(FinetuneOptions):
                 display.note(f"the last step stays in {kept}: --resume goes on from it")
             return summary
         finally:
-            has_begun = goes_on or (trainer is not None and trainer.history.steps)
+            has_begun = goes_on or (trainer is not None and trainer.has_begun)
             if self.durability == "auto" and not has_begun:
                 engine.discard_committed()  # there is no step to resume from
             with Interrupt():  # a signal does not interrupt closing

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.checkpoint.files import METRICS
 from infinity.directories.directory import Directory, check_length
 from infinity.directories.drafts import Drafts, drafting, remove_leftovers
 from infinity.errors import naming
@@ -45,7 +46,7 @@ def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> Non
         raise NotADirectoryError(f"--output {directory} is not a directory")
     if directory.is_dir() and not overwrite:
         with Directory(directory, "--output") as place:
-            if set(place.names()) - remove_leftovers(place).keys() - {RUN_NAME}:
+            if set(place.names()) - remove_leftovers(place).keys() - {RUN_NAME, METRICS}:
                 raise ValueError(
                     f"--output {directory} is not empty; choose another one, or give --overwrite"
                 )

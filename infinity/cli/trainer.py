@@ -20,15 +20,17 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 import infinity
+from infinity.checkpoint.files import METRICS
 from infinity.checkpoint.progress import Told
 from infinity.cli.display import Display
 from infinity.cli.history import History
 from infinity.cli.options import FinetuneOptions
 from infinity.cli.ranks import World
 from infinity.cli.sampler import Sampler
+from infinity.directories.directory import Directory
 from infinity.engine import Engine
 from infinity.errors import InfinityError
-from infinity.integrations.durable_trainer import METRICS, SignalCame
+from infinity.integrations.durable_trainer import SignalCame
 from infinity.integrations.trainer_notes import TrainingLog
 from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
@@ -92,6 +94,8 @@ class FinetuneTrainer(InfinityTrainer):
         self._interrupt_of_run: Interrupt | None = None
         self._asked = 0  # the signal that ends the run after this step
         self._begun = 0.0
+        self.has_begun = False
+        """Whether it has made a step."""
         windows = parts.windows
         self._rows_per_step = options.batch_size * options.accumulate
         self.history = History(round(windows.mean_length * self._rows_per_step))
@@ -102,7 +106,8 @@ class FinetuneTrainer(InfinityTrainer):
             "clip": options.clip,
             "skip_nonfinite": options.skip_nonfinite,
         }
-        use_cache = getattr(model.config, "use_cache", None)
+        config: Any = model.config
+        use_cache = getattr(config, "use_cache", None)
         super().__init__(
             model,
             args,
@@ -111,7 +116,7 @@ class FinetuneTrainer(InfinityTrainer):
             optimizer_cls_and_kwargs=(infinity.AdamW, settings),
             callbacks=[_LossCheck(self._check_loss)],
         )
-        model.config.use_cache = use_cache  # Trainer changed it, and the output has it
+        config.use_cache = use_cache  # Trainer changed it, and the output has it
         self.remove_callback(PrinterCallback)
         self._resume = True  # only from a step that a Trainer has committed
 
@@ -123,9 +128,7 @@ class FinetuneTrainer(InfinityTrainer):
         option has changed that determines the batches or their use.
         """
         self._interrupt_of_run = interrupt
-        if not self._is_durable and self.args.process_index == 0:
-            self._lines = TrainingLog(self.metrics_path())
-            self._lines.open()
+        self._begin_log()
         with Sampler(self._engine.memory, self.history.samples):
             try:
                 self.train(None if checkpoint is None else str(checkpoint))
@@ -134,6 +137,17 @@ class FinetuneTrainer(InfinityTrainer):
         if self.history.signal is None:
             self.history.signal = self.parts.world.agree(interrupt.signal)
         return self.history
+
+    def _begin_log(self) -> None:
+        path = self.metrics_path()
+        if path is None or not self.parts.world.is_first:
+            return
+        if not self.engine.committed_step:
+            with Directory(path.parent) as place:
+                place.remove(path.name)
+        if not self._is_durable:
+            self._lines = TrainingLog(path)
+            self._lines.open()
 
     @property
     def engine(self) -> Engine:
@@ -181,6 +195,7 @@ class FinetuneTrainer(InfinityTrainer):
         if number == self._globalstep_last_logged:  # the end of the epoch
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
+        self.has_begun = True
         self.state.epoch = number * self._rows_per_step / len(self.parts.windows.training)
         self._asked = world.agree(self._signal) or 0
         is_last = number == self.parts.steps

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import optimization
 from transformers.trainer_callback import ExportableState
 
+from infinity.checkpoint.files import METRICS
 from infinity.durable.record import RandomStates
 from infinity.engine import engine
 from infinity.errors import ConfigError
@@ -67,8 +68,6 @@ KEPT = (
     "world_size",
 )
 """The arguments that a resumed training must not change."""
-
-METRICS = "metrics.jsonl"
 
 _BY_METRICS = tuple(
     kind

@@ -53,7 +53,7 @@ from infinity.optim.optimizer import Optimizer
 with required("transformers", "trainer"):
     from transformers import Trainer
     from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 log = logging.getLogger("infinity")
 
@@ -263,6 +263,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
             if self.args.should_save:
                 shutil.rmtree(folder / DRAFT, ignore_errors=True)
                 (folder / DRAFT).mkdir(parents=True)
+                held.callback(shutil.rmtree, folder / DRAFT, ignore_errors=True)
                 held.enter_context(lock_directory(folder / DRAFT, "output_dir"))
             self.accelerator.wait_for_everyone()
             self._save_draft(folder, model, trial)
@@ -285,16 +286,18 @@ class InfinityTrainerMixin(DurableTrainerMixin):
             else:
                 (draft / name).rename(folder / name)
             self._hide_old(folder, draft)
-            shutil.rmtree(draft)
         self.accelerator.wait_for_everyone()
 
     def _hide_old(self, folder: Path, draft: Path) -> None:
-        """Move the checkpoints that `save_total_limit` leaves no room for into `draft`, like
-        transformers removes them. There no part of one has the name of a checkpoint."""
+        """Move the checkpoints that `save_total_limit` leaves no room for into `draft`, where
+        transformers would remove them. There no part of one has the name of a checkpoint."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0:
             return
-        found = [Path(each) for each in sort_checkpoints(str(folder), use_mtime=True)]
+        paths = sorted(
+            folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda each: each.stat().st_mtime_ns
+        )
+        found = [each for each in paths if (each / TRAINER_STATE_NAME).is_file()]
         kept = {found[-1], Path(self.state.best_model_checkpoint or found[-1])}
         count = len(found) - max(limit, len(kept))
         for old in [each for each in found if each not in kept][: max(count, 0)]:

@@ -18,13 +18,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import job, output, training
+from infinity.checkpoint.files import METRICS
+from infinity.cli import job, output
 from infinity.cli.main import app
 from infinity.cli.output import RUN_NAME
+from infinity.directories.directory import Directory
 from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
 from support import threads
 from support.durable import finetune_in_a_process
+from support.finetune_steps import during_step, steps_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,23 +99,15 @@ def refusal(*arguments: Any) -> str:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != METRICS)
 
 
 def plain(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint has, read by torch."""
-    dcp_to_torch_save(checkpoint, checkpoint.parent / "plain.pt")
+    dcp_to_torch_save(checkpoint / "infinity", checkpoint.parent / "plain.pt")
     found: dict[str, Any] = torch.load(checkpoint.parent / "plain.pt", weights_only=True)
     (checkpoint.parent / "plain.pt").unlink()
-    kept = {part: found[part] for part in ("model", "optimizer", "extra")}
-    for extra in kept["extra"].values():
-        extra["steps"] = extra["steps"][:, :4]  # the others are times
-    return kept
-
-
-def losses(checkpoint: Path) -> list[tuple[float, ...]]:
-    """Number, loss, learning rate and norm of every step so far."""
-    return [tuple(step) for step in plain(checkpoint)["extra"]["0"]["steps"].tolist()]
+    return {part: found[part] for part in ("model", "optimizer", "extra")}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -126,18 +121,11 @@ class Killed(Exception):
     """The process is gone."""
 
 
-def during_step(patch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
-    real = training.Trainer._step
-
-    def acting(self: training.Trainer, at: int, batches: list[Any]) -> Any:
-        if at == number:
-            action()
-        return real(self, at, batches)
-
-    patch.setattr(training.Trainer, "_step", acting)
+def nothing(*_: Any, **__: Any) -> None:
+    """Does nothing."""
 
 
-def die() -> None:
+def die(*_: Any) -> None:
     raise Killed
 
 
@@ -155,10 +143,12 @@ def expected(
         there, here = (load_file(path / "model.safetensors") for path in (whole, output))
         assert there.keys() == here.keys()
         assert all(torch.equal(there[name], here[name]) for name in there)
-        assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(
+        assert [step[0] for step in steps_in(checkpoints / f"checkpoint-{STEPS}")] == list(
             range(1, STEPS + 1)
         )
-        assert losses(checkpoints / f"step-{STEPS}") == losses(steps / f"step-{STEPS}")
+        assert steps_in(checkpoints / f"checkpoint-{STEPS}") == steps_in(
+            steps / f"checkpoint-{STEPS}"
+        )
         for key in ("loss", "steps", "signal"):
             assert summary[key] == plain[key]
 
@@ -187,18 +177,18 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
             result = run(*arguments, "--debug")
         assert isinstance(result.exception, Killed)
         line = (
-            f"going on from {where}/step-{last}"
+            f"going on from {where}/checkpoint-{last}"
             if last
             else f"no checkpoint in {where} yet: training starts from the beginning"
         )
         assert line in result.stderr
         last = (number - 1) // every * every
-        kept = [f"step-{n}" for n in range(every, last + 1, every)][-2:]
+        kept = [f"checkpoint-{n}" for n in range(every, last + 1, every)][-2:]
         assert names(where) == kept, (
             "at most that many steps are lost, and the last two checkpoints are kept"
         )
     expected(output, where, finished(*arguments))
-    assert names(where)[-1] == f"step-{STEPS}"
+    assert names(where)[-1] == f"checkpoint-{STEPS}"
     expected(output, where, finished(*arguments))  # there is nothing left to do
 
 
@@ -224,11 +214,11 @@ def test_updates_one_step_late_are_so_from_the_same_step_on(
     with pytest.MonkeyPatch.context() as patch:
         during_step(patch, killed, die)
         assert isinstance(run(*late, "--checkpoint", cut, "--debug").exception, Killed)
-    assert names(cut) == ["step-3"]
+    assert names(cut) == ["checkpoint-3"]
     finished(*late, "--checkpoint", cut, "--resume")
-    assert names(cut) == names(whole) == ["step-3", "step-6", "step-8"]
+    assert names(cut) == names(whole) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
     for name in names(whole):
-        assert losses(cut / name) == losses(whole / name)
+        assert steps_in(cut / name) == steps_in(whole / name)
         assert same(plain(cut / name), plain(whole / name))
 
 
@@ -239,9 +229,9 @@ def test_ctrl_c_loses_nothing(
     where, output = tmp_path / "steps", tmp_path / "out"
     arguments = [*common, "--output", output, "--checkpoint", where]
     with pytest.MonkeyPatch.context() as patch:
-        during_step(patch, 5, lambda: os.kill(os.getpid(), number))
+        during_step(patch, 5, lambda trainer: os.kill(os.getpid(), number))
         assert run(*arguments).exit_code == 128 + number
-    assert names(where) == ["step-5"]
+    assert names(where) == ["checkpoint-5"]
     expected(output, where, finished(*arguments, "--resume"))
 
 
@@ -295,10 +285,10 @@ def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
 ) -> None:
     where = tmp_path / "steps"
     finished(*common, "--checkpoint", where, "--checkpoint-every", 3)
-    assert names(where) == ["step-6", "step-8"]
+    assert names(where) == ["checkpoint-6", "checkpoint-8"]
     assert refusal(*common, "--checkpoint", where) == (
-        f"--checkpoint {where} has checkpoints of an earlier run, up to step-8; go on from it with "
-        "--resume, or choose another directory"
+        f"--checkpoint {where} has checkpoints of an earlier run, up to checkpoint-8; go on from "
+        "it with --resume, or choose another directory"
     )
     for option, before, now in [
         ("--batch-size", "2", "4"),
@@ -306,11 +296,11 @@ def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
         ("--sequence-length", "32", "16"),
     ]:
         assert refusal(*common, "--checkpoint", where, "--resume", option, now) == (
-            f"{where}/step-8 was made with {option} {before}, and now it is {now}; go on with the "
-            "same, or start anew with another --checkpoint"
+            f"{where}/checkpoint-8 was made with {option} {before}, and now it is {now}; go on "
+            "with the same, or start anew with another --checkpoint"
         )
     text = refusal(*common, "--checkpoint", where, "--resume", "--model", "llama-tiny")
-    assert text.startswith(f"{where}/step-8 belongs to another model: it has no ")
+    assert text.startswith(f"{where}/checkpoint-8/infinity belongs to another model: it has no ")
 
 
 def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
@@ -319,31 +309,20 @@ def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
     more = finished(*common, "--checkpoint", where, "--resume", "--steps", STEPS + 4)
     assert more["steps"] == STEPS + 4
     assert more["loss"]["first"] == first["loss"]["first"]
-    assert names(where) == [f"step-{STEPS + 4}", f"step-{STEPS}"]
+    assert names(where) == [f"checkpoint-{STEPS + 4}", f"checkpoint-{STEPS}"]
 
 
 def test_what_killed_jobs_leave_is_removed_and_never_taken(
     common: list[Any], tmp_path: Path
 ) -> None:
     where = tmp_path / "steps"
-    for name in (
-        ".step-99.partial",
-        ".step-7.old",
-        ".step-5.removed",
-        "step-99",
-        "notes",
-        "step-12",
-    ):
+    for name in (".saving/checkpoint-99/infinity", "checkpoint-99", "notes", "checkpoint-12"):
         (where / name).mkdir(parents=True)
-    (where / "step-99" / "__0_0.distcp").write_bytes(
-        b"what is left of a checkpoint that was removed in part"
-    )
-    (where / "step-12" / "mine.txt").write_text("somebody else's")
-    summary = finished(
-        *common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume"
-    )
-    assert summary["steps"] == STEPS
-    assert names(where) == ["notes", "step-12", f"step-{STEPS}"]
+    (where / ".saving" / "checkpoint-99" / "infinity" / "infinity.json").touch()
+    (where / "checkpoint-12" / "mine.txt").write_text("somebody else's")
+    options = ["--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume"]
+    assert finished(*common, "--checkpoint", where, *options)["steps"] == STEPS
+    assert names(where) == ["checkpoint-12", f"checkpoint-{STEPS}", "checkpoint-99", "notes"]
 
 
 def test_a_removal_that_is_killed_leaves_no_step(
@@ -352,61 +331,77 @@ def test_a_removal_that_is_killed_leaves_no_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A folder has another name before its first file goes, and the next run removes it."""
+    """A checkpoint is in the folder of drafts before its first file goes, and the next run removes
+    it."""
     where, output = tmp_path / "steps", tmp_path / "out"
-    arguments = [
-        *common,
-        "--output",
-        output,
-        "--checkpoint",
-        where,
-        "--checkpoint-every",
-        2,
-        "--keep-checkpoints",
-        1,
-    ]
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
+    arguments += ["--keep-checkpoints", 1]
 
-    def killed(path: Path, **_: Any) -> None:
-        if path.exists():
-            (path / "infinity.json").unlink()
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        old = Path(path) / "checkpoint-2" / "infinity" / "infinity.json"
+        if old.exists():
+            old.unlink()
             raise Killed
+        rmtree(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         assert isinstance(run(*arguments, "--debug").exception, Killed)
-    assert names(where) == [".step-2.removed", "step-4"]
+    assert names(where) == [".saving", "checkpoint-4"]
     with monkeypatch.context() as patch:
         during_step(patch, 5, die)
         assert isinstance(run(*arguments, "--resume", "--debug").exception, Killed)
-    assert names(where) == ["step-4"], "it went before the first step"
+    assert names(where) == ["checkpoint-4"], "it went before the first step"
     expected(output, where, finished(*arguments, "--resume"))
 
 
-def test_gc_removes_what_removals_left(tmp_path: Path) -> None:
-    for name in (".step-2.removed", ".step-4.partial", "step-6", "step-8", "mine"):
+def test_gc_removes_what_saves_left_and_not_what_one_is_saving(tmp_path: Path) -> None:
+    for name in (".saving", "checkpoint-6", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
-    (tmp_path / "step-8" / "infinity.json").touch()
-    result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
-    assert result.exit_code == 0, result.stderr
-    gone = [".step-2.removed", ".step-4.partial", "step-6"]
-    assert sorted(json.loads(result.stdout)["removed"]) == [str(tmp_path / name) for name in gone]
-    assert names(tmp_path) == ["mine", "step-8"]
+
+    def removed() -> list[str]:
+        result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
+        assert result.exit_code == 0, result.stderr
+        return sorted(json.loads(result.stdout)["removed"])
+
+    with lock_directory(tmp_path / ".saving", "output_dir"):
+        assert removed() == []
+    assert removed() == [str(tmp_path / ".saving")]
+    assert names(tmp_path) == ["checkpoint-6", "mine"]
 
 
-def test_a_checkpoint_between_its_two_renames_is_found(
-    common: list[Any], expected: Callable[..., None], tmp_path: Path
+@pytest.mark.parametrize("before", [True, False])
+def test_a_kill_as_a_checkpoint_replaces_another_leaves_one_of_the_two(
+    common: list[Any],
+    expected: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
 ) -> None:
+    """The last step is saved again, because its checkpoint was damaged."""
     where, output = tmp_path / "steps", tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        during_step(patch, 5, die)
-        run(*common, "--checkpoint", where, "--checkpoint-every", 4)
-    (where / "step-4").rename(where / ".step-4.old")
-    result = run(*common, "--checkpoint", where)
-    assert f"--checkpoint {where} has checkpoints of an earlier run, up to step-4" in result.stderr
-    expected(
-        output, where, finished(*common, "--output", output, "--checkpoint", where, "--resume")
-    )
+    arguments = [*common, "--checkpoint", where, "--checkpoint-every", 4]
+    finished(*arguments)
+    shutil.rmtree(where / f"checkpoint-{STEPS}" / "infinity")
+    exchange = Directory.exchange
+
+    def killed(self: Directory, name: str, other: str) -> None:
+        if not before:
+            exchange(self, name, other)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "exchange", killed)
+        during_step(patch, STEPS, lambda trainer: patch.setattr(shutil, "rmtree", nothing))
+        options = ["--resume", "--durability", "off", "--debug"]
+        assert isinstance(run(*arguments, *options).exception, Killed)
+    assert names(where) == [".saving", "checkpoint-4", f"checkpoint-{STEPS}"]
+    assert (where / f"checkpoint-{STEPS}" / "infinity").exists() is not before
+    options = ["--resume", "--durability", "off", "--output", output]
+    expected(output, where, finished(*arguments, *options))
 
 
 def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: Path) -> None:
@@ -419,7 +414,7 @@ def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: P
         )
         assert names(where) == ["infinity.lock"]
     finished(*common, "--checkpoint", where, "--checkpoint-every", STEPS)
-    assert names(where) == [f"step-{STEPS}"], "a job leaves no lock behind"
+    assert names(where) == [f"checkpoint-{STEPS}"], "a job leaves no lock behind"
 
 
 def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
@@ -436,13 +431,13 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        during_step(patch, 4, lambda: patch.setattr(os, "fsync", full))
+        during_step(patch, 4, lambda trainer: patch.setattr(os, "fsync", full))
         assert (
             refusal(*arguments)
-            == f"{where}/step-4 cannot be written: No space left on device; free some of its "
-            "space, or choose another path"
+            == f"{where}/.saving/checkpoint-4: No space left on device; free some of its space, or "
+            "choose another path"
         )
-    assert names(where) == ["step-2"]
+    assert names(where) == ["checkpoint-2"]
     expected(output, where, finished(*arguments, "--resume"))
     assert issubclass(CheckpointError, RuntimeError)
 
@@ -455,10 +450,10 @@ def test_weights_whose_export_dies_are_not_lost(
 ) -> None:
     options = [*common, "--output", tmp_path / "out", "--checkpoint", tmp_path / "steps"]
     with monkeypatch.context() as patch:
-        patch.setattr(job, "save_model", lambda *_: die())
+        patch.setattr(job, "save_model", die)
         result = run(*options, "--debug")
     assert isinstance(result.exception, Killed)
-    assert f"step-{STEPS}" in names(tmp_path / "steps")
+    assert f"checkpoint-{STEPS}" in names(tmp_path / "steps")
     expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))
 
 
@@ -506,7 +501,7 @@ def test_an_output_that_was_cut_off_is_written_again(
     out, resumed = tmp_path / "out", [*common, "--output", tmp_path / "out", "--resume"]
     finished(*common, "--output", tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(output, "save_description", lambda *_: die())
+        patch.setattr(output, "save_description", die)
         assert isinstance(run(*resumed, "--debug").exception, Killed)
     assert "model.safetensors" in names(out) and "config.json" not in names(out)
     for _ in range(2):
@@ -577,7 +572,7 @@ def test_a_run_that_commits_its_steps_is_neither_lost_nor_changed(
     finished(*options)
     assert "go on from them with" in refusal(*options)
     assert "holds the committed states of an earlier run" in refusal(*common)
-    assert "was made with --batch-size 2, and now it is 4" in refusal(
+    assert "has --batch-size 2, and here it is 4; resume with the same" in refusal(
         *options, "--resume", "--batch-size", 4
     )
     assert "--resume needs --checkpoint DIR" in refusal(*common, "--durability", "off", "--resume")

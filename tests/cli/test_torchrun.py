@@ -27,31 +27,32 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from infinity.cli import ranks, training
+from infinity.checkpoint.files import METRICS
+from infinity.cli import ranks
 from infinity.cli.finetune import finetune
-from infinity.cli.history import budget_text, combine, summarize
+from infinity.cli.history import History, budget_text, combine, summarize
 from infinity.cli.job import FinetuneJob
 from infinity.cli.main import app
-from infinity.cli.progress import Silence, summary_rows
+from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
 from infinity.directories.lock import LOCK_NAME
 from infinity.errors import InfinityError
-from infinity.models.data import Windows
 from infinity.report import Report
 from infinity.sharding.watch import Note, Watch
 from infinity.tiers.manifest import STATES_NAME
 from support import forked
 from support.children import CHILD
 from support.durable import BEHIND, Kill
+from support.finetune_steps import steps_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 8
 # Two windows for each rank; five are held out, so that the last batch of a validation has one for
 # the first rank and none for the other. Each budget is large enough for half of the ranks' states.
+LAST = f"checkpoint-{STEPS}"
 OPTIONS = [
     *(
         "--model",
@@ -96,21 +97,21 @@ ENVIRONMENT = CHILD["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"
 # What becomes of the second rank of the first try, in step AT.
 SCRIPT = """
 import errno, os, signal
-from infinity.cli import main, training
+import pytest
+from infinity.cli import main
+from support.finetune_steps import during_step
 
-real = training.Trainer._step
 at, what = int(os.environ["AT"]), os.environ["WHAT"]
 met = os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
-def step(self, number, batches):
-    if met and number == at:
-        if what == "full drive":
-            self.engine.io.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
-        else:
-            os.kill(os.getpid(), getattr(signal, what))
-    return real(self, number, batches)
+def act(trainer):
+    if what == "full drive":
+        trainer.engine.io.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
 
-training.Trainer._step = step
+if met:
+    during_step(pytest.MonkeyPatch(), at, act)
 main.app()
 """
 
@@ -159,17 +160,8 @@ def alone(*arguments: Any) -> dict[str, Any]:
     return summary
 
 
-def steps_of(checkpoint: Path) -> list[tuple[float, ...]]:
-    """Number, loss, learning rate and norm of every step so far."""
-    plain = checkpoint.parent / f"{checkpoint.name}.pt"
-    dcp_to_torch_save(checkpoint, plain)
-    steps = torch.load(plain, weights_only=True)["extra"]["0"]["steps"]
-    plain.unlink()
-    return [tuple(step[:4]) for step in steps.tolist()]
-
-
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != METRICS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +216,7 @@ def test_two_ranks_have_the_losses_of_one_and_save_the_same_model(
     home: Home, one: dict[str, Any], two: Said
 ) -> None:
     summary = json.loads(two.stdout)
-    expected, found = (steps_of(home.steps(name) / f"step-{STEPS}") for name in ("one", "two"))
+    expected, found = (steps_in(home.steps(name) / LAST) for name in ("one", "two"))
     assert len(found) == STEPS
     for there, here in zip(expected, found, strict=True):
         assert here == pytest.approx(there, rel=1e-5)
@@ -291,7 +283,7 @@ def test_after_a_stop_a_full_drive_and_a_kill_two_ranks_end_with_the_same_bits(
 
     done = on_two_ranks(tmp_path / "full", script, options, AT="5", WHAT="full drive")
     assert done.codes == [1, 1]
-    assert going_on(done.stderr) == [f"going on from {where}/step-3"]
+    assert going_on(done.stderr) == [f"going on from {where}/checkpoint-3"]
     (full,) = [line for line in done.stderr.splitlines() if line.startswith("infinity: ")]
     assert re.fullmatch(
         r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot "
@@ -303,19 +295,19 @@ def test_after_a_stop_a_full_drive_and_a_kill_two_ranks_end_with_the_same_bits(
     job = torchrun(script, *options, restarts=1, AT="7", WHAT="SIGKILL")
     assert job.returncode == 0, job.stderr
     assert sorted(going_on(job.stderr)) == [
-        f"going on from {where}/step-4",
-        f"going on from {where}/step-6",
+        f"going on from {where}/checkpoint-4",
+        f"going on from {where}/checkpoint-6",
         f"reclaimed 12 MiB that an earlier run left in {home.path}/nvme/rank1",
     ]
     (gone,) = [line for line in job.stderr.splitlines() if line.startswith("infinity: ")]
     assert gone.startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
     assert "Traceback" not in job.stderr
     assert json.loads(job.stdout)["loss"] == json.loads(two.stdout)["loss"]
-    assert steps_of(where / f"step-{STEPS}") == steps_of(home.steps("two") / f"step-{STEPS}")
+    assert steps_in(where / LAST) == steps_in(home.steps("two") / LAST)
     there, here = home.model("two"), home.model("killed")
     assert there.keys() == here.keys()
     assert all(torch.equal(there[name], here[name]) for name in there)
-    assert names(where) == [f"step-{number}" for number in (3, 4, 6, 8)]
+    assert names(where) == [f"checkpoint-{number}" for number in (3, 4, 6, 8)]
     assert not names(home.path / "nvme")
 
 
@@ -363,21 +355,17 @@ def test_two_ranks_that_commit_their_steps_go_on_without_checkpoints(
     assert all(torch.equal(there[name], here[name]) for name in there)
     alone = on_two_ranks(tmp_path / "more", script, [*options, "--batch-size", 8], KILLS="{}")
     assert alone.codes == [1, 1]
-    assert "was made with --batch-size 4, and now it is 8" in alone.stderr
+    assert "has --batch-size 4, and here it is 8" in alone.stderr
 
 
 ORPHANING = """
 import os, signal
-from infinity.cli import main, training
+import pytest
+from infinity.cli import main
+from support.finetune_steps import during_step
 
-real = training.Trainer._step
-
-def step(self, number, batches):
-    if number == 2 and os.environ["RANK"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(self, number, batches)
-
-training.Trainer._step = step
+if os.environ["RANK"] == "0":
+    during_step(pytest.MonkeyPatch(), 2, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
 main.app()
 """
 
@@ -444,13 +432,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(
     home: Home, one: dict[str, Any], two: Said
 ) -> None:
     where = home.steps("fewer")
-    shutil.copytree(home.steps("two") / "step-4", where / "step-4")
+    shutil.copytree(home.steps("two") / "checkpoint-4", where / "checkpoint-4")
     assert alone(*home.options("fewer")[1:], "--resume")["loss"] == pytest.approx(
         one["loss"], rel=1e-5
     )
-    found = steps_of(where / f"step-{STEPS}")
-    assert found[:4] == steps_of(home.steps("two") / f"step-{STEPS}")[:4]
-    for there, here in zip(steps_of(home.steps("one") / f"step-{STEPS}"), found, strict=True):
+    found = steps_in(where / LAST)
+    assert found[:4] == steps_in(home.steps("two") / LAST)[:4]
+    for there, here in zip(steps_in(home.steps("one") / LAST), found, strict=True):
         assert here == pytest.approx(there, rel=1e-5)
 
 
@@ -574,54 +562,6 @@ def test_ranks_draw_different_numbers_and_the_first_those_of_one_rank() -> None:
     assert len({tuple(state) for state in [plain, *drawn]}) == 13
 
 
-class Saved:
-    """An engine that only loads, with the rest of what a `Trainer` needs."""
-
-    def __init__(self, extra: dict[str, Any]) -> None:
-        self.extra = extra
-
-    def load_checkpoint(self, directory: Path, optimizer: Any, *, progress: Any) -> dict[str, Any]:
-        progress(1, 2)
-        return self.extra
-
-
-class Listener(Silence):
-    """Notes what it is told of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, int, int]] = []
-
-    def moved(self, doing: str, done: int, total: int) -> None:
-        self.heard.append((doing, done, total))
-
-
-@pytest.mark.parametrize(("saved", "now"), [(0, 0), (1, 1), (0, 1)])
-def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it(
-    saved: int, now: int, tmp_path: Path
-) -> None:
-    model = torch.nn.Linear(1, 1)
-    tokens = np.zeros((4, 2), np.uint16)
-    windows = Windows(tokens, np.arange(3), np.arange(3, 4), seed=7)
-
-    def trainer(rank: int, engine: Any) -> training.Trainer:
-        schedule = training.Schedule(2, 2, 1, 0, 0, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return training.Trainer(
-            model, engine, optimizer, windows, schedule, torch.device("cpu"), world=World(rank, 2)
-        )
-
-    before = trainer(saved, None)
-    before.history.steps.append(training.StepRecord(1, 0.0, 0.0, None, 0.0, 1.0))
-    torch.manual_seed(99)
-    extra, expected = before._state(), torch.get_rng_state().tolist()
-    torch.manual_seed(0)
-    listener = Listener()
-    trainer(now, Saved(extra)).resume(tmp_path, listener)
-    assert listener.heard == [("loading", 1, 2)]
-    found = torch.get_rng_state().tolist()
-    assert found == (expected if saved == now else random_states(World(now, 2), 7, step=1))
-
-
 @pytest.fixture
 def store() -> Iterator[Any]:
     yield dist.HashStore()
@@ -699,12 +639,12 @@ def test_a_report_of_ranks_sums_what_moves_and_shows_the_highest_peak() -> None:
     )
     assert both.peaks == {"gpu": 8, "cpu": 9, "nvme": 21}
     assert both.budgets == {"gpu": 100, "cpu": 100, "nvme": 100}
-    summary = summarize("it", training.History(1), both, None, {}, ranks=4, per_node=2)
+    summary = summarize("it", History(1), both, None, {}, ranks=4, per_node=2)
     assert summary["memory"]["cpu"] == {"peak": 9, "budget": 100}
     assert budget_text(summary, "cpu", " of ") == " of 50 B (100 B for the 2 ranks of a node)"
     assert budget_text(summary, "gpu", " of ") == " of 100 B"
     unlimited = combine([report(1, {"gpu": 5, "cpu": 9, "nvme": 20}, nvme=20), reports[1]], 2)
     assert (
-        budget_text(summarize("it", training.History(1), unlimited, None, {}, 2, 2), "nvme", " of ")
+        budget_text(summarize("it", History(1), unlimited, None, {}, 2, 2), "nvme", " of ")
         == ""
     )
