@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.knobs import configured
 from infinity.cli.options import FinetuneOptions
-from infinity.cli.output import prepare_output, save_description, save_model
+from infinity.cli.output import prepare_output, save_adapters, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.run_file import RunFile
 from infinity.cli.trainer import LOWEST_RATE, FinetuneTrainer, RunParts
@@ -32,7 +33,9 @@ from infinity.directories.directory import Directory
 from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
 from infinity.interrupt import Interrupt
-from infinity.models.data import load_windows
+from infinity.models.adapters import base_of, merged, trained, with_lora
+from infinity.models.data import Windows, load_windows
+from infinity.models.description import positions
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
@@ -41,6 +44,8 @@ from infinity.tiers.places import check_directories
 from infinity.weights.load import check_complete, open_weights
 
 log = logging.getLogger("infinity")
+
+USUAL_STEPS = 100
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 
@@ -69,6 +74,7 @@ class FinetuneJob(FinetuneOptions):
 
         Options, directories and data are checked before the model is built.
         """
+        self._check_options()
         world.check_batch(self.batch_size)
         config = self.config(world)
         written = world.from_first(self._written)
@@ -95,6 +101,18 @@ class FinetuneJob(FinetuneOptions):
             if checkpoints is not None:
                 checkpoints.close()
 
+    def _check_options(self) -> None:
+        """Raise `ValueError` for options that do not go together."""
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("--steps and --epochs both say how long to train; give one of them")
+        if self.lora is None:
+            for option in ("lora_alpha", "lora_target", "merge"):
+                if getattr(self, option):
+                    raise ValueError(
+                        f"--{option.replace('_', '-')} is of adapters, and there are none without "
+                        "--lora RANK"
+                    )
+
     def _run(
         self,
         display: Display,
@@ -107,7 +125,8 @@ class FinetuneJob(FinetuneOptions):
         display.phase("model")
         source = find_model(self.model, config.precision)
         source.check_kind()
-        source.check_length(self.sequence_length)
+        if self.sequence_length is not None:
+            source.check_length(self.sequence_length)
         if self.output is not None:
             output, overwrite = self.output, self.overwrite or is_ours
             _check_name(output)
@@ -115,8 +134,17 @@ class FinetuneJob(FinetuneOptions):
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size, self.byte_tokenizer)
         display.phase("data")
         windows = load_windows(
-            self.data, tokenizer, self.sequence_length, self.seed, self.data_format == "text"
+            self.data,
+            tokenizer,
+            self.sequence_length,
+            self.seed,
+            self.data_format == "text",
+            self.columns,
+            positions(source.config),
         )
+        if self.packing:
+            source.check_positions()
+            windows = windows.packed()
         for note in windows.notes:
             display.note(note)
         display.phase("weights")
@@ -125,11 +153,12 @@ class FinetuneJob(FinetuneOptions):
         engine: Engine = infinity.engine(model)
         goes_on, trainer = bool(engine.committed_step), None
         try:
-            steps = self.steps
+            steps, rate = self._steps(windows), self._rate(source, model)
             display.attach(engine, steps)
-            describe = partial(save_description, model=model, tokenizer=tokenizer)
-            parts = RunParts(windows, steps, display, world, describe)
-            trainer = FinetuneTrainer(model, self._arguments(engine, world, steps), self, parts)
+            describe = partial(save_description, model=base_of(model), tokenizer=tokenizer)
+            parts = RunParts(windows, steps, rate, display, world, describe)
+            arguments = self._arguments(parts, engine.device.type == "cpu")
+            trainer = FinetuneTrainer(model, arguments, self, parts)
             world.seed(self.seed)
             if engine.committed_step:
                 display.note(f"going on from committed step {engine.committed_step}")
@@ -148,19 +177,35 @@ class FinetuneJob(FinetuneOptions):
             with Interrupt():  # a signal does not interrupt closing
                 engine.close()
 
-    def _arguments(self, engine: Engine, world: World, steps: int) -> TrainingArguments:
-        warmup = steps // 10 if self.warmup is None else self.warmup
+    def _steps(self, windows: Windows) -> int:
+        if self.epochs is None:
+            return USUAL_STEPS if self.steps is None else self.steps
+        rows = self.batch_size * self.accumulate
+        return max(1, math.ceil(self.epochs * len(windows.training) / rows))
+
+    def _rate(self, source: ModelSource, model: torch.nn.Module) -> float:
+        """The highest learning rate: as of published recipes, higher for a small model."""
+        if self.lr is not None:
+            return self.lr
+        if self.lora is not None:
+            return 2e-4
+        parameters = sum(each.numel() for each in model.parameters())
+        if source.directory is None or parameters < 300_000_000:
+            return 3e-4
+        return 1e-4 if parameters < 1_000_000_000 else 2e-5
+
+    def _arguments(self, parts: RunParts, on_cpu: bool) -> TrainingArguments:
         return TrainingArguments(
             output_dir=str(self.checkpoint or self.output or "."),
-            max_steps=steps,
-            per_device_train_batch_size=self.batch_size // world.size,
+            max_steps=parts.steps,
+            per_device_train_batch_size=self.batch_size // parts.world.size,
             gradient_accumulation_steps=self.accumulate,
-            learning_rate=self.lr,
+            learning_rate=parts.rate,
             weight_decay=self.weight_decay,
             max_grad_norm=0.0,  # the optimizer clips
             lr_scheduler_type="cosine_warmup_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": LOWEST_RATE},
-            warmup_steps=warmup,
+            warmup_steps=parts.steps // 10 if self.warmup is None else self.warmup,
             logging_steps=1,
             logging_nan_inf_filter=False,
             save_strategy="no" if self.checkpoint is None else "steps",
@@ -170,8 +215,8 @@ class FinetuneJob(FinetuneOptions):
             remove_unused_columns=False,
             dataloader_pin_memory=False,
             disable_tqdm=True,
-            report_to="none",
-            use_cpu=engine.device.type == "cpu",
+            report_to=[] if self.report_to is None else [self.report_to],
+            use_cpu=on_cpu,
         )
 
     @property
@@ -252,9 +297,7 @@ class FinetuneJob(FinetuneOptions):
                 weights = trainer.checked(engine.weights())
                 if world.is_first:
                     run_file.begin(self.output)
-                    save_model(self.output, engine.model, weights, tokenizer)
-                else:
-                    deque(weights, maxlen=0)  # joins the gathers of the first rank
+                self._save(engine.model, weights, tokenizer, world.is_first)
         summary = summarize(
             self.model, history, report, self.output, {}, world.size, world.local_size
         )
@@ -264,6 +307,27 @@ class FinetuneJob(FinetuneOptions):
         if self.output is not None and history.signal is None and world.is_first:
             run_file.end(self.output, summary)
         return summary
+
+    def _save(
+        self,
+        model: torch.nn.Module,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        tokenizer: Tokenizer,
+        writes: bool,
+    ) -> None:
+        """Write the model or its adapters to the output. All ranks call it, and one `writes`."""
+        assert self.output is not None
+        if self.lora is not None:
+            adapters = trained(model)
+            if not self.merge:
+                if writes:
+                    save_adapters(self.output, model, adapters, tokenizer)
+                return
+            weights = merged(model, weights, adapters)
+        if writes:
+            save_model(self.output, base_of(model), weights, tokenizer)
+        else:
+            deque(weights, maxlen=0)  # joins the gathers of the first rank
 
     def _write_report(
         self, output: Path, history: History, engine: Engine, summary: dict[str, Any]
@@ -322,6 +386,8 @@ def assemble(
     with infinity.init(exact=False):
         # "auto" can choose nothing for a block that checkpoints itself.
         model = source.build(job.checkpoint_activations and config.recompute != "auto")
+        if job.lora is not None:
+            model = with_lora(model, job.lora, job.lora_alpha, job.lora_target)
     if job.chunked_loss is not None:
         infinity.chunked_loss(model, job.chunked_loss)
     weights = None

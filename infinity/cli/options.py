@@ -42,18 +42,37 @@ def parse_durability(value: Any) -> int | str:
     return int(text)
 
 
-def finite(value: float) -> float:
+def finite(value: float | None) -> float | None:
     """Refuse infinite numbers and NaN with `typer.BadParameter`."""
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 
+def _above_zero(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number above 0")
+    return value
+
+
+def _parse_columns(value: Any) -> dict[str, str] | None:
+    """Parse "prompt=question,completion=answer". Raises `typer.BadParameter`."""
+    if value is None or isinstance(value, dict):
+        return value
+    pairs = [pair.partition("=") for pair in str(value).split(",")]
+    if not all(key and name for key, _, name in pairs):
+        raise typer.BadParameter(
+            f"{value!r} is not KEY=NAME with commas between, such as "
+            "prompt=question,completion=answer"
+        )
+    return {key: name for key, _, name in pairs}
+
+
 MOST = (1 << 63) - 1
 _MOST_WINDOWS = 1 << 20
-_MOST_TOKENS = 1 << 24
 PANEL = "Where states live"
 _MODEL, _DATA, _TRAINING, _OUTPUT = "Model", "Data", "Training", "Output"
+_LORA = "LoRA"
 _CHECKPOINTS = "Checkpoints"
 
 Model = Annotated[
@@ -93,12 +112,41 @@ AsBytes = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
+Columns = Annotated[
+    Any,
+    typer.Option(
+        parser=_parse_columns,
+        metavar="KEY=NAME,...",
+        help="The columns of records for the keys that are read, such as "
+        "prompt=question,completion=answer.",
+        rich_help_panel=_DATA,
+    ),
+]
 SequenceLength = Annotated[
     int,
     typer.Option(
         min=2,
-        max=_MOST_TOKENS,
+        max=1 << 24,
+        help="Tokens per window.",
+        rich_help_panel=_DATA,
+    ),
+]
+FittingLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length",
+        min=2,
+        max=1 << 24,
         help="Tokens per window, and the most of a sample with a completion.",
+        show_default="the longest sample; of texts 1024; at most what the model takes",
+        rich_help_panel=_DATA,
+    ),
+]
+Packing = Annotated[
+    bool,
+    typer.Option(
+        "--packing",
+        help="Put as many samples as fit into each window. Each is alone there.",
         rich_help_panel=_DATA,
     ),
 ]
@@ -113,7 +161,61 @@ Seed = Annotated[
 ]
 
 Steps = Annotated[
-    int, typer.Option(min=1, max=MOST, help="Optimizer steps.", rich_help_panel=_TRAINING)
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST,
+        help="Optimizer steps.",
+        show_default="100, or those of --epochs",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        callback=_above_zero,
+        help="Passes through the data, instead of --steps.",
+        show_default="none",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1 << 16,
+        help="Train LoRA adapters of this rank, and nothing else. The output has these alone.",
+        show_default="none: all parameters",
+        rich_help_panel=_LORA,
+    ),
+]
+LoraAlpha = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        callback=_above_zero,
+        help="The scale of the adapters, divided by their rank.",
+        show_default="twice the rank",
+        rich_help_panel=_LORA,
+    ),
+]
+LoraTarget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="The layers that get adapters.",
+        show_default="all linear layers but the head",
+        rich_help_panel=_LORA,
+    ),
+]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Write the whole model with the adapters in it, not the adapters alone.",
+        rich_help_panel=_LORA,
+    ),
 ]
 BatchSize = Annotated[
     int,
@@ -157,6 +259,18 @@ LearningRate = Annotated[
         min=0.0,
         callback=finite,
         help="Highest learning rate.",
+        rich_help_panel=_TRAINING,
+    ),
+]
+FittingRate = Annotated[
+    float | None,
+    typer.Option(
+        "--lr",
+        min=0.0,
+        callback=finite,
+        help="Highest learning rate.",
+        show_default="3e-4; of a model with weights and 300M parameters 1e-4, and 1B 2e-5; with "
+        "--lora 2e-4",
         rich_help_panel=_TRAINING,
     ),
 ]
@@ -273,6 +387,14 @@ Overwrite = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+ReportTo = Annotated[
+    Literal["tensorboard", "wandb", "trackio"] | None,
+    typer.Option(
+        help="Also log each step there. metrics.jsonl in --output has them in any case.",
+        show_default="none",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 WriteReport = Annotated[
     bool,
     typer.Option(
@@ -298,14 +420,21 @@ class FinetuneOptions:
     data: Data = None
     data_format: DataFormat = "auto"
     byte_tokenizer: AsBytes = False
-    sequence_length: SequenceLength = 256
+    columns: Columns = None
+    sequence_length: FittingLength = None
+    packing: Packing = False
     seed: Seed = 0
-    steps: Steps = 100
+    lora: Lora = None
+    lora_alpha: LoraAlpha = None
+    lora_target: LoraTarget = None
+    merge: Merge = False
+    steps: Steps = None
+    epochs: Epochs = None
     batch_size: BatchSize = 4
     accumulate: Accumulate = 1
     accumulation_order: AccumulationOrder = "horizontal"
     chunked_loss: ChunkedLoss = "off"
-    lr: LearningRate = 3e-4
+    lr: FittingRate = None
     weight_decay: WeightDecay = 0.1
     warmup: Warmup = None
     max_grad_norm: MaxGradNorm = 1.0
@@ -321,3 +450,4 @@ class FinetuneOptions:
     output: Output = None
     overwrite: Overwrite = False
     report: WriteReport = True
+    report_to: ReportTo = None

@@ -95,6 +95,25 @@ def save_description(
             drafts.publish(name)
 
 
+def save_adapters(
+    directory: Path,
+    model: torch.nn.Module,
+    adapters: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+) -> None:
+    """Write the `adapters` of a PEFT model and its tokenizer to `directory`, for
+    `PeftModel.from_pretrained`."""
+    peft_model: Any = model
+    with Directory(directory, "--output") as place, drafting(place) as drafts:
+        with naming(directory):
+            peft_model.save_pretrained(
+                drafts.path, state_dict=adapters, save_embedding_layers=False
+            )
+            tokenizer.save(drafts.path)
+        for name in drafts.names():
+            drafts.publish(name)
+
+
 def _with_buffers(
     model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -230,7 +230,7 @@ def _memory_rows(summary: dict[str, Any]) -> _Rows:
 def print_summary(summary: dict[str, Any]) -> None:
     """Print the table of the run to stdout."""
     table = Table(title="infinity finetune", show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", max_width=36, overflow="fold")
     table.add_column(overflow="fold")
     for name, value in summary_rows(summary):
         table.add_row(name, value)

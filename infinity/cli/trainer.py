@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler as RowSampler
 from transformers import TrainerCallback
@@ -35,6 +33,7 @@ from infinity.integrations.trainer_notes import TrainingLog
 from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
 from infinity.models.data import Windows
+from infinity.models.samples import Batch
 
 log = logging.getLogger("infinity")
 
@@ -48,6 +47,8 @@ class RunParts:
 
     windows: Windows
     steps: int
+    rate: float
+    """The highest learning rate."""
     display: Display
     world: World
     describe: Callable[[Path], None]
@@ -100,7 +101,7 @@ class FinetuneTrainer(InfinityTrainer):
         self._rows_per_step = options.batch_size * options.accumulate
         self.history = History(round(windows.mean_length * self._rows_per_step))
         settings = {
-            "lr": options.lr,
+            "lr": parts.rate,
             "betas": (0.9, 0.95),
             "max_grad_norm": options.max_grad_norm or None,
             "clip": options.clip,
@@ -111,7 +112,7 @@ class FinetuneTrainer(InfinityTrainer):
         super().__init__(
             model,
             args,
-            data_collator=self._inputs,
+            data_collator=self._training_inputs,
             train_dataset=range(len(windows.tokens)),
             optimizer_cls_and_kwargs=(infinity.AdamW, settings),
             callbacks=[_LossCheck(self._check_loss)],
@@ -168,11 +169,8 @@ class FinetuneTrainer(InfinityTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> RowSampler[int]:
         return _Order(self.parts.windows, self.parts.steps * self._rows_per_step)
 
-    def _inputs(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> dict[str, Any]:
-        """The model inputs of windows `rows`."""
-        batch = self.parts.windows.batch(rows)
-        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
-        return {"input_ids": ids, "labels": labels, "use_cache": False}
+    def _training_inputs(self, numbers: list[int]) -> dict[str, Any]:
+        return _inputs(self.parts.windows.training_batch(numbers))
 
     # Steps
 
@@ -187,7 +185,7 @@ class FinetuneTrainer(InfinityTrainer):
     def _diverged(self, what: str, value: float, number: int) -> InfinityError:
         return InfinityError(
             f"{what} became {value} at step {number}; try a lower --lr than "
-            f"{self._options.lr:g}, a longer --warmup, or --precision bf16 or fp32"
+            f"{self.parts.rate:g}, a longer --warmup, or --precision bf16 or fp32"
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -224,11 +222,12 @@ class FinetuneTrainer(InfinityTrainer):
                     return {}
                 part = world.part(rows)
                 # All ranks run the model, because each holds a part of it.
-                inputs = self._prepare_inputs(self._inputs(part if len(part) else rows[:1]))
+                batch = windows.batch(part if len(part) else rows[:1])
+                inputs = self._prepare_inputs(_inputs(batch))
                 loss = float(self.model(**inputs).loss)
-                labels = int((inputs["labels"][:, 1:] != -100).sum()) if len(part) else 0
-                total += loss * labels if labels else 0.0
-                count += labels
+                if len(part):
+                    total += loss * batch.counted
+                    count += batch.counted
         sums = world.gather((total, count))
         total, count = (math.fsum(values) for values in zip(*sums, strict=True))
         metrics = {"eval_loss": total / count}
@@ -281,8 +280,9 @@ class FinetuneTrainer(InfinityTrainer):
             "--accumulate": options.accumulate,
             "--sequence-length": windows.tokens.shape[1],
             "--seed": options.seed,
-            "--lr": options.lr,
+            "--lr": self.parts.rate,
             "--weight-decay": options.weight_decay,
+            "--packing": options.packing,
             "a number of windows of": len(windows.tokens),
         }
 
@@ -332,3 +332,13 @@ class FinetuneTrainer(InfinityTrainer):
                         raise self._diverged(name, extreme, self.history.done)
             yield name, value
             del value  # free it before the next unit is gathered
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    """The inputs of a model. Without a mask and a cache, samples with positions of their own do not
+    see each other."""
+    inputs = {"input_ids": batch.ids, "labels": batch.labels}
+    if batch.positions is not None:
+        inputs["position_ids"] = batch.positions
+    found: dict[str, Any] = {name: torch.from_numpy(each) for name, each in inputs.items()}
+    return found | {"use_cache": False}

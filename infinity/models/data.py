@@ -6,8 +6,8 @@ import io
 import os
 import sysconfig
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from infinity.errors import naming
 from infinity.models import records, samples
+from infinity.models.description import USUAL_LENGTH
+from infinity.models.packing import best_fit
 from infinity.models.reading import open_regular
 from infinity.models.records import DataRecord
 from infinity.models.samples import Batch, Rows, unpacked
@@ -90,6 +92,8 @@ _PACKED = dict.fromkeys(_ARCHIVES, "unpack it first") | {
 """Endings of files that are no text, with advice for the error."""
 _BESIDE_RECORDS = frozenset(("readme.md", "dataset_infos.json", "dataset_info.json"))
 """Files that describe a data set of the hub and hold no data."""
+MOST_TOKENS = 1 << 24
+"""The longest window."""
 VALIDATION_SHARE = 20
 """One window in this many is held out, but at least one and at most `MOST_VALIDATION`."""
 MOST_VALIDATION = 512
@@ -138,7 +142,9 @@ def _text(path: Path) -> Iterator[TextPiece]:
         ) from None
 
 
-def _items(path: Path, as_text: bool) -> Iterator[TextPiece | DataRecord]:
+def _items(
+    path: Path, as_text: bool, columns: Mapping[str, str] | None
+) -> Iterator[TextPiece | DataRecord]:
     """The documents or samples of one file."""
     suffix = path.suffix.lower()
     if suffix in _PACKED:
@@ -147,15 +153,26 @@ def _items(path: Path, as_text: bool) -> Iterator[TextPiece | DataRecord]:
         if as_text or suffix not in records.SUFFIXES:
             yield from _text(path)
         else:
-            yield from _sorted_out(records.read_records(path))
+            yield from _sorted_out(records.read_records(path), columns)
 
 
-def _sorted_out(found: Iterable[DataRecord]) -> Iterator[TextPiece | DataRecord]:
-    for record in found:
+def _sorted_out(
+    found: Iterable[DataRecord], columns: Mapping[str, str] | None
+) -> Iterator[TextPiece | DataRecord]:
+    for record in found if columns is None else (_renamed(each, columns) for each in found):
         if not samples.is_document(record):
             yield record
         elif text := samples.document(record):
             yield TextPiece(text, True)
+
+
+def _renamed(record: DataRecord, columns: Mapping[str, str]) -> DataRecord:
+    """`record` with the keys of `columns` alone, from the columns that it names."""
+    missing = [name for name in columns.values() if name not in record.values]
+    if missing:
+        shown = ", ".join(map(repr, list(record.values)[:8])) or "nothing"
+        raise ValueError(f"{record.where}: no column {missing[0]!r}; it has {shown:.200}")
+    return record._replace(values={key: record.values[name] for key, name in columns.items()})
 
 
 def standard_library() -> Iterator[TextPiece]:
@@ -169,18 +186,21 @@ def standard_library() -> Iterator[TextPiece]:
         yield from _text(path)
 
 
-def read_items(source: Path | None, as_text: bool = False) -> Iterator[TextPiece | DataRecord]:
+def read_items(
+    source: Path | None, as_text: bool = False, columns: Mapping[str, str] | None = None
+) -> Iterator[TextPiece | DataRecord]:
     """Read the documents of `source` piece by piece, or its samples. `source` is a text file, a
     file of records (`records.SUFFIXES`), a folder of such files, or a folder that `datasets` saved.
 
     None reads the Python standard library. With `as_text`, files of records are read as text.
+    `columns` has the names of records for the keys that are read: {"completion": "answer"}.
     Raises `FileNotFoundError`, and `ValueError` that names the file (and line) or the folder
     without data.
     """
     if source is None:
         yield from standard_library()
     elif source.is_dir() and records.is_saved(source):
-        yield from _sorted_out(records.read_saved(source))
+        yield from _sorted_out(records.read_saved(source), columns)
     elif source.is_dir():
         endings = TEXT_SUFFIXES | records.SUFFIXES
         paths = _files(source, endings)
@@ -194,9 +214,9 @@ def read_items(source: Path | None, as_text: bool = False) -> Iterator[TextPiece
         )
         for path in chain([first], paths):
             if not (has_records and path.name.lower() in _BESIDE_RECORDS):
-                yield from _items(path, as_text)
+                yield from _items(path, as_text, columns)
     else:
-        yield from _items(source, as_text)
+        yield from _items(source, as_text, columns)
 
 
 def read_pieces(source: Path | None, as_text: bool = False) -> Iterator[TextPiece]:
@@ -245,11 +265,34 @@ class Windows:
     seed: int
     notes: tuple[str, ...] = ()
     """Notes on the data for the user."""
+    packs: Sequence[Sequence[int]] | None = None
+    """Rows that are trained on together, one pack a window. `training` then has numbers of packs.
+    None: each row is a window."""
 
     @property
     def mean_length(self) -> float:
-        """Tokens per window."""
-        return self.tokens.mean_length if isinstance(self.tokens, Rows) else self.tokens.shape[1]
+        """Tokens of data per training window."""
+        if not isinstance(self.tokens, Rows):
+            return float(self.tokens.shape[1])
+        if self.packs is None:
+            return self.tokens.mean_length
+        return self.tokens.mean_length * sum(map(len, self.packs)) / len(self.packs)
+
+    def packed(self) -> Windows:
+        """The same samples, with as many as fit in each window. Texts stay as they are, because
+        they fill their windows."""
+        if not isinstance(self.tokens, Rows):
+            return self
+        groups = best_fit(self.tokens.lengths[self.training], self.tokens.shape[1])
+        packs = [self.training[group].tolist() for group in groups]
+        note = f"{len(self.training)} samples are packed into {len(packs)} windows"
+        return replace(self, training=np.arange(len(packs)), packs=packs, notes=(*self.notes, note))
+
+    def training_batch(self, numbers: Sequence[int]) -> Batch:
+        """Training windows `numbers` as inputs and labels."""
+        if self.packs is None or not isinstance(self.tokens, Rows):
+            return self.batch(numbers)
+        return self.tokens.joined([self.packs[number] for number in numbers])
 
     def order(self) -> Iterator[int]:
         """Training rows, without end. Each epoch has a new permutation, which depends only on the
@@ -262,7 +305,7 @@ class Windows:
             epoch += 1
 
     def batch(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-        """Windows `rows` as inputs and labels."""
+        """Rows as inputs and labels."""
         return unpacked(self.tokens[rows].astype(np.int64))
 
     def validation_rows(self, size: int, most: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -296,26 +339,41 @@ def _split(rows: npt.NDArray[Any] | Rows, seed: int, notes: tuple[str, ...] = ()
 
 
 def load_windows(
-    source: Path | None, tokenizer: Tokenizer, length: int, seed: int, as_text: bool = False
+    source: Path | None,
+    tokenizer: Tokenizer,
+    length: int | None,
+    seed: int,
+    as_text: bool = False,
+    columns: Mapping[str, str] | None = None,
+    positions: int | None = None,
 ) -> Windows:
-    """Read, encode and pack `source` (None: the Python standard library). A sample with a
-    completion becomes a window of its own.
+    """Read, encode and pack `source` (None: the Python standard library) in windows of `length`. A
+    sample with a completion becomes a window of its own.
+
+    Without `length`, windows are as long as the longest sample. For texts they have `USUAL_LENGTH`,
+    or a twentieth of the tokens if that is less. They have at most the `positions` of the model.
 
     Raises `ValueError` for fewer than two windows, or for texts and completions together; and the
     errors of `read_items`.
     """
     name = str(source) if source is not None else "the Python standard library"
-    items = read_items(source, as_text)
+    items = read_items(source, as_text, columns)
     first = next(items, None)
     if not isinstance(first, DataRecord):
-        return pack(encode(_documents(first, items), tokenizer), length, seed, name)
-    rows, notes = samples.encode_records(_samples(first, items), tokenizer, length)
+        tokens = encode(_documents(first, items), tokenizer)
+        few = max(len(tokens) // VALIDATION_SHARE, 2)
+        usual = min(USUAL_LENGTH, positions or USUAL_LENGTH, few)
+        return pack(tokens, length or usual, seed, name)
+    most = length or positions or MOST_TOKENS
+    rows, notes = samples.encode_records(_samples(first, items), tokenizer, most)
     if len(rows) < 2:
         said = f" ({'; '.join(notes)})" if notes else ""
         raise ValueError(
             f"{name} has {len(rows)} samples to learn from{said}, and at least 2 are needed: one "
             "to train on and one held out"
         )
+    if length is None:
+        rows.shrink()
     return _split(rows, seed, notes)
 
 

@@ -171,6 +171,33 @@ class Rows:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row."""
+        ends = np.array(self._ends, np.int64)
+        return ends[1:] - ends[:-1]
+
+    def joined(self, groups: Sequence[Sequence[int]]) -> Batch:
+        """The rows of each of `groups` one after another, padded to the longest group. The first
+        token of a row is no label."""
+        parts = [[self[[number]][0] for number in group] for group in groups]
+        width = max(sum(map(len, rows)) for rows in parts)
+        joined = np.full((len(groups), width), self._fill, np.int64)
+        positions = np.zeros_like(joined)
+        for at, rows in enumerate(parts):
+            begin = 0
+            for row in rows:
+                end = begin + len(row)
+                joined[at, begin:end] = row
+                joined[at, begin] = min(row[0], ~row[0])
+                positions[at, begin:end] = np.arange(len(row))
+                begin = end
+        return unpacked(joined)._replace(positions=positions)
+
+    def shrink(self) -> None:
+        """Make the longest row the length of a window."""
+        self._length = int(self.lengths.max(initial=2))
+
     def append(self, row: npt.NDArray[np.int32]) -> None:
         """Add a row of shape (tokens,)."""
         self._values.frombytes(row.astype(np.int32, copy=False).tobytes())
@@ -187,7 +214,8 @@ class Rows:
 
 
 class Batch(NamedTuple):
-    """Inputs of a model, of shape (rows, tokens), and the number of labels that count.
+    """Inputs of a model, of shape (rows, tokens), and the number of labels that count. `positions`
+    begin again with each sample of a row; None for one sample a row.
 
     A model compares a label with the output for the token before it, so the first label of a row
     never counts.
@@ -196,6 +224,7 @@ class Batch(NamedTuple):
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     counted: int
+    positions: npt.NDArray[np.int64] | None = None
 
 
 def unpacked(rows: npt.NDArray[np.int64]) -> Batch:

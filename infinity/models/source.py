@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,18 @@ class ModelSource:
         if isinstance(most, int) and 0 < most < length:
             raise ValueError(
                 f"a sequence length of {length} is more than the {most} positions of {self.name}"
+            )
+
+    def check_positions(self) -> None:
+        """Raise `ValueError` if the model takes no positions, so that samples of one window would
+        see each other."""
+        from transformers import AutoModelForCausalLM
+
+        kind = AutoModelForCausalLM._model_mapping[type(self.config)]
+        if "position_ids" not in inspect.signature(kind.forward).parameters:
+            raise ValueError(
+                f"{kind.__name__} takes no position_ids, so samples in one window would see each "
+                "other; leave out --packing"
             )
 
     def check_kind(self) -> None:

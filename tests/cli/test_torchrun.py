@@ -644,7 +644,4 @@ def test_a_report_of_ranks_sums_what_moves_and_shows_the_highest_peak() -> None:
     assert budget_text(summary, "cpu", " of ") == " of 50 B (100 B for the 2 ranks of a node)"
     assert budget_text(summary, "gpu", " of ") == " of 100 B"
     unlimited = combine([report(1, {"gpu": 5, "cpu": 9, "nvme": 20}, nvme=20), reports[1]], 2)
-    assert (
-        budget_text(summarize("it", History(1), unlimited, None, {}, 2, 2), "nvme", " of ")
-        == ""
-    )
+    assert budget_text(summarize("it", History(1), unlimited, None, {}, 2, 2), "nvme", " of ") == ""

@@ -1,0 +1,267 @@
+"""`infinity finetune` has the losses of a plain Trainer with the same samples in its batches."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.utils.data import SequentialSampler
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from typer.testing import CliRunner
+
+from infinity.cli.main import app
+from infinity.models.data import Windows, load_windows
+from infinity.models.packing import best_fit
+from infinity.models.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+STEPS, SEED, RATE = 5, 3, 2e-3
+LIMITS = ["--gpu-memory", "64MiB", "--cpu-memory", "64MiB"]
+ON_CPU = ["--parameters", "cpu", "--optimizer", "cpu", *LIMITS]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "some",
+    "more",
+    "of",
+    "it",
+]
+
+
+class Start(NamedTuple):
+    """A model, chats of different lengths, and texts."""
+
+    model: Path
+    chats: Path
+    text: Path
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    place = tmp_path_factory.mktemp("start")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, num_attention_heads=4, max_position_embeddings=256, dtype="float32", **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(place / "model")
+    draw = random.Random(0)
+    records = [
+        {
+            "asked": " ".join(draw.choices(WORDS, k=draw.randint(1, 9))),
+            "answer": " ".join(draw.choices(WORDS, k=draw.randint(1, 5))),
+        }
+        for _ in range(60)
+    ]
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (place / "chats.jsonl").write_text(lines)
+    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return Start(place / "model", place / "chats.jsonl", place / "text.txt")
+
+
+def finetune(start: Start, output: Path, *options: Any) -> list[dict[str, Any]]:
+    """The log of a run."""
+    common = ["--model", start.model, "--byte-tokenizer", "--precision", "fp32", "--seed", SEED]
+    common += ["--batch-size", 2, "--warmup", 2, "--steps", STEPS, "--output", output]
+    command = ["finetune", *common, *(options if "--nvme" in options else [*ON_CPU, *options])]
+    result = CliRunner().invoke(app, [*map(str, command), "--no-report", "--debug"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+class Plain(Trainer):  # type: ignore[misc]
+    """Trains on batches in their order."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+def padded(batches: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """The samples of one batch, as `Rows` stores them, with a mask."""
+    (rows,) = batches
+    width = max(map(len, rows))
+    shape = (len(rows), width)
+    ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
+    mask = torch.zeros(shape, dtype=torch.long)
+    for at, row in enumerate(rows):
+        values = torch.from_numpy(np.asarray(row, np.int64))
+        ids[at, : len(row)] = torch.where(values < 0, ~values, values)
+        labels[at, : len(row)] = torch.where(values < 0, -100, values)
+        mask[at, : len(row)] = 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def trained(
+    model: torch.nn.Module, batches: list[Any], accumulate: int, place: Path
+) -> list[dict[str, Any]]:
+    """The log of a plain Trainer."""
+    args = TrainingArguments(
+        output_dir=str(place),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=RATE,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        report_to="none",
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    trainer = Plain(model, args, data_collator=padded, train_dataset=batches)
+    trainer.train()
+    found: list[dict[str, Any]] = trainer.state.log_history
+    return found
+
+
+def batches_of(windows: Windows, accumulate: int) -> Iterator[list[Any]]:
+    """The samples of each batch in the order of `windows`."""
+    order = windows.order()
+    for _ in range(STEPS * accumulate):
+        numbers = list(islice(order, 2))
+        packs = [[n] for n in numbers] if windows.packs is None else None
+        groups = packs or [windows.packs[n] for n in numbers]  # type: ignore[index]
+        yield [windows.tokens[[row]][0] for group in groups for row in group]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_losses_are_those_of_a_plain_trainer(
+    start: Start, tmp_path: Path, lora: bool, packing: bool, order: str
+) -> None:
+    columns = ["--columns", "prompt=asked,completion=answer", "--lr", RATE]
+    options = ["--data", start.chats, *columns, "--accumulate", 4, "--accumulation-order", order]
+    model = AutoModelForCausalLM.from_pretrained(start.model)
+    if lora:
+        options += ["--lora", 4]
+        finetune(start, tmp_path / "first", *options, "--lr", 0)
+        model = PeftModel.from_pretrained(model, tmp_path / "first", is_trainable=True)
+    found = finetune(start, tmp_path / "found", *options, *["--packing"] * packing)
+    tokenizer = load_tokenizer(start.model, 320, True)
+    keys = {"prompt": "asked", "completion": "answer"}
+    windows = load_windows(start.chats, tokenizer, None, SEED, columns=keys)
+    windows = windows.packed() if packing else windows
+    plain = trained(model, list(batches_of(windows, 4)), 4, tmp_path)
+    for name in ("loss", "learning_rate", "grad_norm"):
+        here, there = ([entry[name] for entry in log if "loss" in entry] for log in (found, plain))
+        assert len(here) == STEPS
+        assert here == pytest.approx(there, rel=1e-6 if name == "loss" else 1e-5), name
+
+
+def test_a_placement_on_nvme_has_the_same_bits(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    options = ["--data", start.text, "--lr", RATE, "--sequence-length", 32]
+    there = finetune(start, tmp_path / "there", *options)
+    more = ["--nvme", tmp_path / "nvme", *LIMITS, "--cache", 0]
+    here = finetune(start, tmp_path / "here", *options, *more)
+    assert [entry.get("loss") for entry in here] == [entry.get("loss") for entry in there]
+
+
+# LoRA
+
+
+def test_adapters_are_written_alone_or_merged(start: Start, tmp_path: Path) -> None:
+    columns = ["--columns", "prompt=asked,completion=answer", "--lr", RATE]
+    options = ["--data", start.chats, *columns, "--lora", 4, "--lora-target", "q_proj,up_proj"]
+    finetune(start, tmp_path / "alone", *options)
+    finetune(start, tmp_path / "merged", *options, "--merge")
+    assert not (tmp_path / "alone" / "model.safetensors").exists()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(start.model), tmp_path / "alone"
+    )
+    targets = {name.rpartition(".")[2] for name in model.targeted_module_names}
+    assert targets == {"q_proj", "up_proj"}
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(start.model)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    assert not torch.equal(adapted, plain)
+    torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ["--merge"],
+            "--merge is of adapters, and there are none without --lora RANK",
+        ),
+        (
+            ["--steps", 2, "--epochs", 1],
+            "--steps and --epochs both say how long to train; give one of them",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: list[Any], reason: str) -> None:
+    result = CliRunner().invoke(app, ["finetune", *ON_CPU, *map(str, options)])
+    assert result.exit_code == 1
+    assert result.stderr == f"infinity: {reason}\n"
+
+
+def test_a_column_that_is_missing_is_named_with_its_line(start: Start) -> None:
+    options = ["--data", str(start.chats), "--columns", "prompt=asked,completion=reply"]
+    result = CliRunner().invoke(app, ["finetune", *ON_CPU, *options])
+    assert result.stderr.splitlines()[-1] == (
+        f"infinity: {start.chats}, line 1: no column 'reply'; it has 'asked', 'answer'"
+    )
+
+
+# Lengths
+
+
+def test_a_run_without_options_fits_its_windows_and_epochs_to_the_data(
+    start: Start, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(start.model, 320, True)
+    keys = {"prompt": "asked", "completion": "answer"}
+    windows = load_windows(start.chats, tokenizer, None, SEED, columns=keys)
+    assert windows.tokens.shape[1] == windows.tokens.lengths.max() < 256  # type: ignore[union-attr]
+    texts = load_windows(start.text, tokenizer, None, SEED)
+    assert texts.tokens.shape[1] == 44 * 100 // 20
+    assert load_windows(start.text, tokenizer, None, SEED, positions=64).tokens.shape[1] == 64
+    columns = ["--columns", "prompt=asked,completion=answer"]
+    options = [*ON_CPU, "--data", start.chats, *columns, "--epochs", 0.5, "--batch-size", 4]
+    options += ["--model", start.model, "--byte-tokenizer", "--json"]
+    result = CliRunner().invoke(app, ["finetune", *map(str, options)])
+    assert json.loads(result.stdout)["steps"] == -(-len(windows.training) // 8)
+
+
+def test_best_fit_fills_windows_and_keeps_all() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 100) for _ in range(2000)]
+    groups = best_fit(lengths, 128)
+    assert sorted(number for group in groups for number in group) == list(range(2000))
+    assert max(sum(lengths[number] for number in group) for group in groups) <= 128
+    assert len(groups) <= 11 / 9 * -(-sum(lengths) // 128) + 1
+    assert best_fit([200, 5], 128) == [[0], [1]]
