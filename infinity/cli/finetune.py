@@ -14,6 +14,7 @@ from infinity.cli import options as o
 from infinity.cli.display import Display
 from infinity.cli.failure import require_extras
 from infinity.cli.knobs import mirrors
+from infinity.cli.option_file import Config, ShowConfig, as_yaml
 from infinity.cli.progress import Progress, print_summary
 from infinity.cli.ranks import joined
 
@@ -30,13 +31,22 @@ LEFT_OUT = (
 
 
 @mirrors(before="steps", leave_out=LEFT_OUT, options=o.FinetuneOptions)
-def finetune(as_json: o.AsJson = False, debug: o.Debug = False, **values: Any) -> None:
+def finetune(
+    config: Config = None,
+    show_config: ShowConfig = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+    **values: Any,
+) -> None:
     """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU.
 
     On many ranks: torchrun --nproc-per-node N -m infinity finetune ... shards the model over them.
     The batch size is that of all ranks together. Host memory and NVMe are budgets of a node. Each
     rank has its own directory below every --nvme.
     """
+    if show_config:
+        typer.echo(as_yaml(values), nl=False)
+        return
     options = {each.name: values.pop(each.name) for each in fields(o.FinetuneOptions)}
     with joined(debug) as world:
         drawing = ["matplotlib"] if options["output"] and options["report"] else []

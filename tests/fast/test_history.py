@@ -1,68 +1,50 @@
-"""What a run keeps of its history when it goes on: no more for more steps."""
+"""The history of a run that goes on begins with the log of the earlier one."""
 
 from __future__ import annotations
 
-import io
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli.history import (
-    KEPT,
-    History,
-    StepRecord,
-    Validation,
-    packed,
-    thinned,
-    unpacked_steps,
-    unpacked_validations,
-)
+from infinity.cli.history import History, StepRecord, Validation
+
+SECONDS = st.floats(0.001, 100.0)
 
 
-def step(number: int) -> StepRecord:
-    return StepRecord(number, 1 / number, 3e-4, None if number % 3 else 0.5, number, number + 0.5)
+def entries(seconds: list[float]) -> list[dict[str, Any]]:
+    """The log of steps that took so long, with a validation after every third, and what Trainer
+    writes at the end."""
+    found: list[dict[str, Any]] = []
+    for number, each in enumerate(seconds, start=1):
+        step = {"loss": 1 / number, "learning_rate": 3e-4, "step_seconds": each, "step": number}
+        found.append(step if number % 2 else step | {"grad_norm": 0.5, "loss_scale": 2.0})
+        if number % 3 == 0:
+            found.append({"eval_loss": 2 / number, "step": number})
+    return [*found, {"train_runtime": 1.0, "step": len(seconds)}]
 
 
-@given(st.integers(0, 9000), st.integers(0, 3000))
-def test_what_is_thinned_twice_is_what_is_thinned_once(first: int, more: int) -> None:
-    before = [step(number) for number in range(1, first + 1)]
-    rest = [step(number) for number in range(first + 1, first + more + 1)]
-    kept = thinned(thinned(before) + rest)
-    assert kept == thinned(before + rest)
-    assert len(kept) <= 2 * KEPT + 1
-    assert kept[:1] == (before + rest)[:1] and kept[-KEPT:] == (before + rest)[-KEPT:]
-    assert History(1, steps=kept).done == first + more
-    if first + more <= KEPT:
-        assert len(kept) == first + more
+@given(st.lists(SECONDS, max_size=9))
+def test_steps_come_back_with_their_durations_one_after_another(seconds: list[float]) -> None:
+    history = History(tokens_per_step=8)
+    history.restore(entries([1.0, 2.0]))
+    history.restore(entries(seconds))
+    assert [each.end - each.start for each in history.steps] == pytest.approx(seconds)
+    for before, after in zip(history.steps, history.steps[1:], strict=False):
+        assert after.start == pytest.approx(before.end)
+    assert [each.number for each in history.steps] == list(range(1, len(seconds) + 1))
+    assert history.validations == [
+        Validation(number, 2 / number) for number in range(3, len(seconds) + 1, 3)
+    ]
+    assert history.done == len(seconds)
 
 
-def test_the_example_in_the_docstring() -> None:
-    kept = [each.number for each in thinned([step(number) for number in range(1, 5001)])]
-    assert kept == [1, *range(16, 4489, 16), *range(4489, 5001)]
-
-
-@pytest.mark.parametrize("every", [1, 100, 250])
-def test_validations_are_thinned_by_their_count(every: int) -> None:
-    all_of_them = [Validation(every * (number + 1), 0.5) for number in range(700)]
-    kept = thinned(all_of_them, every)
-    older, recent = all_of_them[1:188], all_of_them[188:]
-    even = [each for each in older if each.step // every % 2 == 0]
-    assert kept == [all_of_them[0], *even, *recent]
-
-
-def test_what_is_packed_comes_back_and_takes_as_much_for_any_number_of_steps() -> None:
-    sizes = []
-    for count in (3 * KEPT, 40 * KEPT):
-        rows = thinned([step(number) for number in range(1, count + 1)])
-        assert unpacked_steps(packed(rows)) == rows
-        stream = io.BytesIO()
-        torch.save(packed(rows), stream)
-        sizes.append(stream.tell())
-    assert max(sizes) < (2 * KEPT + 1) * 7 * 8 + 4096
-    scaled = [step(1)._replace(loss_scale=1024.0, grad_norm=None)]
-    assert unpacked_steps(packed(scaled)) == scaled
-    assert unpacked_steps(packed([])) == unpacked_validations(packed([])) == []
-    rated = [Validation(3, 0.125), Validation(6, 2.0)]
-    assert unpacked_validations(packed(rated)) == rated
+def test_a_step_has_what_its_entry_says() -> None:
+    history = History(tokens_per_step=8)
+    for entry in entries([0.5, 0.25]):
+        history.add(entry, 10.0)
+    assert history.steps == [
+        StepRecord(1, 1.0, 3e-4, None, 9.5, 10.0, None),
+        StepRecord(2, 0.5, 3e-4, 0.5, 9.75, 10.0, 2.0),
+    ]
