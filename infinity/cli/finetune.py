@@ -25,7 +25,6 @@ LEFT_OUT = (
     "inference",
     *("split_master", "copy_on_write", "collective_timeout", "poison"),
     *("device", "instruction_set", "threads"),
-    "read_in_place",  # it freezes nothing
     "partition_activations",  # there are no tensor parallel ranks
 )
 

@@ -43,7 +43,7 @@ LOWEST_RATE = 0.1
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run has beside its options."""
+    """The parts of a run, beside its options."""
 
     windows: Windows
     steps: int
@@ -82,10 +82,9 @@ class FinetuneTrainer(InfinityTrainer):
     """Trains a wrapped model on the windows of a run. Used by one thread.
 
     Each rank trains on its part of every batch, and all ranks have the same losses. One epoch of
-    the Trainer has all steps: the order of `Windows` goes on where an epoch of the data ends. The
+    the Trainer has all steps: the order of `Windows` continues
+    after an epoch of the data. The
     loss that counts is the mean over all labels, also in a validation.
-
-    One class, because a Trainer calls these methods on itself.
     """
 
     def __init__(

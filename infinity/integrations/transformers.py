@@ -323,7 +323,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        """What a checkpoint of the engine also has."""
+        """Values that a checkpoint of the engine also has, for `check_extra`."""
         return {}
 
     def check_extra(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-import infinity
+from infinity.modules.gathered import gathered
 from infinity.weights.matching import plain_name, pretrained_in
 
 ALL = "all-linear"
@@ -46,7 +46,7 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            with infinity.gathered(parameter):
+            with gathered(parameter):
                 found[name] = parameter.detach().cpu().clone()
     return found
 

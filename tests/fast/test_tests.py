@@ -34,10 +34,9 @@ FOREIGN = re.compile(
 
 LEFT: dict[str, int] = {
     "bench/test_bench_io.py": 2,
-    "cli/test_cli.py": 3,
+    "cli/test_cli.py": 2,
     "cli/test_odd_data.py": 1,
-    "cli/test_resume.py": 1,
-    "cli/test_torchrun.py": 4,
+    "cli/test_torchrun.py": 3,
     "engine/test_files.py": 6,
     "engine/test_hostile_files.py": 5,
     "engine/test_waits.py": 5,

@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from infinity.cli.trainer import FinetuneTrainer
 
 Step = tuple[float, ...]
+FINISH = "_maybe_log_save_evaluate"  # of transformers
 
 
 def during_step(
@@ -23,7 +24,8 @@ def during_step(
 ) -> None:
     """Run `action` in step `number` before its first forward, and `after` when its update is
     made."""
-    step, finish = FinetuneTrainer.training_step, FinetuneTrainer._maybe_log_save_evaluate
+    step = FinetuneTrainer.training_step
+    finish = vars(FinetuneTrainer)[FINISH]
     acted = []
 
     def training_step(self: FinetuneTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +40,7 @@ def during_step(
         finish(self, *args, **kwargs)
 
     patch.setattr(FinetuneTrainer, "training_step", training_step)
-    patch.setattr(FinetuneTrainer, "_maybe_log_save_evaluate", finishing)
+    patch.setattr(FinetuneTrainer, FINISH, finishing)
 
 
 def steps_in(checkpoint: Path) -> list[Step]:
