@@ -35,6 +35,8 @@ from infinity.sharding.states import States
 from support.finetune_steps import during_step
 
 KIB = 1 << 10
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ON_CPU = ["--parameters", "cpu", "--optimizer", "cpu", "--gpu-memory", "64MiB"]
 ON_CPU += ["--cpu-memory", "64MiB"]
 SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval-batches", "2"]
