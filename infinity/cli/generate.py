@@ -111,8 +111,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a fa
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be said: the prompts, or none for a conversation. `rows` prompts are continued
-    together. `kv_memory` bounds the bytes of the KV cache, and `quiet` prints no text."""
+    """The prompts, or none for a conversation. `rows` prompts are continued together. `kv_memory`
+    bounds the bytes of the KV cache, and `quiet` prints no text."""
 
     prompts: list[str] | None
     is_chat: bool

@@ -1,5 +1,5 @@
-"""Checks config.json of a model directory before `transformers` reads it, and names the file in
-errors of `transformers`.
+"""Checks config.json of a model directory before `transformers` reads it, names the file in errors
+of `transformers`, and says how long a window of text is.
 
 `transformers` checks the types of values, but few of their ranges. A value out of range causes a
 later error: a division by zero, a negative dimension, or a loop over a billion layers. So this
@@ -36,6 +36,23 @@ _LIMITS = {
 comes near it."""
 # They are zero for a model without experts.
 _MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+USUAL_LENGTH = 1_024
+"""Tokens of a window of text where no option says so."""
+
+
+def positions(config: Any) -> int | None:
+    """The most tokens of a sequence that the model of a transformers configuration takes; None if
+    it has no such limit."""
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def planned_length(config: Any) -> int:
+    """The tokens of a window of text for the model of a transformers configuration, where no option
+    says so: `USUAL_LENGTH`, or all positions of the model if these are fewer."""
+    return min(USUAL_LENGTH, positions(config) or USUAL_LENGTH)
 
 
 def read_description(path: Path) -> dict[str, Any]:

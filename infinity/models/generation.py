@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from infinity.errors import in_words
-from infinity.models.description import described_by
+from infinity.models.description import described_by, positions
 from infinity.models.reading import open_regular, read_json
 from infinity.models.source import ModelSource
 from infinity.models.tokenizer import Text, TextPart, Tokenizer
@@ -102,7 +102,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def conversation(prompt: str, system: str | None = None) -> list[Message]:
-    """The messages before the first answer: what the system says, and the prompt of the user."""
+    """The messages before the first answer: the instruction of the system, and the prompt."""
     start = [] if system is None else [{"role": "system", "content": system}]
     return [*start, {"role": "user", "content": prompt}]
 
@@ -160,8 +160,8 @@ def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens
     """Raise `ValueError` if the longest prompt and `new_tokens` exceed the positions of the
     model."""
     longest = max(batch.length for batch in batches)
-    most = getattr(source.config, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < longest + new_tokens:
+    most = positions(source.config)
+    if most is not None and most < longest + new_tokens:
         raise ValueError(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the {most} "
             f"positions of {source.name}; shorten the prompt, or lower --max-new-tokens"
