@@ -167,7 +167,10 @@ def as_options(text: str) -> str:
     Example: set gradients="nvme", or lower cpu_memory -> set --gradients nvme, or lower
     --cpu-memory.
     """
-    return _NAMED.sub(_named_option, _WRAPPED.sub(r"\1", _TILING.sub("", text)))
+    plain = _TILING.sub("", text).replace("nvme=[...]", "--nvme DIR")
+    for _ in range(2):  # Config(tuning=Tuning(...))
+        plain = _WRAPPED.sub(r"\1", plain).removeprefix("tuning=").replace(" tuning=", " ")
+    return _NAMED.sub(_named_option, plain)
 
 
 def _named_option(match: re.Match[str]) -> str:

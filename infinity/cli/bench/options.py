@@ -50,7 +50,7 @@ class JsonCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words: list[str] = []
-        for word, following in zip(args, [*args[1:], "--"], strict=True):
+        for word, following in zip(args, [*args, "--"][1:], strict=True):
             words.append(word)
             is_file = following == "-" or not (
                 following.startswith("-") or _is_directory(following)
