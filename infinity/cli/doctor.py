@@ -280,7 +280,7 @@ def doctor(
         typer.Argument(
             parser=parse_directory,
             help="NVMe directories to examine.",
-            metavar="[DIR]...",
+            metavar="DIR",
             show_default=False,
         ),
     ] = None,

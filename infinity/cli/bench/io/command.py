@@ -114,7 +114,7 @@ Paths = Annotated[
     list[Path] | None,
     typer.Argument(
         parser=parse_directory,
-        metavar="DIR...",
+        metavar="DIR",
         help="A directory on each drive.",
         show_default=False,
     ),
