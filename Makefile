@@ -193,7 +193,8 @@ format: $(VENV)/checkers  ## Rewrite the Python files in the project's style
 	"$(BIN)/ruff" format .
 
 docs: $(VENV)/installed  ## Build the documentation into build/site; a broken link or reference is an error
-	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet --clean
+	@NO_MKDOCS_2_WARNING=1 INFINITY_REPOSITORY="$${INFINITY_REPOSITORY:-$$(git remote get-url origin 2>/dev/null \
+	  | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$$##; s#//[^/@]+@#//#')}" "$(BIN)/mkdocs" build --strict --quiet --clean
 	echo "build/site/index.html"
 
 wheel: $(VENV)/tools  ## Build a wheel for this machine into dist/

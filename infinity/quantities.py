@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_FACTORS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-for _exponent, _prefix in enumerate("KMGT", start=1):
+_FACTORS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
+for _exponent, _prefix in enumerate("KMGTP", start=1):
     _FACTORS[f"{_prefix}IB"] = 1 << (10 * _exponent)
     _FACTORS[f"{_prefix}B"] = 1000**_exponent
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
@@ -14,7 +14,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 def parse_bytes(value: str | int) -> int:
     """Bytes in `value`, rounded down: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB,
-    ... TiB.
+    ... PiB.
 
     Raises `ValueError` when it is neither, or negative.
     """

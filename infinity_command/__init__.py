@@ -20,9 +20,11 @@ def main() -> None:
         if suffices(sys.argv[1:]):
             app = overview()
         else:
-            gc.disable()  # Imports make no garbage, and looking for it takes a tenth of their time.
-            from infinity.cli.main import app
+            from infinity_command.importing import announced
 
+            gc.disable()  # Imports make no garbage, and looking for it takes a tenth of their time.
+            with announced():
+                from infinity.cli.main import app
             gc.enable()
     except KeyboardInterrupt:
         sys.stderr.write("infinity: interrupted\n")

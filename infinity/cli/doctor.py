@@ -28,6 +28,7 @@ from infinity.bench.machine import (
     memlock_limit,
 )
 from infinity.cli.failure import plain_failures
+from infinity.cli.options import HiddenNvme, parse_directory, same_directories
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, Budgets, Memory, choose, read_host
 from infinity.quantities import format_bytes
@@ -274,9 +275,16 @@ def _budget_rows(budgets: dict[str, Any] | str) -> list[tuple[bool, str, str]]:
 
 
 def doctor(
-    nvme: Annotated[
-        list[Path] | None, typer.Option(help="A directory to examine; may be given several times.")
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            parser=parse_directory,
+            help="NVMe directories to examine.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
+    nvme: HiddenNvme = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
@@ -286,7 +294,7 @@ def doctor(
     sets, io_uring, memory, NVMe directories. Writes 64 MiB to each directory to measure its
     speed."""
     with plain_failures(debug):
-        facts = examine(nvme or [])
+        facts = examine(same_directories(directories, nvme))
         if as_json:
             typer.echo(json.dumps(facts))
             return

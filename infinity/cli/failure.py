@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import typer
 
+from infinity.cli.knobs import as_options
 from infinity.errors import InfinityError, sentence
 
 EXPECTED = (InfinityError, ValueError, OSError)
@@ -25,12 +26,14 @@ def say(text: str) -> None:
 
 
 def explained(error: BaseException) -> str:
-    """`error` as one sentence. An unexpected error is a defect, and the sentence names the file
-    with its traceback."""
+    """`error` as one sentence, in which fields of `Config` are options.
+
+    An unexpected error is a defect, and the sentence names the file with its traceback.
+    """
     if isinstance(error, KeyboardInterrupt):
         return _interruption(error)
     if isinstance(error, EXPECTED):
-        return sentence(error)
+        return as_options(sentence(error))
     return f"unexpected {type(error).__name__}: {sentence(error)} ({_written(error)})"
 
 
@@ -87,9 +90,13 @@ def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) ->
         raise typer.Exit(1) from None
 
 
-def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
-    """Raise `InfinityError` with the pip command if one of `modules` (the optional extra
-    `finetune`) is missing for `what`."""
+def require_extras(
+    *modules: str,
+    what: str = "`infinity finetune`",
+    package: str = "'zero-infinity[finetune]'",
+) -> None:
+    """Raise `InfinityError` with the pip command if one of `modules`, which `package` brings, is
+    missing for `what`."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -99,5 +106,5 @@ def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
                     f"{module} is installed but cannot be imported: {error}"
                 ) from None
             raise InfinityError(
-                f"{what} needs {module}; install it with: pip install 'zero-infinity[finetune]'"
+                f"{what} needs {module}; install it with: pip install {package}"
             ) from None

@@ -41,6 +41,8 @@ _WITHOUT_OPTION = ("tuning", "accumulation")  # commands have --accumulation-ord
 _FIELDS = {
     name: field for name, field in Config.model_fields.items() if name not in _WITHOUT_OPTION
 } | Tuning.model_fields
+KNOBS = frozenset(_FIELDS)
+"""The fields of `Config` and `Tuning` that are options of commands."""
 _TYPES = get_type_hints(Config, include_extras=True) | get_type_hints(Tuning, include_extras=True)
 
 
@@ -148,6 +150,57 @@ def _as_option(match: re.Match[str]) -> str:
     name, value = match.groups()
     option = f"--{name.replace('_', '-')}" if name in _FIELDS else name
     return f"{option} {value}" if value else option
+
+
+_WRAPPED = re.compile(r"(?:infinity\.)?(?:Config|Tuning)\(([^()]*)\)")
+_TILING = re.compile(r" ?\(infinity\.tile\([^()]*\)[^()]*\)")
+_ALONE = [name for name in _FIELDS if "_" in name]
+_NAMED = re.compile(
+    rf"(?<![\w./-])(?:(?P<field>{'|'.join(_FIELDS)})=(?P<value>'[^']*'|\"[^\"]*\"|[\w.%]*)"
+    rf"|(?P<alone>{'|'.join(_ALONE)})(?![\w=./-]))"
+)
+
+
+def as_options(text: str) -> str:
+    """A text of the engine for the command line: fields of `Config` and `Tuning` become options.
+
+    Example: set gradients="nvme", or lower cpu_memory -> set --gradients nvme, or lower
+    --cpu-memory.
+    """
+    plain = _TILING.sub("", text).replace("nvme=[...]", "--nvme DIR")
+    for _ in range(2):  # Config(tuning=Tuning(...))
+        plain = _WRAPPED.sub(r"\1", plain).removeprefix("tuning=").replace(" tuning=", " ")
+    return _NAMED.sub(_named_option, plain)
+
+
+def _named_option(match: re.Match[str]) -> str:
+    name = match["field"] or match["alone"]
+    option, value = f"--{name.replace('_', '-')}", (match["value"] or "").strip("'\"")
+    if value in ("True", "False"):
+        return option if value == "True" else f"--no-{option[2:]}"
+    return f"{option} {value}" if value else option
+
+
+def options_of(config: Config, count: Callable[[int], int] = lambda nbytes: nbytes) -> list[str]:
+    """The words of a command line that give `config`, where it differs from the defaults of
+    commands. `count` computes the budget of a node from that of a rank."""
+    values = config.model_dump(exclude={"tuning", "accumulation"}) | config.tuning.model_dump()
+    words: list[str] = []
+    for name, value in values.items():
+        if name == "nvme":
+            words += [word for path in value for word in ("--nvme", str(path))]
+            continue
+        if value == DEFAULTS.get(name, _FIELDS[name].default):
+            continue
+        if name in OF_A_NODE and isinstance(value, int):
+            value = count(value)
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            words += [option, text]
+    return words
 
 
 def configured(

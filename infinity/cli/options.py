@@ -28,6 +28,17 @@ def parse_directory(value: Any) -> Path:
     return Path(value)
 
 
+def same_directories(*given: list[Path] | None) -> list[Path]:
+    """The directories of an argument, and those of its hidden option --nvme."""
+    return [path for each in given for path in each or ()]
+
+
+HiddenNvme = Annotated[
+    list[Path] | None, typer.Option("--nvme", hidden=True, parser=parse_directory)
+]
+"""For commands that take directories as arguments: other commands call them so."""
+
+
 def _parse_chunks(value: Any) -> int | None:
     return None if value is None or value == "off" else parse_size(value)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,19 +15,27 @@ from infinity.cli.bench.options import OUTPUT, Json
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.knobs import configured, mirrors
 from infinity.config import Config
+from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infinity.plan.pace import Pace
+    from infinity.cli.planned import PlanCase
+    from infinity.models.source import ModelSource
+    from infinity.plan.hardware import Hardware
+    from infinity.plan.memory import Training
+    from infinity.plan.model import Dimensions, PlannedModel
 
 _MODEL, _MACHINE = "Model", "Machine"
+_RUN = o.FinetuneOptions
+"""Where no option says so, a plan is of the run that `infinity finetune` makes then."""
 
 Model = Annotated[
     str | None,
     typer.Option(
         help=(
-            "A Hugging Face directory, a config.json, the id of a model in the cache of the hub, "
-            "or a preset (llama-tiny, llama-7b, ...)."
+            "A Hugging Face directory, a config.json, the id of a model of the hub, a part of a "
+            "known id (llama-3.1-8b, qwen3-32b, gpt-oss-120b, ...), or a preset (llama-tiny, ...)."
         ),
+        show_default=_RUN.model,
         rich_help_panel=_MODEL,
     ),
 ]
@@ -41,13 +50,31 @@ Heads = Annotated[
     ),
 ]
 Vocabulary = Annotated[int, typer.Option(help="Words.", rich_help_panel=_MODEL)]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="RANK",
+        help="Train adapters of this rank on each linear layer, beside a frozen model.",
+        show_default="train all parameters",
+        rich_help_panel=_MODEL,
+    ),
+]
+Base = Annotated[
+    Literal["4bit"] | None,
+    typer.Option(
+        help="With --lora: linear layers in nf4 with nested statistics, as in QLoRA.",
+        show_default="in --precision",
+        rich_help_panel=_MODEL,
+    ),
+]
 OnMachine = Annotated[
     str,
     typer.Option(
         "--machine",
         help=(
-            "this (measured in under a minute), a JSON or TOML file that describes it, or one of "
-            "dgx2, h200, dgx-h200, rtx4090."
+            "this (measured in under a minute), a JSON or TOML file that describes it, or a name: "
+            "rtx4090, rtx5090, gb10, h100, aws-p5, ... (docs/plan.md)."
         ),
         rich_help_panel=_MACHINE,
     ),
@@ -58,6 +85,25 @@ Nodes = Annotated[
 ]
 Gpus = Annotated[
     int | None, typer.Option(min=1, help="GPUs of a node, likewise.", rich_help_panel=_MACHINE)
+]
+Endurance = Annotated[
+    Any,
+    typer.Option(
+        parser=o.parse_size,
+        metavar="BYTES",
+        help="What may be written to each drive (TBW).",
+        show_default="that of --machine, else 600TB",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length",
+        min=2,
+        help="Tokens per window.",
+        show_default="1024, or all positions of the model",
+    ),
 ]
 Tables = Annotated[
     bool,
@@ -77,6 +123,7 @@ Chart = Annotated[
 
 LEFT_OUT = (
     "deterministic",
+    "durability",  # this command adds the value auto
     "inference",
     "nvme_shares",
     "io_engine",
@@ -90,6 +137,87 @@ LEFT_OUT = (
 )
 
 
+@dataclass(frozen=True)
+class AskedModel:
+    """The model in the options: the `name` of one, or the dimensions of a decoder, and its adapters
+    of rank `lora`."""
+
+    name: str | None
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    vocabulary: int
+    lora: int | None
+    base: str | None
+
+    def check(self, said: Collection[str]) -> None:
+        """Raise `ValueError` for options that do not go together, of which these were `said`."""
+        idle = [each for each in ("heads", "vocabulary") if each in said]
+        if self.name is not None and idle:
+            raise ValueError(f"--model says its own --{idle[0]}; that goes with --layers, --hidden")
+        has_layers, has_hidden = self.layers is not None, self.hidden is not None
+        if has_layers != has_hidden or (has_layers and self.name is not None):
+            raise ValueError("give --model, or --layers and --hidden")
+        if self.base is not None and self.lora is None:
+            raise ValueError("a base in 4 bits is not trained; add --lora RANK for its adapters")
+        if self.lora is not None and has_layers:
+            raise ValueError("--lora goes with --model")
+
+    def source(self, precision: str) -> ModelSource | Dimensions:
+        """The sizes of the model. Raises `ValueError` and `ConfigError`."""
+        from infinity.plan.model import Dimensions, find_source
+
+        if self.layers is not None:
+            hidden = self.hidden or 0
+            heads = self.heads or max(1, hidden // 128)
+            return Dimensions(self.layers, hidden, heads, self.vocabulary)
+        require_extras("transformers", what="--model")
+        return find_source(self.name or _RUN.model, precision)
+
+    def planned(self, source: ModelSource | Dimensions, config: Config) -> PlannedModel:
+        """The model of `source` in the units of `config`."""
+        from infinity.plan.adapters import LinearAdapters
+        from infinity.plan.model import Dimensions, of_dimensions, of_source
+
+        if isinstance(source, Dimensions):
+            return of_dimensions(source, config)
+        if self.lora is None:
+            return of_source(source, config)
+        require_extras("peft", what="--lora", package="peft")
+        return of_source(source, config, LinearAdapters(self.lora, self.base is not None))
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """A step in the options: `batch_size` windows of all ranks together, and `length` tokens."""
+
+    length: int | None
+    batch_size: int
+    accumulate: int
+    checkpoint_activations: bool
+    durability: int | str
+
+    def training(
+        self, source: ModelSource | Dimensions, config: Config, ranks: int, said: Collection[str]
+    ) -> Training:
+        """The step of one rank. Raises `ValueError` for a length or a batch that cannot be."""
+        from infinity.cli.ranks import World
+        from infinity.models.description import USUAL_LENGTH, planned_length
+        from infinity.models.source import ModelSource
+        from infinity.plan.memory import Training
+
+        length = self.length or USUAL_LENGTH
+        if isinstance(source, ModelSource):
+            length = self.length or planned_length(source.config)
+            source.check_length(length)
+        batch = self.batch_size
+        if "batch_size" not in said:  # of the fewest windows from the default on, one for each rank
+            batch = -(-batch // ranks) * ranks
+        World(size=ranks).check_batch(batch)
+        recomputes = self.checkpoint_activations or config.recompute != "off"
+        return Training(length, batch // ranks, self.accumulate, recomputes)
+
+
 @mirrors(before="as_json", leave_out=LEFT_OUT)
 def plan(
     context: typer.Context,
@@ -98,15 +226,17 @@ def plan(
     hidden: Hidden = None,
     heads: Heads = None,
     vocabulary: Vocabulary = 50_304,
+    lora: Lora = None,
+    base: Base = None,
     machine: OnMachine = "this",
     nodes: Nodes = None,
     gpus: Gpus = None,
-    sequence_length: o.SequenceLength = 2048,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows per forward pass, of one rank.")
-    ] = 1,
-    accumulate: o.Accumulate = 1,
-    checkpoint_activations: o.CheckpointActivations = True,
+    endurance: Endurance = None,
+    sequence_length: Length = None,
+    batch_size: o.BatchSize = _RUN.batch_size,
+    accumulate: o.Accumulate = _RUN.accumulate,
+    checkpoint_activations: o.CheckpointActivations = _RUN.checkpoint_activations,
+    durability: o.Durability = _RUN.durability,
     tables: Tables = False,
     as_json: Json = None,
     timeline: Timeline = None,
@@ -118,93 +248,65 @@ def plan(
     does not fit.
 
     Nothing is allocated: the code that places states at run time decides, and its scheduler is
-    simulated. The exit status is 1 if the model does not fit.
+    simulated. Without options, it describes the run of infinity finetune without options. The exit
+    status is 1 if the model does not fit.
     """
     with plain_failures(debug):
-        from infinity.cli.planned import print_plan, print_tables, write_chart
-        from infinity.plan.advice import advise
-        from infinity.plan.forecast import plan as forecast_of
-        from infinity.plan.forecast import summary
-        from infinity.plan.memory import Training
+        from infinity.cli.plan_table import print_tables
+        from infinity.cli.planned import answer
 
         if tables:
             print_tables()
             return
         if chart is not None:
             require_extras("matplotlib", what="--chart")
-        idle = [name for name in ("heads", "vocabulary") if _is_said(context, name)]
-        if model is not None and idle:
-            raise ValueError(f"--model says its own --{idle[0]}; that goes with --layers, --hidden")
+        said = [name for name in context.params if _is_said(context, name)]
+        asked = AskedModel(model, layers, hidden, heads, vocabulary, lora, base)
+        asked.check(said)
+        run = AskedRun(sequence_length, batch_size, accumulate, checkpoint_activations, durability)
         delivery = Delivery(as_json, None, timeline=timeline, chart=chart)
-        recomputes = checkpoint_activations or knobs.get("recompute") != "off"
-        training = Training(sequence_length, batch_size, accumulate, recomputes)
-        dimensions = (layers, hidden, heads, vocabulary)
         changes = {"nodes": nodes, "gpus": gpus}
-        said = [name for name in knobs if _is_said(context, name)]
         given = {name: number for name, number in changes.items() if number is not None}
-        config, planned, hardware = _asked(model, dimensions, machine, training, given, knobs, said)
-        forecast = forecast_of(planned, hardware, training, config)
-        advice = advise(forecast)
-        better = None
-        if advice is not None:
-            case = advice.case
-            better = forecast_of(planned, case.hardware, case.training, case.config)
-        if timeline is not None:
-            _write_timeline(timeline, forecast.pace)
-        if chart is not None:
-            write_chart(chart, forecast)
-        result = summary(forecast, None if advice is None else advice.words)
-        delivery.deliver(result, str, lambda console: print_plan(console, forecast, advice, better))
-    if not forecast.fits:
+        case = _case(asked, run, machine, given, knobs, said)
+        if endurance is not None:
+            case = case.with_endurance(endurance)
+        fits = answer(case, delivery, timeline, chart)
+    if not fits:
         raise typer.Exit(1)
 
 
-def _write_timeline(path: Path, pace: Pace | None) -> None:
-    from infinity.cli.history import History
-    from infinity.cli.perfetto import write_trace
-
-    if pace is None:
-        say(f"{path} is not written: the plan does not fit")
-    else:
-        write_trace(path, pace.spans, History(pace.tokens))
-
-
-def _asked(
-    model: str | None,
-    dimensions: tuple[int | None, int | None, int | None, int],
+def _case(
+    asked: AskedModel,
+    run: AskedRun,
     machine: str,
-    training: Any,
     changes: dict[str, int],
     knobs: dict[str, Any],
     said: Collection[str],
-) -> tuple[Config, Any, Any]:
-    """The configuration, the model and the machine in the options."""
-    from infinity.plan.hardware import find_hardware
-    from infinity.plan.measure import measured
-    from infinity.plan.model import Dimensions, find_source, of_dimensions, of_source
+) -> PlanCase:
+    """The model, the machine, the step and the configuration in the options."""
+    from infinity.cli.planned import PlanCase, working
+    from infinity.plan.machines import find_hardware
 
-    layers, hidden, heads, vocabulary = dimensions
-    if (model is None) == (layers is None) or (layers is None) != (hidden is None):
-        raise ValueError("give --model, or --layers and --hidden")
-    described = None if machine == "this" else find_hardware(machine)
-    if described is not None:
-        described = described.replace(**changes)
+    described: Hardware | None = None
+    if machine != "this":
+        described = find_hardware(machine).replace(**changes)
     drives, ranks = (0, 1) if described is None else (len(described.drives), described.gpus)
-    config = _config(knobs, said, drives, ranks)
-    if model is not None:
-        require_extras("transformers", what="--model")
-        source: Any = find_source(model, config.precision)
-        source.check_length(training.length)
-        planned = of_source(source, config)
-    else:
-        width = hidden or 0
-        source = Dimensions(layers or 0, width, heads or max(1, width // 128), vocabulary)
-        planned = of_dimensions(source, config)
+    of_all = changes.get("nodes", 1) * changes.get("gpus", 1)
     if described is not None:
-        return config, planned, described
-    require_extras("transformers", what="measuring this machine")
-    found = measured(planned, source, training, config, config.nvme, say)
-    return config, planned, found.replace(**changes)
+        of_all = described.ranks
+    config, others = _configs(knobs, said, drives, ranks, run.durability)
+    with working("the model"):
+        source = asked.source(config.precision)
+        training = run.training(source, config, of_all, said)
+        planned = asked.planned(source, config)
+    if described is None:
+        from infinity.plan.measure import measured
+
+        require_extras("transformers", what="measuring this machine")
+        found = measured(planned, source, training, config, config.nvme, say)
+        described = found.replace(**changes)
+    name = None if asked.layers is not None or asked.lora is not None else source.name
+    return PlanCase(planned, described, training, config, others, name)
 
 
 def _is_said(context: typer.Context, name: str) -> bool:
@@ -213,10 +315,16 @@ def _is_said(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _config(knobs: dict[str, Any], said: Collection[str], drives: int, ranks: int) -> Config:
-    """The configuration. Options in `said` stay as they are. A described machine has a directory
-    for each drive. Without drives, states are in host memory. With stages 1 and 2, parameters are
-    on the device."""
+def _configs(
+    knobs: dict[str, Any], said: Collection[str], drives: int, ranks: int, durability: int | str
+) -> tuple[Config, Config | None]:
+    """The configuration, and another one where it does not fit. With `durability` auto, the first
+    one commits each step if it can, and the other one commits none, as `infinity finetune` does on
+    one rank.
+
+    Options in `said` stay as they are. A described machine has a directory for each drive. Without
+    drives, states are in host memory. With stages 1 and 2, parameters are on the device.
+    """
     if not knobs["nvme"] and drives:
         knobs["nvme"] = [Path(f"/mnt/nvme{number}") for number in range(drives)]
     for state in ("parameters", "optimizer"):
@@ -224,4 +332,14 @@ def _config(knobs: dict[str, Any], said: Collection[str], drives: int, ranks: in
             knobs[state] = "cpu"
     if knobs["stage"] in (1, 2) and "parameters" not in said:
         knobs["parameters"] = "gpu"
-    return configured(knobs, lambda nbytes: nbytes // ranks)
+
+    def made(durability: int | str) -> Config:
+        return configured({**knobs, "durability": durability}, lambda nbytes: nbytes // ranks)
+
+    if durability != "auto":
+        return made(durability), None
+    without = made("off")
+    try:
+        return made("step"), without if ranks == 1 else None
+    except ConfigError:
+        return without, None

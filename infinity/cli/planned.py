@@ -1,230 +1,145 @@
-"""Shows a plan on a terminal and as a drawing."""
+"""Answers a question to `infinity plan`: on a terminal, as JSON, as a trace, and as a drawing."""
 
 from __future__ import annotations
 
-import io
-import sys
+import inspect
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from infinity.cli.drawing import BLUE, BROWN, GREY, INK, ORANGE, PURPLE, RED, TEAL, styled
-from infinity.directories.directory import Directory
-from infinity.directories.drafts import drafting
-from infinity.plan.advice import Advice
-from infinity.plan.forecast import Forecast, config_text
-from infinity.plan.memory import MemoryPlan
-from infinity.plan.published import tables
-from infinity.quantities import format_bytes
-from infinity.tier import TIERS
-
-_WIDTH = 48
-_PARTS = {
-    "param": (BLUE, "parameters"),
-    "grad": (ORANGE, "gradients"),
-    "master": (TEAL, "masters"),
-    "exp_avg": (PURPLE, "first moments"),
-    "exp_avg_slow": (INK, "slow first moments"),
-    "exp_avg_sq": (RED, "second moments"),
-    "engine": (GREY, "copies and staging"),
-    "activations": (BROWN, "activations"),
-}
-"""The parts of a tier, with their colors and names. "engine" is memory beside the homes of
-blocks."""
+from infinity.cli.bench.delivery import Delivery, say
+from infinity.cli.finetune import finetune
+from infinity.cli.history import History
+from infinity.cli.knobs import KNOBS, as_options, options_of
+from infinity.cli.options import FinetuneOptions
+from infinity.cli.perfetto import write_trace
+from infinity.cli.plan_table import (
+    print_answer,
+    print_command,
+    print_gains,
+    print_head,
+    write_chart,
+)
+from infinity.config import Config
+from infinity.plan.advice import advise, gains
+from infinity.plan.forecast import Forecast, placed, plan, summary, timed
+from infinity.plan.hardware import Hardware
+from infinity.plan.memory import Training
+from infinity.plan.model import PlannedModel
+from infinity.plan.pace import Pace
 
 
-def parts_of(forecast: Forecast, memory: MemoryPlan) -> dict[str, dict[str, float]]:
-    """Bytes of one rank, by tier and part."""
-    allocated, states = memory.allocated, memory.states
-    found: dict[str, dict[str, float]] = {}
-    for tier in TIERS:
-        own: dict[str, float] = {kind: tiers[tier] for kind, tiers in states.items() if tiers[tier]}
-        beside = allocated[tier] - sum(own.values())
-        if beside > 0:
-            own["engine"] = beside
-        found[tier] = own
-    spilled = memory.offloaded[1]
-    device = "cpu" if forecast.hardware.unified else "gpu"
-    outside = memory.on_device
-    if outside:
-        found[device]["activations"] = found[device].get("activations", 0) + outside
-    if spilled:
-        found["nvme"]["activations"] = spilled
-    return found
+@dataclass(frozen=True)
+class PlanCase:
+    """A question to `infinity plan`. `without` is a configuration without commits, to be taken if
+    `config` does not fit. `name` is the model of the run as `infinity finetune` takes it, if it
+    does."""
+
+    model: PlannedModel
+    hardware: Hardware
+    training: Training
+    config: Config
+    without: Config | None
+    name: str | None
+
+    def with_endurance(self, endurance: int) -> PlanCase:
+        """The case with so many bytes that may be written to each drive."""
+        drives = tuple(replace(each, endurance=float(endurance)) for each in self.hardware.drives)
+        return replace(self, hardware=self.hardware.replace(drives=drives))
+
+    def placed(self) -> Forecast:
+        """The memory that it takes."""
+        found = placed(self.model, self.hardware, self.training, self.config)
+        if found.fits or self.without is None:
+            return found
+        other = placed(self.model, self.hardware, self.training, self.without)
+        return other if other.fits else found
 
 
-def capacities(forecast: Forecast) -> dict[str, float]:
-    """Bytes of each tier for one rank."""
-    hardware = forecast.hardware
-    host = hardware.host_memory / hardware.gpus
-    gpu = host if hardware.gpu_memory is None else hardware.gpu_memory
-    return {"gpu": gpu, "cpu": host, "nvme": hardware.capacity / hardware.gpus}
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that `what` is at work."""
+    with Console(stderr=True).status(what):
+        yield
 
 
-def print_plan(
-    console: Console, forecast: Forecast, advice: Advice | None, better: Forecast | None
-) -> None:
-    """Print the plan, with `advice` and the `better` plan that follows it."""
-    model, hardware = forecast.model, forecast.hardware
-    ranks = f"{hardware.ranks} ranks" if hardware.ranks > 1 else "one rank"
-    console.print(
-        f"{model.name}: {model.parameters / 1e9:,.4g} billion parameters on {hardware.name}, "
-        f"{ranks}",
-        markup=False,
-        style="bold",
-    )
-    if forecast.memory is not None:
-        _print_memory(console, forecast, forecast.memory)
-    if model.tiled:
-        console.print(
-            "gpu_memory holds no larger units, so wrap cuts these weights into tiles, and "
-            f"gradients of their inputs round otherwise: {', '.join(model.tiled)}.",
-            markup=False,
-            soft_wrap=True,
-        )
-    if forecast.pace is not None:
-        _print_pace(console, forecast)
-    for problem in forecast.problems:
-        console.print(f"It does not fit: {problem}.", markup=False, style="red", soft_wrap=True)
-    if advice is not None:
-        console.print(f"Smallest change: {advice.words}.", markup=False, soft_wrap=True)
-    elif not forecast.fits:
-        console.print("No single change helps; plan for a smaller model.", markup=False)
-    shown = forecast if better is None else better
-    if shown.fits:
-        if better is not None and better.pace is not None:
-            rate = f"{better.pace.seconds:,.3g} s, {better.pace.tokens_per_second:,.4g} tokens/s"
-            console.print(f"With it, a step takes {rate}.", markup=False)
-        console.print(config_text(shown.config), markup=False, soft_wrap=True, style="green")
+def answer(case: PlanCase, delivery: Delivery, timeline: Path | None, chart: Path | None) -> bool:
+    """Print the plan of `case` and write its files. The bytes are printed before the step is
+    simulated. Returns whether it fits."""
+    with working("placing the states"):
+        forecast = case.placed()
+    console = delivery.console
+    if console is not None:
+        print_head(console, forecast)
+    with working("simulating a step"):
+        forecast = timed(forecast)
+    better, found = None, []
+    with working("looking for the smallest change" if not forecast.fits else "trying changes"):
+        advice = advise(forecast)
+        if advice is None:
+            found = gains(forecast)
+        else:
+            changed = advice.case
+            better = plan(case.model, changed.hardware, changed.training, changed.config)
+    if timeline is not None:
+        _write_timeline(timeline, forecast.pace)
+    if chart is not None:
+        write_chart(chart, forecast)
+    result = summary(forecast, None if advice is None else as_options(advice.words), found)
+    command = _command(forecast if better is None else better, case.name)
+    result["command"] = command
+
+    def print_rest(console: Console) -> None:
+        print_answer(console, forecast, advice, better)
+        print_gains(console, forecast, found)
+        print_command(console, forecast if better is None else better, command)
+
+    delivery.deliver(result, str, print_rest)
+    return forecast.fits
 
 
-def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> None:
-    parts, have = parts_of(forecast, memory), capacities(forecast)
-    unified = forecast.hardware.unified
-    kinds = [kind for kind in _PARTS if any(kind in tier for tier in parts.values())]
-    table = Table(box=None, title="One rank", title_justify="left")
-    table.add_column("")
-    for tier in TIERS.values():
-        name = "compute (in host memory)" if tier.is_device and unified else tier.label
-        table.add_column(name, justify="right")
-    for kind in kinds:
-        cells = [format_bytes(parts[tier].get(kind, 0)) for tier in TIERS]
-        table.add_row(_PARTS[kind][1], *cells, style=_PARTS[kind][0])
-    table.add_row("together", *(format_bytes(sum(parts[tier].values())) for tier in TIERS))
-    table.add_row("of", *(format_bytes(have[tier]) for tier in TIERS))
-    console.print(table)
-    if memory.auto is not None:
-        least, most, room = map(format_bytes, memory.auto)
-        console.print(
-            f'recompute="auto": blocks save between {least} (all recomputed, as above) and {most} '
-            f"(none), in a room of {room}; a run decides by what it measures",
-            markup=False,
-            soft_wrap=True,
-        )
-    for name, tier in TIERS.items():
-        console.print(_bar(tier.label, parts[name], have[name]))
-
-
-def _bar(name: str, parts: dict[str, float], have: float) -> Text:
-    """A line of blocks in a color for each part, as long as the tier."""
-    scale = _WIDTH / max(have, sum(parts.values()), 1)
-    line = Text(f"{name:>12} ")
-    used = 0
-    for kind, nbytes in parts.items():
-        blocks = round(nbytes * scale)
-        line.append("█" * blocks, style=_PARTS[kind][0])
-        used += blocks
-    line.append("░" * max(0, round(have * scale) - used))
-    return line
-
-
-def _print_pace(console: Console, forecast: Forecast) -> None:
-    pace = forecast.pace
+def _write_timeline(path: Path, pace: Pace | None) -> None:
     if pace is None:
-        return
-    table = Table(box=None, show_header=False, title="One step", title_justify="left")
-    table.add_column()
-    table.add_column(justify="right", style="bold")
-    table.add_row("seconds", f"{pace.seconds:,.3g}")
-    table.add_row("tokens", f"{pace.tokens:,}")
-    table.add_row("tokens per second", f"{pace.tokens_per_second:,.4g}")
-    table.add_row("bottleneck", pace.bottleneck)
-    table.add_row("updates", pace.mode)
-    read, written = pace.traffic.read + pace.spilled, round(pace.written)
-    if read + written:
-        table.add_row("NVMe read, written", f"{format_bytes(read)}, {format_bytes(written)}")
-    if pace.hiding_tokens is not None:
-        table.add_row("tokens that hide the NVMe", f"{pace.hiding_tokens:,.0f}")
-    wear = forecast.wear
-    if wear is not None:
-        table.add_row("written in a day, per node", format_bytes(wear.bytes_per_day))
-        if wear.days is not None:
-            table.add_row("endurance lasts, days", f"{wear.days:,.0f}")
-    console.print(table)
-    for lane, seconds in sorted(pace.busy.items(), key=lambda item: -item[1]):
-        share = min(seconds / pace.seconds, 1.0)
-        line = Text(f"{lane:>15} ")
-        line.append("█" * round(share * _WIDTH), style=BLUE)
-        line.append("░" * (_WIDTH - round(share * _WIDTH)))
-        line.append(f" {seconds:,.3g} s")
-        console.print(line)
+        say(f"{path} is not written: the plan does not fit")
+    else:
+        write_trace(path, pace.spans, History(pace.tokens))
 
 
-def print_tables() -> None:
-    """Print the published tables, as the formulas reproduce them."""
-    console = Console(file=sys.stdout)
-    for table in tables():
-        shown = Table(title=table.title, title_justify="left", box=None)
-        for column in table.columns:
-            shown.add_column(column, justify="right")
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
+def _command(forecast: Forecast, name: str | None) -> str | None:
+    """The line of `infinity finetune` that runs the plan, without its data. None if that command
+    cannot, or if it does not fit."""
+    hardware, training, config = forecast.hardware, forecast.training, forecast.config
+    words = options_of(config, lambda nbytes: nbytes * hardware.gpus)
+    options = inspect.signature(finetune).parameters
+    unknown = [w for w in words if w.startswith("--") and _parameter(w) not in options]
+    if name is None or unknown or not forecast.fits:
+        return None
+    usual = FinetuneOptions
+    values: dict[str, Any] = {
+        "batch-size": (training.batch * hardware.ranks, usual.batch_size),
+        "accumulate": (training.accumulate, usual.accumulate),
+        "sequence-length": (training.length, usual.sequence_length),
+    }
+    found = [] if name == usual.model else ["--model", name]
+    for option, (value, default) in values.items():
+        found += [f"--{option}", str(value)] if value != default else []
+    if not training.recomputes:
+        found.append("--no-checkpoint-activations")
+    start = ["infinity", "finetune"]
+    if hardware.ranks > 1:
+        nodes = ["--nnodes", str(hardware.nodes)] if hardware.nodes > 1 else []
+        start = ["torchrun", *nodes, "--nproc-per-node", str(hardware.gpus), "-m", *start]
+    if "--durability" in words:  # "auto" commits each step where that fits, as this plan does
+        at = words.index("--durability")
+        words[at : at + 2] = [] if config.durability == "step" else words[at : at + 2]
+    return shlex.join([*start, *found, *words])
 
 
-def write_chart(path: Path, forecast: Forecast) -> None:
-    """Draw the tiers and the lanes to `path` as a PNG, atomically."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with styled("plan"), Directory(path.parent) as place, drafting(place) as drafts:
-        figure = Figure(figsize=(10, 5.2))
-        FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2)
-        if forecast.memory is not None:
-            _draw_memory(left, forecast, forecast.memory)
-        if forecast.pace is not None:
-            lanes = sorted(forecast.pace.busy.items(), key=lambda item: item[1])
-            right.barh([lane for lane, _ in lanes], [s for _, s in lanes], color=BLUE)
-            right.axvline(forecast.pace.seconds, color=RED, linestyle=(0, (5, 3)))
-            right.set_title(
-                f"a step: {forecast.pace.seconds:.3g} s (dashed), and who works how long"
-            )
-            right.set_xlabel("seconds")
-        figure.suptitle(
-            f"{forecast.model.name}, {forecast.model.parameters / 1e9:,.4g} billion parameters, "
-            f"on {forecast.hardware.name}"
-        )
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=150)
-        drafts.write(path.name, image.getvalue())
-        drafts.publish(path.name)
-
-
-def _draw_memory(axes: Any, forecast: Forecast, memory: MemoryPlan) -> None:
-    parts, have = parts_of(forecast, memory), capacities(forecast)
-    bottom = dict.fromkeys(TIERS, 0.0)
-    for kind, (color, name) in _PARTS.items():
-        heights = [parts[tier].get(kind, 0) / max(have[tier], 1) for tier in TIERS]
-        if any(heights):
-            labels, bottoms = [tier.label for tier in TIERS.values()], list(bottom.values())
-            axes.bar(labels, heights, bottom=bottoms, color=color, label=name)
-            bottom = {
-                tier: bottom[tier] + height for tier, height in zip(TIERS, heights, strict=True)
-            }
-    axes.axhline(1.0, color=RED, linestyle=(0, (5, 3)))
-    axes.set_title("share of each memory of one rank")
-    axes.legend(loc="upper right", fontsize=8)
+def _parameter(option: str) -> str:
+    name = option.removeprefix("--").replace("-", "_")
+    return name.removeprefix("no_") if name.removeprefix("no_") in KNOBS else name

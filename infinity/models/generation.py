@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from infinity.errors import in_words
-from infinity.models.description import described_by
+from infinity.models.description import described_by, positions
 from infinity.models.reading import open_regular, read_json
 from infinity.models.source import ModelSource
 from infinity.models.tokenizer import Text, TextPart, Tokenizer
@@ -33,6 +33,10 @@ _NUMBERS = (
 )
 _SWITCHES = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_ASKED = "a question"
+
+Message = dict[str, str]
+"""One turn of a conversation: its role, which is system, user or assistant, and its content."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,44 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def make_batches(prompts: Sequence[str], tokenizer: Tokenizer, rows: int) -> list[PromptBatch]:
-    """Batches of `rows` prompts, in order. Raises `ValueError` for a prompt without tokens."""
-    texts = [Text([TextPart(prompt, False)], is_rendered=False) for prompt in prompts]
+def conversation(prompt: str, system: str | None = None) -> list[Message]:
+    """The messages before the first answer: the instruction of the system, and the prompt."""
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, {"role": "user", "content": prompt}]
+
+
+def asks_without_template(prompt: str, tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer has a chat template, and `prompt` has none of the marks that the
+    template puts before an answer. An instruct model may continue such a text with nothing."""
+    if not tokenizer.has_template:
+        return False
+    try:
+        before, _, after = tokenizer.render(conversation(_ASKED), None, True).partition(_ASKED)
+    except ValueError:  # the template has a rule about messages
+        return False
+    mark = after.strip() or before.strip()
+    return bool(mark) and mark not in prompt
+
+
+def make_batches(
+    prompts: Sequence[str],
+    tokenizer: Tokenizer,
+    rows: int,
+    chats: Sequence[Sequence[Message]] | None = None,
+) -> list[PromptBatch]:
+    """Batches of `rows` prompts, in order. With `chats`, the conversation of each prompt is
+    rendered with the chat template of the tokenizer, up to where the answer begins.
+
+    Raises `ValueError` for a prompt without tokens, and for messages that the template refuses.
+    """
+    if chats is None:
+        texts = [Text([TextPart(prompt, False)], is_rendered=False) for prompt in prompts]
+    else:
+        rendered = [tokenizer.render(messages, None, True) for messages in chats]
+        texts = [Text([TextPart(text, False)], is_rendered=True) for text in rendered]
     # `encode_texts` ends a text that no template has rendered with a separator.
-    tokens = [found.ids[:-1].astype(np.int64) for found in tokenizer.encode_texts(texts)]
+    end = -1 if chats is None else None
+    tokens = [found.ids[:end].astype(np.int64) for found in tokenizer.encode_texts(texts)]
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not len(ids):
             raise ValueError(f"the prompt {prompt!r} has no tokens; write at least a word")
@@ -123,8 +160,8 @@ def check_length(source: ModelSource, batches: Sequence[PromptBatch], new_tokens
     """Raise `ValueError` if the longest prompt and `new_tokens` exceed the positions of the
     model."""
     longest = max(batch.length for batch in batches)
-    most = getattr(source.config, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < longest + new_tokens:
+    most = positions(source.config)
+    if most is not None and most < longest + new_tokens:
         raise ValueError(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the {most} "
             f"positions of {source.name}; shorten the prompt, or lower --max-new-tokens"

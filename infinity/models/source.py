@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from infinity.models.description import NAME, described_by, read_description
+from infinity.models.description import NAME, described_by, positions, read_description
 from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
 from infinity.weights.tensors import INDEX, SINGLE, cached
 
@@ -69,8 +69,8 @@ class ModelSource:
 
     def check_length(self, length: int) -> None:
         """Raise `ValueError` if the model has fewer than `length` positions."""
-        most = getattr(self.config, "max_position_embeddings", None)
-        if isinstance(most, int) and 0 < most < length:
+        most = positions(self.config)
+        if most is not None and most < length:
             raise ValueError(
                 f"a sequence length of {length} is more than the {most} positions of {self.name}"
             )

@@ -338,10 +338,19 @@ class Placement:
                 f"cpu_memory={format_bytes(self.budgets.cpu)} is too small: states at home "
                 f"in host memory take {format_bytes(home)}{also} and staging at least "
                 f"{format_bytes(staged.least)}; the smallest cpu_memory that works is {least} "
-                f"({format_bytes(least)})"
+                f"({format_bytes(least)}){self._way_out_of_memory(home)}"
             )
         cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
         return divide_with_activations(available, staged, cache, wanted)
+
+    def _way_out_of_memory(self, home: int) -> str:
+        """The settings that move the `home` bytes of states in host memory to the drives. "" if
+        there are no drives or no states."""
+        states = ("parameters", "gradients", "optimizer")
+        here = [each for each in states if TIERS[getattr(self.config, each)].is_host]
+        if not home or not self.config.nvme or self.config.inference or not here:
+            return ""
+        return f""", or set {" and ".join(f'{each}="nvme"' for each in here)}"""
 
     @property
     def _granule(self) -> int:

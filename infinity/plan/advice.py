@@ -1,4 +1,4 @@
-"""The smallest change that makes a refused plan fit.
+"""The smallest change that makes a refused plan fit, and what makes a fitting one faster.
 
 Changes are tried in the order of their cost. Placement costs time and changes no number. A smaller
 batch with more micro-batches keeps the numbers, too. Narrower moments change numbers. More hardware
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from infinity.config import Config, Tuning
 from infinity.errors import ConfigError
-from infinity.plan.forecast import Forecast, place
+from infinity.plan.forecast import Forecast, place, plan
 from infinity.plan.hardware import Hardware
-from infinity.plan.memory import Training
+from infinity.plan.memory import Training, drive_bytes
 from infinity.plan.model import PlannedModel
 from infinity.quantities import format_bytes
 from infinity.tier import TIERS
@@ -65,6 +65,43 @@ def advise(forecast: Forecast) -> Advice | None:
         if changed is not None and _fits(forecast.model, changed):
             return Advice(change.words, changed)
     return None
+
+
+MOST_ACCUMULATED = 1 << 12
+LEAST_GAIN = 1.02
+"""A change that makes training faster by less is not worth a line."""
+
+
+class Gain(NamedTuple):
+    """A change in words, and the tokens per second after it."""
+
+    words: str
+    tokens_per_second: float
+
+
+def gains(forecast: Forecast) -> list[Gain]:
+    """Changes that make a fitting `forecast` faster: so many micro-batches that the drives are
+    hidden, one more drive, and more host memory."""
+    pace, hardware, training = forecast.pace, forecast.hardware, forecast.training
+    if pace is None:
+        return []
+    tried: list[tuple[str, Training, Hardware]] = []
+    wanted = -(-int(pace.hiding_tokens or 0) // training.windows)
+    if training.accumulate < wanted <= MOST_ACCUMULATED:
+        more = dataclasses.replace(training, accumulate=wanted)
+        tried.append((f"accumulate {wanted} micro-batches, which hides the drives", more, hardware))
+    if hardware.drives and pace.traffic.read + pace.written:
+        drives = (*hardware.drives, hardware.drives[0])
+        larger = dataclasses.replace(hardware, drives=drives)
+        tried.append(("add a drive to each node", training, larger))
+        larger = More(0, 32 * GRAIN, 0).added_to(hardware)
+        tried.append(("add 32 GiB of host memory to each node", training, larger))
+    found = []
+    for words, changed, machine in tried:
+        other = plan(forecast.model, machine, changed, forecast.config).pace
+        if other is not None and other.tokens_per_second > LEAST_GAIN * pace.tokens_per_second:
+            found.append(Gain(words, other.tokens_per_second))
+    return found
 
 
 def _attempts(model: PlannedModel, case: Situation) -> Iterator[Change]:
@@ -203,10 +240,12 @@ class More(NamedTuple):
         if drives:
             first = dataclasses.replace(drives[0], capacity=drives[0].capacity + self.drives)
             drives = (first, *drives[1:])
+        more = self.host if hardware.one_pool else self.gpu
         return dataclasses.replace(
             hardware,
-            gpu_memory=None if gpu is None else gpu + self.gpu,
+            gpu_memory=None if gpu is None else gpu + more,
             host_memory=hardware.host_memory + self.host,
+            host_total=None if hardware.host_total is None else hardware.host_total + self.host,
             drives=drives,
         )
 
@@ -248,16 +287,24 @@ def _least(model: PlannedModel, case: Situation) -> More | None:
         if fits(none):
             more = none
             continue
-        high = 1
+        high = 1 if memory != "drives" else _missing_drives(model, case, more)
         while not fits(more._replace(**{memory: high * GRAIN})):
             high *= 2
-        low = high // 2
+        low = high // 2 if memory != "drives" else high - 1
         while high - low > max(1, high // 32):
             middle = (low + high) // 2
             enough = fits(more._replace(**{memory: middle * GRAIN}))
             low, high = (low, middle) if enough else (middle, high)
         more = more._replace(**{memory: high * GRAIN})
     return more
+
+
+def _missing_drives(model: PlannedModel, case: Situation, more: More) -> int:
+    """The missing bytes of drives, in whole `GRAIN`s. No size of a drive changes a placement."""
+    larger = more.added_to(case.hardware)
+    _, memory, _ = place(model, larger, case.training, case.config)
+    missing = 0 if memory is None else drive_bytes(memory, larger) - case.hardware.capacity
+    return max(1, -(-missing // GRAIN))
 
 
 def _more_nodes(model: PlannedModel, case: Situation) -> Iterator[Change]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.config import Config, Tuning
@@ -21,14 +21,24 @@ from infinity.plan.model import PlannedModel
 from infinity.plan.pace import Pace, pace, rates_of
 from infinity.tier import TIERS
 
+ASSUMED_ENDURANCE = 600e12
+"""Bytes that may be written to a drive of which nothing is known: what makers warrant for 1 TB of a
+consumer drive."""
+
 
 @dataclass(frozen=True)
 class Wear:
-    """The bytes per day that training writes to the drives of a node, and the days until their
-    endurance is used (None: not known)."""
+    """The bytes per day that training writes to the drives of a node, the bytes that may be written
+    to all of these, and whether that is assumed for one of them."""
 
     bytes_per_day: float
-    days: float | None
+    endurance: float
+    is_assumed: bool
+
+    @property
+    def days(self) -> float:
+        """The days until the endurance is used."""
+        return self.endurance / self.bytes_per_day
 
 
 @dataclass(frozen=True)
@@ -54,11 +64,9 @@ class Forecast:
         """The wear of the drives. None if nothing is written to them."""
         if self.pace is None or not self.pace.written_per_day:
             return None
-        endurance = [drive.endurance for drive in self.hardware.drives]
-        known = [each for each in endurance if each is not None]
-        whole = bool(known) and len(known) == len(endurance)
-        per_day = self.pace.written_per_day
-        return Wear(per_day, sum(known) / per_day if whole else None)
+        known = [drive.endurance for drive in self.hardware.drives]
+        total = sum(ASSUMED_ENDURANCE if each is None else each for each in known)
+        return Wear(self.pace.written_per_day, total, None in known)
 
 
 def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Config) -> Forecast:
@@ -66,10 +74,21 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Co
 
     A plan that does not fit is an answer, too. Its `problems` say why.
     """
+    return timed(placed(model, hardware, training, config))
+
+
+def placed(model: PlannedModel, hardware: Hardware, training: Training, config: Config) -> Forecast:
+    """The forecast of the memory alone."""
     model, memory, problems = place(model, hardware, training, config)
-    fits = memory is not None and not problems
-    step = pace(model, training, memory, hardware) if memory is not None and fits else None
-    return Forecast(model, hardware, training, config, problems, memory, step)
+    return Forecast(model, hardware, training, config, problems, memory)
+
+
+def timed(forecast: Forecast) -> Forecast:
+    """`forecast` with the seconds of a step, if it fits."""
+    if forecast.memory is None or not forecast.fits:
+        return forecast
+    step = pace(forecast.model, forecast.training, forecast.memory, forecast.hardware)
+    return replace(forecast, pace=step)
 
 
 def place(
@@ -115,8 +134,11 @@ def _arguments(value: Any, plain: Any, without: Sequence[str]) -> list[str]:
     ]
 
 
-def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
-    """The forecast as JSON: every number has its unit in its key."""
+def summary(
+    forecast: Forecast, advice: str | None, gains: Sequence[tuple[str, float]] = ()
+) -> dict[str, Any]:
+    """The forecast as JSON: every number has its unit in its key. `gains` are changes, with the
+    tokens per second after each."""
     model, hardware, memory, step = (
         forecast.model,
         forecast.hardware,
@@ -133,6 +155,7 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
         "fits": forecast.fits,
         "problems": list(forecast.problems),
         "advice": advice,
+        "gains": [{"change": words, "tokens_per_second": rate} for words, rate in gains],
         "config": config_text(forecast.config),
         "tiled": list(model.tiled),
     }
@@ -147,6 +170,7 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
                 "saved_bytes": parts.saved,
                 "working_bytes": parts.working,
                 "logits_bytes": parts.logits,
+                "quantization_bytes": memory.statistics,
                 "offloaded_bytes": memory.offloaded[0],
                 "on_nvme_bytes": memory.offloaded[1],
             },
@@ -166,6 +190,8 @@ def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
             "nvme_written_bytes": round(step.written),
             "tokens_that_hide_the_drives_count": step.hiding_tokens,
             "written_per_day_bytes": wear.bytes_per_day if wear else 0.0,
+            "endurance_bytes": wear.endurance if wear else None,
+            "endurance_is_assumed": wear.is_assumed if wear else None,
             "drives_last_days": wear.days if wear else None,
         }
     return found

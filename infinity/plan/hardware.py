@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,11 @@ class Hardware:
     """All bytes of one GPU. None: `gpu_memory`."""
 
     @property
+    def one_pool(self) -> bool:
+        """Whether the compute device computes in host memory: the CPU, or an integrated GPU."""
+        return self.available.is_one_pool
+
+    @property
     def unified(self) -> bool:
         """Whether the CPU is the compute device."""
         return self.gpu_memory is None
@@ -103,78 +107,15 @@ class Hardware:
         return checked(dataclasses.replace(self, **changes))
 
 
-_GB = 10**9
-_TB = 10**12
-PRESETS: dict[str, Hardware] = {
-    # ZeRO-Infinity (2104.07857), figure 2b: all 16 GPUs at work, 25 GB/s of NVMe for a node
-    "dgx2": Hardware(
-        "dgx2",
-        host_memory=3 * _TB // 2,
-        flops=70e12,
-        gpu_memory=32 * _GB,
-        gpu_bandwidth=750e9,
-        link=3e9,
-        memory_bandwidth=100e9,
-        drives=(DriveSpec(3.2e9, 3.2e9, 3_500 * _GB),) * 8,
-        gpus=16,
-        network=70e9,
-    ),
-    "h200": Hardware(
-        "h200",
-        host_memory=2 * _TB,
-        flops=400e12,
-        gpu_memory=141 * _GB,
-        gpu_bandwidth=4e12,
-        link=50e9,
-        memory_bandwidth=300e9,
-        drives=(DriveSpec(6.5e9, 4e9, 3_840 * _GB, endurance=7_000 * _TB),) * 4,
-    ),
-    "dgx-h200": Hardware(
-        "dgx-h200",
-        host_memory=2 * _TB,
-        flops=400e12,
-        gpu_memory=141 * _GB,
-        gpu_bandwidth=4e12,
-        link=40e9,
-        memory_bandwidth=300e9,
-        drives=(DriveSpec(6.5e9, 4e9, 3_840 * _GB, endurance=7_000 * _TB),) * 8,
-        gpus=8,
-        network=50e9,
-    ),
-    "rtx4090": Hardware(
-        "rtx4090",
-        host_memory=64 * _GB,
-        flops=120e12,
-        gpu_memory=24 * _GB,
-        gpu_bandwidth=900e9,
-        link=22e9,
-        memory_bandwidth=45e9,
-        drives=(DriveSpec(6.5e9, 3.4e9, 2 * _TB, endurance=1_200 * _TB),),
-    ),
-}
-"""Machines by name. "dgx2" has the published figures, the other machines round figures for such
-parts."""
-
 _BYTES = ("host_memory", "gpu_memory", "host_total", "gpu_total")
 
 
-def find_hardware(name: str) -> Hardware:
-    """The machine called `name`: one of `PRESETS`, or a JSON or TOML file with the fields of
-    `Hardware`.
+def read_hardware(path: Path) -> Hardware:
+    """The machine that a JSON or TOML file describes with the fields of `Hardware`.
 
     Memory may be text such as "64GB". Raises `ConfigError` with the file, the field, and the
     allowed values.
     """
-    path = Path(name)
-    if name in PRESETS and not path.is_file():
-        return PRESETS[name]
-    if not path.is_file():
-        near = get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(
-            f'unknown machine {name!r}{hint} It is a JSON or TOML file, "this", or one of: '
-            f"{', '.join(PRESETS)}"
-        )
     try:
         return described(_parse(path), path.stem)
     except ConfigError as error:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from infinity.config import Config
-from infinity.free_memory import Choice, choose, most_of_device
+from infinity.free_memory import Budgets, Choice, choose, most_of_device
 from infinity.modules.division import first_fitting
 from infinity.placement.activations import ActivationBytes, DecoderShape, activation_bytes
 from infinity.placement.calibrate import Rates
@@ -56,6 +57,8 @@ class MemoryPlan:
     activations: ActivationBytes
     without: ActivationBytes
     """The activations if nothing were recomputed."""
+    statistics: int = 0
+    """The statistics of quantized weights, which no budget covers."""
 
     @property
     def auto(self) -> tuple[int, int, int] | None:
@@ -100,26 +103,41 @@ class MemoryPlan:
 
     @property
     def on_device(self) -> int:
-        """Bytes of activations that the compute device must hold besides the engine."""
+        """Bytes of activations, and of statistics of quantized weights, that the compute device
+        must hold besides the engine."""
         parts = self.activations
-        return parts.saved - self.offloaded[0] + parts.working + parts.logits
+        kept = parts.saved - self.offloaded[0]
+        return kept + parts.working + parts.logits + self.statistics
 
 
 def asked(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
     """The demand of `model` on one rank, without budgets."""
-    shards = hardware.ranks if config.stage > 0 else 1
+    return _asked(*_case(model, config, hardware))[0]
+
+
+def _case(
+    model: PlannedModel, config: Config, hardware: Hardware
+) -> tuple[PlannedModel, Config, int, bool]:
+    return model, in_one_pool(config, hardware.available), hardware.ranks, hardware.unified
+
+
+@lru_cache(maxsize=256)
+def _asked(
+    model: PlannedModel, config: Config, ranks: int, unified: bool
+) -> tuple[Demand, Budgets]:
+    """The demand, and the least budgets for it. Advice asks the same for many sizes of memory."""
+    shards = ranks if config.stage > 0 else 1
     shapes = [unit.sharded(index, shards) for index, unit in enumerate(model.units)]
-    exchanges = hardware.ranks > 1 or not hardware.unified
-    machine = Machine(unified_memory=hardware.unified, has_kernels=not hardware.unified)
-    config = in_one_pool(config, hardware.available)
-    return demand_of(shapes, model.nestings, config, machine, exchanges)
+    machine = Machine(unified_memory=unified, has_kernels=not unified)
+    demand = demand_of(shapes, model.nestings, config, machine, ranks > 1 or not unified)
+    return demand, demand.least()
 
 
 def fitting(model: PlannedModel, config: Config, hardware: Hardware) -> PlannedModel:
     """`model` in the units that `wrap` would make on `hardware`. Raises like `memory_plan`."""
     room = most_of_device(config.gpu_memory, config.cpu_memory, hardware.available)
     return first_fitting(
-        model.divisions, lambda each: asked(each, config, hardware).least().gpu, room
+        model.divisions, lambda each: _asked(*_case(each, config, hardware))[1].gpu, room
     )
 
 
@@ -131,27 +149,27 @@ def memory_plan(
 
     Raises `BudgetError` and `ConfigError` with the texts of `wrap`.
     """
-    demand = asked(model, config, hardware)
-    choice = choose(config.gpu_memory, config.cpu_memory, hardware.available, demand.least())
+    demand, least = _asked(*_case(model, config, hardware))
+    choice = choose(config.gpu_memory, config.cpu_memory, hardware.available, least)
     demand = demand.within(choice.budgets)
     placement = demand.resident(rates if demand.needs_rates() else None)
     layout, buffers = demand.layout(placement)
     width = max((unit.format.nbytes for unit in model.units), default=2)
     decoder = DecoderShape(model.shape.layers, model.hidden, model.vocabulary, width)
-    saved = [
+    saved, without = (
         activation_bytes(decoder, training.windows, recomputes)
         for recomputes in (training.recomputes, False)
-    ]
-    return MemoryPlan(layout, choice, buffers, *saved)
+    )
+    return MemoryPlan(layout, choice, buffers, saved, without, model.statistics)
 
 
 def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
     """The memory that the machine lacks, besides budgets, which `wrap` checks. A sentence each."""
     found = []
-    device, host, nvme = (plan.allocated[tier] for tier in TIERS)
+    device, host, _ = (plan.allocated[tier] for tier in TIERS)
     ranks = hardware.gpus
     activations = plan.on_device
-    if hardware.gpu_memory is not None:
+    if hardware.gpu_memory is not None and not hardware.one_pool:
         have, need = hardware.gpu_memory, device + activations
         if need > have:
             found.append(
@@ -162,18 +180,24 @@ def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
     else:
         need = device + host + activations
     if need > hardware.host_memory:
-        parts = "the engine" if hardware.gpu_memory is not None else "the engine and activations"
+        parts = "the engine and activations" if hardware.one_pool else "the engine"
         found.append(
             f"{parts} would take {format_bytes(need)} of host memory, and a node has "
             f"{format_bytes(hardware.host_memory)}"
         )
-    need = (nvme + round_up(plan.offloaded[1], STRIPE_BYTES)) * ranks
+    need = drive_bytes(plan, hardware)
     if need > hardware.capacity:
         found.append(
             f"the states on nvme need {format_bytes(need)} on the drives of a node, which have "
             f"{format_bytes(hardware.capacity)}"
         )
     return found
+
+
+def drive_bytes(plan: MemoryPlan, hardware: Hardware) -> int:
+    """Bytes that all ranks of a node take of its drives."""
+    rank = plan.allocated["nvme"] + round_up(plan.offloaded[1], STRIPE_BYTES)
+    return rank * hardware.gpus
 
 
 def totals(states: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

@@ -7,9 +7,11 @@ run, even if `wrap` makes them smaller.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +26,15 @@ from infinity.bench.step.train import shape_of
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.measure.rates import DTYPES
+from infinity.models.description import NAME
+from infinity.models.source import DTYPES as MODEL_DTYPES
 from infinity.models.source import PRESETS, ModelSource
 from infinity.modules.check import check_model
 from infinity.modules.division import Division, divisions
 from infinity.placement.demand import UnitShape
 from infinity.placement.spec import Format
+from infinity.plan.adapters import CODES, LinearAdapters
+from infinity.plan.catalog import MODELS, known
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.tiles import Tile, pieces_of
 from infinity.weights.init import init
@@ -36,6 +42,7 @@ from infinity.weights.snapshot import Snapshot
 from infinity.weights.taped import as_built
 from infinity.weights.tensors import cached
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PAPER_FEED_FORWARD = 4
 """Width of the feed-forward part over the hidden size, as in the papers."""
 
@@ -49,6 +56,11 @@ class Dimensions:
     hidden: int
     heads: int
     vocabulary: int = 50_304
+
+    @property
+    def name(self) -> str:
+        """The name of the model in a plan."""
+        return f"{self.layers} layers of {self.hidden}"
 
     def check(self) -> None:
         """Raise `ConfigError` if no model has these dimensions."""
@@ -103,6 +115,13 @@ class PlannedUnit:
     """The number of its elements that take part in matrix multiplications."""
     in_blocks: bool
     """Whether it belongs to one of the repeated blocks."""
+    in_files: bool = False
+    """Whether it is read from the weight files of the model and takes no NVMe space."""
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the model in it. An element of codes has two."""
+        return self.numel * (2 if self.format.name == CODES else 1)
 
     @property
     def numel(self) -> int:
@@ -113,7 +132,9 @@ class PlannedUnit:
         """Unit number `index` in so many shards, as its first shard. All shards are alike."""
         itemsize = self.format.nbytes
         numel = FlatLayout(self.shapes, shards, (), itemsize).numel
-        return UnitShape(index, self.name, numel, shards, 0, self.format, self.trainable)
+        return UnitShape(
+            index, self.name, numel, shards, 0, self.format, self.trainable, self.in_files
+        )
 
 
 class UnitUse(NamedTuple):
@@ -141,9 +162,9 @@ class PlannedDivisions:
             yield self._made[number]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """The facts of a model that a plan needs."""
+    """The facts of a model that a plan needs. It is equal to itself alone."""
 
     name: str
     units: tuple[PlannedUnit, ...]
@@ -158,13 +179,15 @@ class PlannedModel:
     vocabulary: int
     tiled: tuple[str, ...]
     """Weights that `wrap` cuts into tiles for these units."""
-    divisions: PlannedDivisions = field(compare=False, repr=False)
+    divisions: PlannedDivisions = field(repr=False)
     """This model in all units that `wrap` may make."""
+    statistics: int = 0
+    """Bytes of the statistics of quantized weights, which stay on the compute device."""
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(unit.numel for unit in self.units)
+        """Parameters of the model, quantized ones included."""
+        return sum(unit.weights for unit in self.units)
 
     @property
     def trainable(self) -> int:
@@ -173,17 +196,40 @@ class PlannedModel:
 
 
 def find_source(name: str, precision: str) -> ModelSource:
-    """The model called `name`: a directory, a config.json, a preset, or the id of a model in the
-    cache of the hub. Weights are not needed.
+    """The model called `name`: a directory, a config.json, a preset, the id of a model in the cache
+    of the hub, or one of `catalog.MODELS`. Weights are not needed.
 
-    Raises `ValueError` and `ConfigError` with the known names.
+    Raises `ValueError` and `ConfigError` with the known names, and for an id with the command that
+    downloads its config.json.
     """
-    directory = None if name in PRESETS else cached(name)
-    if directory is not None:
-        name = str(directory / "config.json")
-    elif Path(name, "config.json").is_file():
-        name = str(Path(name, "config.json"))
-    return train.find_source(name, precision)
+    own, published = cached(name), known(name)
+    if own is not None and (own / NAME).is_file():
+        return replace(train.find_source(str(own / NAME), precision), name=name)
+    if Path(name, NAME).is_file():
+        return train.find_source(str(Path(name, NAME)), precision)
+    if Path(name).exists() or name in PRESETS:
+        return train.find_source(name, precision)
+    if published is not None:
+        return _of_catalog(published, precision)
+    near = get_close_matches(name, [*MODELS, *PRESETS], n=1)
+    hint = f"did you mean {near[0]!r}? A model is" if near else "it is"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        hint = (
+            "if it is the id of a model of the hub, download the one file that a plan needs: "
+            f"hf download {name} {NAME}; else it is"
+        )
+    raise ValueError(
+        f"unknown model {name!r}; {hint} a directory with {NAME}, or one of: "
+        f"{', '.join([*MODELS, *PRESETS])}"
+    )
+
+
+def _of_catalog(name: str, precision: str) -> ModelSource:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**MODELS[name])
+    config.dtype = MODEL_DTYPES.get(precision, "bfloat16")
+    return ModelSource(name, config, None)
 
 
 def of_dimensions(dimensions: Dimensions, config: Config) -> PlannedModel:
@@ -191,24 +237,42 @@ def of_dimensions(dimensions: Dimensions, config: Config) -> PlannedModel:
     dimensions.check()
     with torch.device("meta"):
         model = PaperDecoder(dimensions)
-    name = f"{dimensions.layers} layers of {dimensions.hidden}"
     values = {
         "num_hidden_layers": dimensions.layers,
         "hidden_size": dimensions.hidden,
         "num_attention_heads": dimensions.heads,
         "vocab_size": dimensions.vocabulary,
     }
-    return of_module(model, config, name, values)
+    return of_module(model, config, dimensions.name, values)
 
 
-def of_source(source: ModelSource, config: Config) -> PlannedModel:
-    """The model of a transformers configuration. Raises `ConfigError` and `ValueError`."""
+def of_source(
+    source: ModelSource, config: Config, adapters: LinearAdapters | None = None
+) -> PlannedModel:
+    """The model of a transformers configuration, with adapters if `adapters`. Raises `ConfigError`
+    and `ValueError`."""
     with init(exact=False):
         model = source.build()
-    text = source.config.get_text_config()
+        shape = shape_of(model, _sizes(source))
+        if adapters is not None:
+            model = adapters.applied(model)
+    statistics = 0 if adapters is None else adapters.quantize(model)
+    with as_built():
+        check_model(model, DTYPES.get(config.precision))
+    # Codes are made from weights, and banks of experts from several tensors. Both are copied.
+    text = source.config.get_text_config(decoder=True)
+    has_banks = any(getattr(text, each, None) for each in _EXPERTS)
+    in_files = adapters is not None and not adapters.four_bits and not has_banks
+    facts = _facts(source.name, vars(_sizes(source)), shape) | {"statistics": statistics}
+    return _first(model, config, facts, in_files and config.tuning.read_in_place)
+
+
+def _sizes(source: ModelSource) -> SimpleNamespace:
+    """The sizes of the decoder of text, under the names of transformers."""
+    text = source.config.get_text_config(decoder=True)
     keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "head_dim")
-    values = {key: found for key in keys if (found := getattr(text, key, None)) is not None}
-    return of_module(model, config, source.name, values)
+    found = {key: getattr(text, key, None) for key in keys}
+    return SimpleNamespace(**{key: each for key, each in found.items() if each is not None})
 
 
 def of_module(
@@ -221,18 +285,35 @@ def of_module(
     """
     with as_built():
         check_model(model, DTYPES.get(config.precision))
-    return next(iter(PlannedDivisions(partial(_of_divisions, model, config, name, values))))
+    return _first(model, config, _facts(name, values, shape_of(model, SimpleNamespace(**values))))
+
+
+def _facts(name: str, values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """The fields of `PlannedModel` that its units do not change."""
+    return {
+        "name": name,
+        "shape": shape,
+        "hidden": int(values["hidden_size"]),
+        "heads": int(values.get("num_attention_heads", 1)),
+        "vocabulary": int(values.get("vocab_size", 0)),
+    }
+
+
+def _first(
+    model: nn.Module, config: Config, facts: Mapping[str, Any], in_files: bool = False
+) -> PlannedModel:
+    made = PlannedDivisions(partial(_of_divisions, model, config, facts, in_files))
+    return next(iter(made))
 
 
 def _of_divisions(
     model: nn.Module,
     config: Config,
-    name: str,
-    values: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    in_files: bool,
     made: PlannedDivisions,
 ) -> Iterator[PlannedModel]:
     snapshot = Snapshot(model)
-    shape = shape_of(model, SimpleNamespace(**values))
 
     @contextmanager
     def afresh() -> Iterator[None]:
@@ -241,25 +322,21 @@ def _of_divisions(
 
     for division in divisions(model, config, afresh=afresh):
         forward, backward = _orders(model, division.users, set(division.owners.values()))
-        units, nestings = _units(model, division), frozenset(division.nestings)
+        units, nestings = _units(model, division, in_files), frozenset(division.nestings)
         if division.tiled is not None:
             snapshot.restore()
         yield PlannedModel(
-            name,
-            units,
-            nestings,
-            forward,
-            backward,
-            shape,
-            int(values["hidden_size"]),
-            int(values.get("num_attention_heads", 1)),
-            int(values.get("vocab_size", 0)),
-            () if division.tiled is None else tuple(division.tiled.names),
-            made,
+            units=units,
+            nestings=nestings,
+            forward=forward,
+            backward=backward,
+            tiled=() if division.tiled is None else tuple(division.tiled.names),
+            divisions=made,
+            **facts,
         )
 
 
-def _units(model: nn.Module, division: Division) -> tuple[PlannedUnit, ...]:
+def _units(model: nn.Module, division: Division, in_files: bool) -> tuple[PlannedUnit, ...]:
     looked_up = _looked_up(model)
     blocks = {id(p) for block in division.blocks for p in block.parameters()}
     return tuple(
@@ -268,11 +345,16 @@ def _units(model: nn.Module, division: Division) -> tuple[PlannedUnit, ...]:
             tuple(tuple(p.shape) for _, p in group.parameters),
             Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize),
             group.trainable,
-            sum(p.numel() for _, p in group.parameters if id(p) not in looked_up),
+            sum(_weights(p) for _, p in group.parameters if id(p) not in looked_up),
             all(id(p) in blocks for _, p in group.parameters),
+            in_files and not group.trainable,
         )
         for group in division.groups
     )
+
+
+def _weights(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
 
 
 def _looked_up(model: nn.Module) -> set[int]:

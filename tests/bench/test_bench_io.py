@@ -514,11 +514,39 @@ def test_a_disk_is_never_filled(tmp_path: Path) -> None:
     workspace.check_space(places, int(largest[1]) * MIB - 64 * MIB, 0)
 
 
+def test_what_is_written_is_said_before(tmp_path: Path) -> None:
+    result = run(tmp_path, *SMALL, "--mode", "write", "--engine", "posix")
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("this writes ") and "at 3 GB/s " in lines[0]
+    assert any(line.startswith("writing ") for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({"modes": ("read",)}, 0.0),
+        ({"modes": ("write",)}, 30 + 3 + 1),
+        ({"modes": ("read", "write")}, 15 + 3 + 1),
+        ({"modes": ("write",), "load": True}, 30 + 2 * 3 + 2),
+        ({"modes": ("write",), "compare_fio": True}, 30 + 2 * 3 + 1),
+        ({"modes": ("mixed",), "sustained": 60.0}, 15 + 0.3 * 4 + 60),
+        ({"modes": ("write",), "paths": (Path("a"), Path("b"))}, 30 + 2 * 4),
+    ],
+)
+def test_the_seconds_of_writes(changes: dict[str, Any], seconds: float) -> None:
+    usual: dict[str, Any] = {
+        "paths": (Path("a"),), "size": 2 << 30, "reserve": 0, "engine": "auto", "depth": None,
+        "request_bytes": None, "threads": None, "search_seconds": 30.0, "rounds": 3,
+        "round_seconds": 1.0, "tensor_bytes": 1 << 20, "model_parameters": 7, "load": False,
+        "compare_fio": False, "sustained": None, "write_set": None, "endurance": None, "runs": 1,
+    }  # fmt: skip
+    plan = Plan(**usual | changes)
+    assert plan.writing_seconds == pytest.approx(seconds)
+    assert ("at 3 GB/s" in plan.wear()) == (seconds > 0)
+
+
 def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    assert (
-        refusal()
-        == "no directory is given: add --nvme DIR, a directory on the drive to be measured"
-    )
+    assert refusal() == "no directory is given: infinity bench io DIR, on the drive to measure"
     missing = tmp_path / "no"
     assert refusal("--nvme", missing) == (
         f"directory {missing} does not exist; create it on the drive to be measured: mkdir -p "
@@ -611,7 +639,7 @@ def test_what_a_killed_run_left_goes_with_the_next_or_with_gc(tmp_path: Path) ->
     } | {str(copy / workspace.FOLDER)}
     assert not list(copy.iterdir())
     copy.rmdir()
-    result = run("--nvme", tmp_path, *SMALL, "--mode", "read", "--engine", "posix", "--json", "-")
+    result = run(tmp_path, *SMALL, "--mode", "read", "--engine", "posix", "--json")
     assert result.exit_code == 0, result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -977,9 +1005,9 @@ def test_what_is_measured_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     ("option", "name"),
     [
-        ("--path", "--nvme"),
-        ("--nvme_dir", "--nvme"),
-        ("--folder=x", "--nvme"),
+        ("--path", "DIR"),
+        ("--nvme_dir", "DIR"),
+        ("--folder=x", "DIR"),
         ("--io_size", "--size"),
         ("--block_size", "--request-bytes"),
         ("--queue_depth", "--depth"),

@@ -1039,7 +1039,7 @@ def test_a_budget_that_cannot_work_is_refused_in_one_sentence(
         "--output",
         tmp_path / "out",
     )
-    assert "gpu_memory" in reason
+    assert "--gpu-memory 64 KiB is too small" in reason
     assert not list(nvme.iterdir())
 
 

@@ -98,7 +98,9 @@ def test_tokens_are_drawn_by_the_seed(directory: Path) -> None:
         (("--model", "llama-tiny", "--prompt", "x"), "is a preset, which has no weights; give"),
         (("--prompt", "x", "--max-new-tokens", 64), "are more than the 64 positions of"),
         (("--prompt", "x" * 99), "a prompt of 99 tokens and 128 new ones"),
-        ((), "give --prompt TEXT, or --prompts FILE with a prompt on each line"),
+        ((), "give --prompt TEXT, or --prompts FILE with a prompt on each line, or --chat"),
+        (("--prompt", "x", "--chat"), "has no chat template, so it is not made for conversations"),
+        (("--prompt", "x", "--system", "y"), "--system is the start of a conversation; add --chat"),
         (("--prompt", "x", "--prompts", "y"), "give --prompt TEXT, or --prompts FILE"),
         (("--prompt", ""), "the prompt '' has no tokens"),
         (("--prompts", "nofile"), "nofile: No such file"),
@@ -152,6 +154,64 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     said = refused("--model", tmp_path, "--prompt", "x")
     assert said == f"infinity: {tmp_path} has no tokenizer; put its files there\n"
+
+
+# Conversations
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+NOTE = "has a chat template, and the prompt is continued without it; --chat asks with the template"
+
+
+@pytest.fixture(scope="module")
+def chatty(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a chat template."""
+    path = shutil.copytree(directory, tmp_path_factory.mktemp("chatty") / "model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def asked(path: Path, *more: object) -> tuple[object, ...]:
+    return ("--model", path, "--max-new-tokens", NEW, *BUDGETS, *more)
+
+
+def test_a_prompt_is_asked_with_the_template(directory: Path, chatty: Path) -> None:
+    result = run(*asked(chatty, "--chat", "--system", "be", "--prompt", "hello"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plain_texts(directory, "<s>be<u>hello<a>", do_sample=False)[0] + "\n"
+    found = json.loads(run(*asked(chatty, "--chat", "--prompt", "hello", "--json")).stdout)
+    text = plain_texts(directory, "<u>hello<a>", do_sample=False)[0]
+    assert [(each["prompt"], each["text"]) for each in found["continuations"]] == [("hello", text)]
+
+
+def test_a_prompt_without_the_marks_of_the_template_is_noted(directory: Path, chatty: Path) -> None:
+    for path, prompt, is_noted in (
+        (chatty, "hello", True),
+        (chatty, "<u>hello<a>", False),
+        (directory, "hello", False),
+    ):
+        result = run(*asked(path, "--prompt", prompt))
+        assert (NOTE in result.stderr) == is_noted
+        assert result.stdout == plain_texts(directory, prompt, do_sample=False)[0] + "\n"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\nnever read\n"])
+def test_a_conversation_keeps_its_turns(directory: Path, chatty: Path, end: str) -> None:
+    arguments = map(str, ["generate", *asked(chatty, "--chat", "--system", "be")])
+    result = CliRunner().invoke(app, list(arguments), input=f"hello\nand\n{end}")
+    assert result.exit_code == 0, result.output
+    first = plain_texts(directory, "<s>be<u>hello<a>", do_sample=False)[0]
+    second = plain_texts(directory, f"<s>be<u>hello<a>{first}<u>and<a>", do_sample=False)[0]
+    assert result.stdout == f"{first}\n{second}\n"
+
+
+def test_a_conversation_that_is_too_long_ends_in_a_sentence(chatty: Path) -> None:
+    arguments = map(str, ["generate", *asked(chatty, "--chat")])
+    result = CliRunner().invoke(app, list(arguments), input=f"a\n{'b' * 60}\n")
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1
+    assert "are more than the 64 positions of" in result.stderr
 
 
 # The parts

@@ -567,7 +567,7 @@ def test_a_run_that_has_no_room_for_commits_does_without(
     options = [*common, "--cache", "auto", "--nvme-memory", "4MiB"]
     assert finished(*options)["steps"] == STEPS
     assert "no step is committed, because there is no room for that: nvme_memory=4" in caplog.text
-    assert "nvme_memory=4 MiB cannot hold the states" in refusal(*options, "--durability", "step")
+    assert "--nvme-memory 4 MiB cannot hold the states" in refusal(*options, "--durability", "step")
     assert names(tmp_path / "nvme") == []
 
 

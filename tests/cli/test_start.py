@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
+from infinity_command.importing import LINE
 from support.children import CHILD
 
 COMMAND = [
@@ -34,6 +36,24 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path: Path) -> Non
         check=False,
     )
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "infinity: interrupted\n")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_line_says_that_torch_is_imported(tmp_path: Path, is_terminal: bool) -> None:
+    """While it is imported. The torch of this test waits until the line was read."""
+    (tmp_path / "torch.py").write_text("input()\nraise SystemExit(7)\n")
+    environment = CHILD["env"] | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), CHILD["env"]["PYTHONPATH"]])
+    }
+    read, write = pty.openpty() if is_terminal else os.pipe()
+    with subprocess.Popen(
+        [*COMMAND, "plan"], env=environment, stdin=subprocess.PIPE, stderr=write, text=True
+    ) as process:
+        os.close(write)
+        with os.fdopen(read) as lines:
+            assert lines.readline() == LINE
+            process.communicate("\n", timeout=100)
+            assert process.returncode == 7
 
 
 def test_the_command_starts_so(pytestconfig: pytest.Config) -> None:

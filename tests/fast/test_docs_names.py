@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from infinity.cli.main import app
+from infinity_command.overview import COMMANDS
 from support.pages import NAMES, ROOT, blocks
 
 
@@ -111,6 +112,20 @@ def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
         - {dotted for _, dotted in TERM.findall((ROOT / "docs/internals/glossary.md").read_text())}
         == set()
     )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page_of_its_name(name: str) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    assert page.read_text().startswith(("# Generate\n", f"# infinity {name}\n"))
+    assert f"      - {name}.md\n" in (ROOT / "mkdocs.yml").read_text()
+    shown = [words[0] for words in commands(page) if words]
+    assert name in shown
+
+
+def test_every_example_is_on_the_site() -> None:
+    shown = re.findall(r'^--8<-- "(.+)"$', (ROOT / "docs/examples.md").read_text(), re.MULTILINE)
+    assert set(shown) == {f"examples/{path.name}" for path in (ROOT / "examples").iterdir()}
 
 
 PLACE = re.compile(

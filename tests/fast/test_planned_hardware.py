@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.plan.hardware import PRESETS, DriveSpec, find_hardware
+from infinity.plan.hardware import DriveSpec
+from infinity.plan.machines import MACHINES, find_hardware
 
 MACHINE = {
     "host_memory": "64GB",
@@ -38,9 +40,30 @@ def test_toml(tmp_path: Path) -> None:
     assert found.unified and found.capacity == 10**11
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MACHINES)
 def test_presets(name: str) -> None:
     assert find_hardware(name).name == name
+    assert find_hardware(name.upper().replace("-", " ")).name == name
+
+
+def test_a_description_in_the_pages(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    page = (pytestconfig.rootpath / "docs" / "plan.md").read_text()
+    found = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert found
+    for number, text in enumerate(found):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        assert find_hardware(str(path)).drives[0].endurance == 7 * 10**15
+
+
+@pytest.mark.parametrize("name", ["macbook", "MacBook Pro M4", "m3-max", "mi300x"])
+def test_a_machine_without_cuda_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="has no CUDA, and the engine runs on Linux; plan for"):
+        find_hardware(name)
+
+
+def test_a_gpu_that_computes_in_host_memory() -> None:
+    assert find_hardware("gb10").one_pool and not find_hardware("h100").one_pool
 
 
 @pytest.mark.parametrize(

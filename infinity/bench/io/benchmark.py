@@ -57,6 +57,7 @@ class Benchmark:
         self._fio = fio.require_fio() if plan.compare_fio else ""
         check_owners(plan.paths)
         check_space(plan.paths, max(plan.file_bytes, plan.write_set or 0), plan.reserve)
+        self._say(plan.wear())
         places, machine = [examine(path) for path in plan.paths], machine_facts()
         with ExitStack() as stack:
             files = stack.enter_context(workspace(plan.paths, plan.file_bytes, plan.reserve))

@@ -19,6 +19,11 @@ MEMORY_BYTES = 192 << 20
 """Per path: the most staging of the engine."""
 SIZE_MULTIPLE = 8 << 20  # the largest request of the search
 _LEAST_SIZE = 16 << 20
+_WRITTEN = {"read": 0.0, "write": 1.0, "mixed": 0.3, "many-tensor": 1.0, "replay": 24 / 26}
+"""Seconds of writes in a second of each mode. A step is replayed for two: of 26 bytes, it writes
+12."""
+_USUAL_WRITE = 3e9
+"""Bytes per second that a fast drive writes."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,32 @@ class Plan:
         if set(self.modes) <= {"read"}:
             return ("read",)
         return ("write",) if set(self.modes) <= {"write"} else ("read", "write")
+
+    @property
+    def writing_seconds(self) -> float:
+        """The most seconds that the files of a path are written, beside their first writing. Modes
+        that also read count for their part of writes."""
+        search = self.search_seconds / len(self.directions) if "write" in self.directions else 0.0
+        cases = sum(_WRITTEN[mode] for mode in self.modes)
+        if "write" in self.modes and len(self.paths) > 1:
+            cases += _WRITTEN["write"]  # also each path alone
+        compared = sum(_WRITTEN[mode] for mode in self.modes if mode in ("write", "mixed"))
+        rounds = cases * (1 + self.load) + compared * self.compare_fio
+        latencies = cases * (1 + self.load)
+        seconds = rounds * self.rounds + latencies
+        return search + seconds * self.round_seconds + (self.sustained or 0.0)
+
+    def wear(self) -> str:
+        """A line about the bytes that the benchmark writes."""
+        seconds = self.writing_seconds
+        first = f"this writes {format_bytes(self.file_bytes)} to each path"
+        if not seconds:
+            return first
+        each = self.file_bytes + seconds * _USUAL_WRITE
+        return (
+            f"{first}, and then writes for up to {seconds:.0f} s as fast as the drive takes it: "
+            f"at 3 GB/s {each / 1e9:.0f} GB together"
+        )
 
     def spaces(self) -> list[Space]:
         """The settings for the search. Raises `ConfigError` if the requested engine is not

@@ -33,6 +33,11 @@ class Delivery:
                     "exists and is yours"
                 )
 
+    @property
+    def console(self) -> Console | None:
+        """Where tables are printed. None if JSON goes to stdout."""
+        return None if self._to_stdout else Console(file=sys.stdout)
+
     def deliver(
         self, result: Any, page: Callable[[], str], table: Callable[[Console], None]
     ) -> None:
@@ -43,10 +48,11 @@ class Delivery:
             write_file(self._json, text + "\n")
         if self._report is not None:
             write_file(self._report, page())
-        if self._to_stdout:
+        console = self.console
+        if console is None:
             typer.echo(text)
         else:
-            table(Console(file=sys.stdout))
+            table(console)
 
 
 def say(text: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from infinity.errors import InfinityError
 
@@ -44,12 +45,32 @@ def naming_options(**options: str) -> Iterator[None]:
         raise InfinityError(text) from None
 
 
+class JsonCommand(TyperCommand):
+    """A command whose `--json` needs no file: alone it means stdout, as in all commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word, following in zip(args, [*args, "--"][1:], strict=True):
+            words.append(word)
+            is_file = following == "-" or not (
+                following.startswith("-") or _is_directory(following)
+            )
+            if word == "--json" and not is_file:
+                words.append("-")
+        return super().parse_args(ctx, words)
+
+
+def _is_directory(name: str) -> bool:
+    """Whether `name` is a directory, which is no place for JSON but may be an argument."""
+    return Path(name).is_dir()
+
+
 Json = Annotated[
     str | None,
     typer.Option(
         "--json",
-        metavar="FILE",
-        help="Write the result as JSON; -: to stdout.",
+        metavar="[FILE]",
+        help="Print the result as one JSON object, or write it to a file.",
         rich_help_panel=OUTPUT,
     ),
 ]

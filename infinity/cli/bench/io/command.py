@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import typer
-from typer.core import TyperCommand
 
 from infinity.cli.bench.delivery import Delivery, say
-from infinity.cli.bench.options import OUTPUT, Json, ReportFile, naming_options, parse_count
+from infinity.cli.bench.options import (
+    OUTPUT,
+    Json,
+    JsonCommand,
+    ReportFile,
+    naming_options,
+    parse_count,
+)
 from infinity.cli.failure import plain_failures, require_extras
-from infinity.cli.options import Debug, parse_size
+from infinity.cli.options import (
+    Debug,
+    HiddenNvme,
+    parse_directory,
+    parse_size,
+    same_directories,
+)
 from infinity.cli.output import write_file
 from infinity.interrupt import interrupted_by_signals
 
@@ -26,7 +38,7 @@ _WHAT = "What is measured"
 _HOW = "How it is run"
 _NOT_HERE = {
     "--folder_to_device_mapping": (
-        "give --nvme once per directory: each has a ring of its own, and no GPU belongs to it"
+        "name each directory: each has a ring of its own, and no GPU belongs to it"
     ),
     "--sweep_config": (
         "the search is not a grid; --engine, --depth, --request-bytes and "
@@ -38,7 +50,7 @@ _NOT_HERE = {
     "--gpu": "transfers go to host memory, as in training; --load copies to the GPU beside them",
     "--gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
     "--use_gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
-    "--multi_process": "one process drives every path: give --nvme once per directory",
+    "--multi_process": "one process drives every path: name each directory",
     "--single_submit": "requests are submitted together whenever there are several",
     "--sequential_requests": "for one request after the other use --depth 1",
     "--validate": "every request's byte count is always checked, and a short one fails the run",
@@ -54,9 +66,9 @@ _NOT_HERE = {
 
 
 _RENAMED = {
-    "--path": "--nvme",
-    "--nvme_dir": "--nvme",
-    "--folder": "--nvme",
+    "--path": "DIR",
+    "--nvme_dir": "DIR",
+    "--folder": "DIR",
     "--io_size": "--size",
     "--block_size": "--request-bytes",
     "--queue_depth": "--depth",
@@ -69,7 +81,7 @@ _RENAMED = {
 """Options of earlier versions and of DeepSpeed's tools, with their names here."""
 
 
-class IoCommand(TyperCommand):
+class IoCommand(JsonCommand):
     """Refuses an option of DeepSpeed's tools or of an earlier version with a sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -100,10 +112,11 @@ def _size(*names: str, text: str, panel: str, default: str) -> Any:
 
 Paths = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--nvme",
-        help="A directory on the drive; several times for several drives.",
-        rich_help_panel=_WHERE,
+    typer.Argument(
+        parser=parse_directory,
+        metavar="DIR",
+        help="A directory on each drive.",
+        show_default=False,
     ),
 ]
 Size = Annotated[
@@ -284,7 +297,8 @@ Runs = Annotated[
 
 
 def io(
-    nvme: Paths = None,
+    directories: Paths = None,
+    nvme: HiddenNvme = None,
     size: Size = 2 << 30,
     reserve: Reserve = 4 << 30,
     mode: Modes = None,
@@ -321,7 +335,11 @@ def io(
         from infinity.bench.io.plan import Plan
         from infinity.cli.bench.io.table import print_table
 
-        paths = _directories(nvme)
+        paths = tuple(same_directories(directories, nvme))
+        if not paths:
+            raise ValueError(
+                "no directory is given: infinity bench io DIR, on the drive to measure"
+            )
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report, config=config)
@@ -353,14 +371,6 @@ def io(
         delivery.deliver(
             summary, lambda: _page(summary), lambda console: print_table(summary, console)
         )
-
-
-def _directories(nvme: list[Path] | None) -> tuple[Path, ...]:
-    if not nvme:
-        raise ValueError(
-            "no directory is given: add --nvme DIR, a directory on the drive to be measured"
-        )
-    return tuple(nvme)
 
 
 def _modes(named: Sequence[ModeName], no_read: bool, no_write: bool) -> tuple[Mode, ...]:
