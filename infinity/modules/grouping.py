@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.sharding.codec import stored_as
-from infinity.sharding.tiles import Tile
+from infinity.sharding.tiles import Tile, direct_parameters
 from infinity.tiers.originals import StoredBytes
 
 # They contain modules or parameters, but have no forward.
@@ -115,7 +115,7 @@ def group_parameters(
     owner_of: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, module, parent in _with_parents(model):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in direct_parameters(module):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -219,11 +219,11 @@ def find_users(
     tiles = {id(owner) for owner in owners.values() if isinstance(owner, Tile)}
     for owner in owners.values():
         below = _with_parents(owner, tiles - {id(owner)})
-        own = [p for _, module, _ in below for p in module.parameters(recurse=False)]
+        own = [p for _, module, _ in below for _, p in direct_parameters(module)]
         users[owner] = list(dict.fromkeys(unit_of[id(p)] for p in own))
     for _, module, parent in _with_parents(model, {id(owner) for owner in owners.values()}):
         holder = parent[1] if isinstance(module, _CONTAINERS) else module
-        units = [unit_of[id(p)] for p in module.parameters(recurse=False)]
+        units = [unit_of[id(p)] for _, p in direct_parameters(module)]
         if units:
             users[holder] = list(dict.fromkeys(users.get(holder, []) + units))
     return users

@@ -469,7 +469,14 @@ def named_wholes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def own_wholes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of `module` itself. A weight in tiles is one parameter."""
     yield from vars(module).get(IN_TILES, {}).items()
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from direct_parameters(module)
+
+
+def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of `module` itself, with duplicates. Weights in tiles are none."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
 
 
 def tile_places(model: nn.Module) -> dict[int, list[TilePlace]]:

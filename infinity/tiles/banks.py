@@ -30,11 +30,16 @@ from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.parameter import METADATA, ShardedParameter
 from infinity.sharding.tiles import TiledWeight
 from infinity.sharding.views import GatheredParameter
+from infinity.tiles.low_rank import AddedTo, Factors, run_on_sum
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _CHANGED = (
     "an expert of a bank in tiles was changed in place, which would be lost; change the bank "
     "itself (bank[expert] = ...)"
+)
+_ADAPTED = (
+    "a bank of experts in tiles was changed while an adapter is added to it, which would be lost; "
+    "change it outside of the forward"
 )
 
 
@@ -52,6 +57,15 @@ class TiledBank(TiledWeight):
         self.used.add(number)
         return self.tiles[number](run, *given)
 
+    def call_one(self, expert: int, run: Callable[..., Any], *given: Any) -> Any:
+        """`run(weight, place, *given)` in the tile of `expert`, whose index there is `place`."""
+        number, place = self.find(expert)
+        return self.call(number, run, place, *given)
+
+    def is_open(self) -> bool:
+        """Whether the tiles have their values now, outside of a use, so that views are aliases."""
+        return isinstance(self.pieces[0], GatheredParameter)
+
     def find(self, expert: int) -> tuple[int, int]:
         """The number of the tile of `expert`, and the index of the expert there. Raises
         `IndexError` if there is no such expert."""
@@ -67,22 +81,84 @@ class TiledBank(TiledWeight):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, _name_of(func)
-        first = args[0] if args else None
-        if isinstance(first, TiledBank) and first._shared() is None:
-            one = name == "__getitem__" and _one_expert(args[1])
-            if one and not isinstance(first.pieces[0], GatheredParameter):
-                _check_alone(first)
-                return BankView.of(first, int(args[1]))
-            if name in ("unbind", "__iter__") and len(args) == 1 and not kwargs:
-                found = tuple(BankView.of(first, number) for number in range(first.shape[0]))
-                _check_alone(first)
-                return iter(found) if name == "__iter__" else found
-            if _turns(name, args, kwargs, 3):
-                return BankView.of(first, turned=True)
-        if name in ("bmm", *_GROUPED) and len(args) > 1 and isinstance(args[1], TiledBank):
-            return _product(func, args[0], args[1], False, *args[2:], **kwargs)
+        kwargs = kwargs or {}
+        found = _in_tiles(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class AdaptedBank(TiledBank):
+    """A bank in tiles plus the product of `factors`. It cannot be changed. See `tiles/low_rank`."""
+
+    factors: Factors
+
+    @staticmethod
+    def __new__(cls, bank: TiledBank, factors: Factors) -> Any:
+        return TiledBank.__new__(cls, bank.tiles, bank.dimension)
+
+    def __init__(self, bank: TiledBank, factors: Factors) -> None:
+        super().__init__(bank.tiles, bank.dimension)
+        self.used, self.factors = bank.used, factors
+
+    @classmethod
+    def of(cls, bank: TiledBank, factors: Factors) -> AdaptedBank:
+        """`bank` plus the product of `factors`, a function of both for autograd."""
+        made = cls(bank, factors)
+        if not torch.is_grad_enabled():
+            return made
+        linked: AdaptedBank = AddedTo.apply(made, bank, *factors[:2])  # type: ignore[no-untyped-call]
+        return linked
+
+    def again(self) -> AdaptedBank:
+        """Another handle."""
+        return AdaptedBank(self, self.factors)
+
+    def call(self, number: int, run: Callable[..., Any], *given: Any) -> Any:
+        begin = sum(piece.shape[0] for piece in self.pieces[:number])
+        own = self.factors.of(begin, begin + self.pieces[number].shape[0])
+        return super().call(number, run_on_sum, own, run, *given)
+
+    def call_one(self, expert: int, run: Callable[..., Any], *given: Any) -> Any:
+        number, place = self.find(expert)
+        expert %= self.shape[0]
+        own = self.factors.of(expert, expert + 1)
+        return super().call(number, _on_one, place, own, run, *given)
+
+    def fetch(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.factors.added(super().fetch())
+
+    def joined(self) -> torch.Tensor:
+        return self.factors.added(torch.cat(self.pieces))
+
+    def is_open(self) -> bool:
+        return False
+
+    def relink(self) -> TiledWeight:
+        return self
+
+    def _shared(self) -> torch.Tensor | None:
+        return None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func)
+        if name == "requires_grad":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in METADATA or name == "__hash__":
+            return super().__torch_function__(func, types, args, kwargs)
+        if name == "__set__" or writes(name):
+            raise ConfigError(_ADAPTED)
+        found = _in_tiles(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+
+        def dense(value: Any) -> Any:
+            return value.joined() if isinstance(value, AdaptedBank) else value
+
+        return func(*trees.tree_map(dense, tuple(args)), **trees.tree_map(dense, kwargs))
 
 
 class BankView(LazyTensor):
@@ -125,8 +201,7 @@ class BankView(LazyTensor):
                 "by grouped_mm; raise the max_bytes of infinity.tile, or give wrap "
                 "units=[...], so that it stays whole"
             )
-        number, place = self.bank.find(self.expert)
-        found: torch.Tensor = self.bank.call(number, _copy, place, self.turned)
+        found: torch.Tensor = self.bank.call_one(self.expert, _copy, self.turned)
         return found
 
     @classmethod
@@ -148,9 +223,8 @@ class BankView(LazyTensor):
             if second.expert is None and name in ("bmm", *_GROUPED):
                 return _product(func, first, second.bank, second.turned, *args[2:], **kwargs)
             if second.expert is not None and name in ("linear", "matmul", "__matmul__", "mm"):
-                number, place = second.bank.find(second.expert)
-                return second.bank.call(
-                    number, _one_product, func, first, place, second.turned, args[2:], kwargs
+                return second.bank.call_one(
+                    second.expert, _one_product, func, first, second.turned, args[2:], kwargs
                 )
         values = [each.copied() if isinstance(each, BankView) else each for each in args]
         named = {k: v.copied() if isinstance(v, BankView) else v for k, v in kwargs.items()}
@@ -175,6 +249,25 @@ class _BankPart(torch.autograd.Function):
         whole = part.new_zeros(ctx.shape)
         whole[ctx.expert] = part
         return None, whole
+
+
+def _in_tiles(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view of a bank, or a product with it that runs tile by tile; `NotImplemented` for other
+    uses. See [Note: which uses of a bank]."""
+    name, first = _name_of(func), args[0] if args else None
+    if isinstance(first, TiledBank) and first._shared() is None:
+        if name == "__getitem__" and _one_expert(args[1]) and not first.is_open():
+            _check_alone(first)
+            return BankView.of(first, int(args[1]))
+        if name in ("unbind", "__iter__") and len(args) == 1 and not kwargs:
+            found = tuple(BankView.of(first, number) for number in range(first.shape[0]))
+            _check_alone(first)
+            return iter(found) if name == "__iter__" else found
+        if _turns(name, args, kwargs, 3):
+            return BankView.of(first, turned=True)
+    if name in ("bmm", *_GROUPED) and len(args) > 1 and isinstance(args[1], TiledBank):
+        return _product(func, args[0], args[1], False, *args[2:], **kwargs)
+    return NotImplemented
 
 
 def _is_watched(bank: TiledBank) -> bool:
@@ -255,8 +348,15 @@ def _copy(weight: torch.Tensor, place: int, turned: bool) -> torch.Tensor:
     return _of(weight[place], turned).clone()
 
 
+def _on_one(
+    weight: torch.Tensor, place: int, factors: Factors, run: Callable[..., Any], *given: Any
+) -> Any:
+    """`run` with a bank of one expert, plus the product of its factors."""
+    return run_on_sum(weight[place : place + 1], factors, run, 0, *given)
+
+
 def _one_product(
-    weight: torch.Tensor, func: Any, given: Any, place: int, turned: bool, rest: Any, named: Any
+    weight: torch.Tensor, place: int, func: Any, given: Any, turned: bool, rest: Any, named: Any
 ) -> Any:
     return func(given, _of(weight[place], turned), *rest, **named)
 

@@ -42,6 +42,7 @@ from infinity.sharding.tiles import (
     pieces_of,
 )
 from infinity.sharding.views import GatheredParameter
+from infinity.tiles.adapters import adapted_bank, teach_peft, wrapper_class
 from infinity.tiles.banks import TiledBank, used_everywhere
 from infinity.tiles.tile_math import embedding, linear
 from infinity.weights.init import divide_origin, outside
@@ -164,6 +165,36 @@ class ColumnsInTiles(InTiles):
 
 class BanksInTiles(InTiles):
     """A module with banks of experts in tiles."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = adapted_bank(self, name)
+        return super().__getattr__(name) if found is None else found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        teach_peft()
+
+    def take(self, name: str, weight: TiledWeight) -> None:
+        super().take(name, weight)
+        teach_peft()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module. Without `recurse`, also its banks, each at its old place: so PEFT
+        finds them."""
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        if recurse:
+            yield from found
+            return
+        teach_peft()
+        dot = f"{prefix}." if prefix else ""
+        own: dict[str, Any] = dict(found)
+        own |= {f"{dot}{name}": bank for name, bank in self.tiled.items()}
+        before = [f"{dot}{name}" for name in vars(self)[_BEFORE][1]]
+        for name in dict.fromkeys((*before, *own)):
+            if name in own:
+                yield name, own[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own class. Also uses each tile that it has not used."""
@@ -391,11 +422,16 @@ def _weights_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[_WeightHo
 
 
 def _adapted(model: nn.Module) -> set[int]:
-    """The ids of the parameters that adapters of PEFT replace during a forward."""
-    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
-    if kind is None:
-        return set()
-    return {id(module.get_param()) for module in model.modules() if isinstance(module, kind)}
+    """The ids of the parameters that adapters of PEFT replace during a forward, except banks in
+    whose tiles they are added."""
+    kind = wrapper_class()
+    wrappers = [m for m in model.modules() if kind is not None and isinstance(m, kind)]
+    return {
+        id(each.get_param())
+        for each in wrappers
+        if each.get_param().dtype.itemsize == 1
+        or _tileable(each.get_base_layer(), each.parameter_name) is not _BANK
+    }
 
 
 def _obstacle(weight: torch.Tensor, holders: Sequence[_WeightHolder]) -> str:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.errors import ConfigError
 from infinity.sharding.tensor_parallel import form_of, local, part_in
+from infinity.sharding.tiles import direct_parameters
 from infinity.weights.matching import StoredRead
 from infinity.weights.pretrained import streamed
 from infinity.weights.tape import Place, Tape, number_of
@@ -188,7 +189,7 @@ def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
     origins: dict[int, Origin | None] = {}
     tapes = _tapes(model)
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        for name, parameter in list(direct_parameters(module)):
             if not parameter.is_meta:
                 continue
             if id(parameter) not in made:

@@ -227,48 +227,139 @@ def test_a_bank_in_an_einsum_stays_whole() -> None:
     assert not banks_of(infinity.tile(Summed(""), 512))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(kind: str, cut: str = "", way: str | None = None, **options: Any) -> Any:
+    """A mixture with adapters on its banks; `cut` says when the banks are cut into tiles."""
+    given = {"r": 2, "target_parameters": NAMES, "init_lora_weights": False, **options}
+    model = mixture(kind, way)
+    if cut == "before adapters":
+        infinity.tile(model, ONE)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(**given))
+    return infinity.tile(model, ONE) if cut == "after adapters" else model
+
+
+def gradients_of(model: Any) -> list[Any]:
+    """The loss, and the gradients of all adapters."""
+    loss = model(input_ids=tokens_of(0), labels=tokens_of(0), use_cache=False).loss
+    loss.backward()
+    trained = [p for name, p in model.named_parameters() if "lora" in name]
+    return [loss.detach(), *(p.grad + 0 for p in trained)]
+
+
+CUTS = ["", "before adapters", "after adapters"]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("kind", "way"), [("qwen3_moe", None), ("gpt_oss", "eager"), ("gpt_oss", "grouped_mm")]
+)
 @pytest.mark.parametrize(
     "where", [{}, {"recompute": "all"}, {"parameters": "gpu", "optimizer": "cpu"}]
 )
-def test_adapters_on_whole_banks(kind: str, where: dict[str, Any], config: Make) -> None:
-    """`target_parameters` of PEFT, which parametrizes the bank for the time of a forward."""
-
-    def build() -> Any:
-        torch.manual_seed(1)
-        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        lora = peft.LoraConfig(
-            r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False
-        )
-        return peft.get_peft_model(mixture(kind), lora)
-
-    def gradients(model: Any) -> list[Any]:
-        loss = model(input_ids=tokens_of(0), labels=tokens_of(0), use_cache=False).loss
-        loss.backward()
-        found = [None if p.grad is None else p.grad + 0 for p in model.parameters()]
-        return [loss.detach(), *found]
-
-    expected = gradients(build())
-    model = build()
+def test_adapters_on_banks(
+    kind: str, way: str | None, cut: str, where: dict[str, Any], config: Make
+) -> None:
+    """`target_parameters` of PEFT, which parametrizes a bank for the time of a forward."""
+    expected = gradients_of(adapted(kind, way=way, target_modules=["q_proj"]))
+    model = adapted(kind, cut, way, target_modules=["q_proj"])
+    assert len(banks_of(model)) == (4 if cut else 0)
     infinity.wrap(model, config(**where))
     with infinity.engine(model):
-        for one, other in zip(gradients(model), expected, strict=True):
-            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+        for one, other in zip(gradients_of(model), expected, strict=True):
+            assert torch.equal(one, other)
 
 
-def test_banks_with_adapters_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
-    """Those beside them are cut, and the bits are those of plain PEFT."""
-    names = ["mlp.experts.gate_up_proj"]
+@pytest.mark.parametrize("cut", CUTS[1:])
+def test_adapters_beside_a_trained_bank(cut: str) -> None:
+    """Without an engine, under autocast. The bank has its own gradient, too."""
     found = []
-    for size in (None, ONE):
-        torch.manual_seed(1)
-        lora = peft.LoraConfig(r=2, target_parameters=names, init_lora_weights=False)
-        model = peft.get_peft_model(mixture("gpt_oss"), lora)
-        if size is not None:
-            with caplog.at_level(logging.INFO, "infinity"):
-                infinity.tile(model, size)
-            assert {name.rpartition(".")[2] for name in banks_of(model)} == {"down_proj"}
-        found.append(model(input_ids=tokens_of(0)).logits)
-    assert torch.equal(*found)
-    said = "stays whole: an adapter of PEFT (target_parameters) replaces it in each forward"
-    assert any(said in record.getMessage() for record in caplog.records)
+    for each in ("", cut):
+        model = adapted("qwen3_moe", each)
+        model.requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            values = gradients_of(model)
+        layers = model.base_model.model.model.layers
+        found.append(
+            [
+                *values,
+                *(layer.mlp.experts.base_layer.base_layer.down_proj.grad + 0 for layer in layers),
+            ]
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def saved_bytes(model: Any) -> int:
+    """Bytes that autograd keeps of a forward beside the parameters of `model`."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(input_ids=tokens_of(0), use_cache=False)
+    del output
+    return sum(kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_autograd_keeps_no_bank_with_an_adapter_in_tiles(recomputed: bool) -> None:
+    """PEFT makes a dense sum of each bank, which autograd keeps for the backward. A block that is
+    recomputed keeps none of them."""
+    kept = {}
+    for cut in CUTS:
+        model = adapted("qwen3_moe", cut, target_modules=["q_proj"])
+        if recomputed:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        kept[cut] = saved_bytes(model.train())
+    experts = sum(p.nbytes for n, p in mixture("qwen3_moe").named_parameters() if "experts" in n)
+    assert (kept[""] > experts) is not recomputed
+    for cut in CUTS[1:]:
+        assert kept[cut] < 0.2 * experts
+
+
+@pytest.mark.parametrize("cut", CUTS[1:])
+def test_what_peft_does_with_adapters_on_banks_in_tiles(
+    cut: str, config: Make, tmp_path: Path
+) -> None:
+    """Files, switched off adapters, copies, merging."""
+    plain, model = adapted("qwen3_moe"), adapted("qwen3_moe", cut)
+    ids = tokens_of(1)
+    infinity.wrap(model, config())
+    with infinity.engine(model):
+        for each, where in ((plain, "plain"), (model, "ours")):
+            each.save_pretrained(tmp_path / where)
+        files = [tmp_path / where / "adapter_model.safetensors" for where in ("plain", "ours")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        with torch.no_grad(), plain.disable_adapter(), model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        merged, expected = model.merge_and_unload(), plain.merge_and_unload()
+        assert_same(dict(merged.state_dict()), dict(expected.state_dict()))
+
+
+def test_adapters_have_their_names_if_one_bank_of_two_is_cut() -> None:
+    """PEFT nests the adapters in the order of the parameters, and names them by that."""
+    cut = infinity.tile(mixture("gpt_oss"), "30KiB")
+    assert {name.rpartition(".")[2] for name in banks_of(cut)} == {"gate_up_proj"}
+    lora = peft.LoraConfig(r=2, target_parameters=NAMES)
+    found = peft.get_peft_model(cut, lora).named_parameters()
+    expected = adapted("gpt_oss").named_parameters()
+    shapes = [{n: p.shape for n, p in each if "lora" in n} for each in (found, expected)]
+    assert shapes[0] == shapes[1]
+
+
+def test_adapters_that_a_bank_in_tiles_refuses() -> None:
+    model = adapted("qwen3_moe", "before adapters")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_parameters=NAMES))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(infinity.ConfigError, match="takes one adapter at a time; activate one"):
+        model(input_ids=tokens_of(0))

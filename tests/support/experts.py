@@ -29,7 +29,7 @@ def mixture(kind: str = "mixtral", implementation: str | None = None) -> Any:
         options = {**SIZES, "num_experts_per_tok": 2, "head_dim": 8}
         model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))
     elif kind == "qwen3_moe":
-        options = {**SIZES, "num_experts_per_tok": 2, "head_dim": 8, "moe_intermediate_size": 16}
+        options = {**SIZES, "num_experts_per_tok": 2, "head_dim": 8, "moe_intermediate_size": 48}
         options["num_experts"] = options.pop("num_local_experts")
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
     else:
