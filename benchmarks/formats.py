@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,6 @@ import torch
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.models.data import load_windows
-from infinity.models.schedule import learning_rate_factor
 from infinity.models.source import PRESETS, ModelSource
 from infinity.models.tokenizer import BYTE_VOCABULARY, ByteTokenizer
 from infinity.placement.spec import Kind
@@ -71,11 +71,20 @@ def build(seed: int) -> torch.nn.Module:
     ).build()
 
 
+def rate_factor(step: int, steps: int, warmup: int) -> float:
+    """The share of the highest learning rate for `step` (from 0): a linear warm-up, then a cosine
+    to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+
 def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     """Train once; what comes back is plain JSON."""
     torch.set_num_threads(options.threads)
     windows = load_windows(None, ByteTokenizer(), options.length, seed=0)
-    batches = dataclasses.replace(windows, seed=seed).batches(options.batch)
+    order = dataclasses.replace(windows, seed=seed).order()
     memory = {
         "gpu_memory": "2GiB",
         "cpu_memory": "2GiB",
@@ -94,17 +103,17 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
             model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0
         )
         rate = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(step, options.steps, options.steps // 10)
+            optimizer, lambda step: rate_factor(step, options.steps, options.steps // 10)
         )
 
-        def loss_of(batch: Any) -> torch.Tensor:
-            ids = torch.from_numpy(batch)
+        def loss_of(rows: Any) -> torch.Tensor:
+            ids = torch.from_numpy(windows.batch(rows).ids)
             loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
             return loss
 
         losses = []
         for _ in range(options.steps):
-            loss = loss_of(next(batches))
+            loss = loss_of([next(order) for _ in range(options.batch)])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -112,8 +121,8 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
             losses.append(loss.item())
         with torch.no_grad():
             sums = [
-                (loss_of(batch).item() * len(batch), len(batch))
-                for batch in windows.validation_batches(8, options.held_out // 8)
+                (loss_of(rows).item() * len(rows), len(rows))
+                for rows in windows.validation_rows(8, options.held_out // 8)
             ]
         digest = hashlib.sha256(np.array(losses).tobytes())
         for _, weights in engine.weights():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_completion_and_its_end_are_learned(name: str, tmp_path: Path) -> None
     assert whole.shape == (2, 7)
     assert learned(whole)[0] == "2+2=4$$", "what fills a row up"
     assert learned(whole)[1] == "....4$."
-    assert windows.learns_completions
+    assert isinstance(windows.tokens, Rows)
     assert windows.notes == ()
 
 
@@ -268,7 +269,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_labels(tmp_path: Path) -> None:
         for n in range(9)
     ]
     windows = load(write_lines(tmp_path / "a.jsonl", *talks), by, 64)
-    batch = unpacked(next(windows.batches(8)))
+    batch = windows.training_batch(list(islice(windows.order(), 8)))
     ids, labels = (torch.from_numpy(each) for each in batch[:2])
     expected = float(model(input_ids=ids, labels=labels).loss.detach())
     assert batch.counted == int((labels[:, 1:] != -100).sum())
@@ -282,7 +283,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_labels(tmp_path: Path) -> None:
         )
     ]
     assert [each["loss"]["first"] for each in losses] == pytest.approx([expected] * 3, rel=1e-6)
-    held_out = unpacked(next(windows.validation_batches(8, 1)))
+    held_out = windows.batch(next(windows.validation_rows(8, 1)))
     ids, labels = (torch.from_numpy(each) for each in held_out[:2])
     validated = float(model(input_ids=ids, labels=labels).loss.detach())
     assert losses[0]["loss"]["validation"] == pytest.approx(validated, rel=1e-6)

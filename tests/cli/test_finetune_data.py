@@ -90,23 +90,11 @@ def test_another_seed_gives_another_order_and_another_epoch_too() -> None:
     assert epochs[:size] != epochs[size:]
 
 
-@given(size=st.integers(1, 7), rows=st.integers(2, 40))
-def test_batches_follow_the_order_across_epochs(size: int, rows: int) -> None:
-    windows = pack(np.arange(rows * 4, dtype=np.uint16), 4, 5, "it")
-    batches = list(islice(windows.batches(size), 5))
-    assert all(batch.shape == (size, 4) and batch.dtype == np.int64 for batch in batches)
-    seen = [int(row[0]) // 4 for batch in batches for row in batch]
-    assert seen == list(islice(windows.order(), 5 * size))
-    assert not set(seen) & set(windows.validation.tolist())
-
-
-def test_validation_batches_cover_the_held_out_windows_and_respect_the_limit() -> None:
+def test_validation_rows_cover_the_held_out_windows_and_respect_the_limit() -> None:
     windows = Windows(np.arange(40).reshape(10, 4), np.arange(5), np.arange(5, 10), 0)
-    assert [batch.shape[0] for batch in windows.validation_batches(2, 99)] == [2, 2, 1]
-    assert [batch[:, 0].tolist() for batch in windows.validation_batches(2, 2)] == [
-        [20, 24],
-        [28, 32],
-    ]
+    assert [len(rows) for rows in windows.validation_rows(2, 99)] == [2, 2, 1]
+    found = [windows.batch(rows).ids[:, 0].tolist() for rows in windows.validation_rows(2, 2)]
+    assert found == [[20, 24], [28, 32]]
 
 
 def test_too_little_text_is_refused_with_the_number_of_tokens_needed(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from infinity.cli import training
 from infinity.cli.main import app
+from infinity.cli.trainer import FinetuneTrainer
 from infinity.models.description import read_description
 from infinity.models.source import find_model
 from infinity.models.tokenizer import ByteTokenizer
@@ -441,6 +441,6 @@ def test_a_traceback_that_cannot_be_written_is_no_second_failure(
     def defect(self: Any, *_: Any) -> None:
         raise KeyError("k")
 
-    monkeypatch.setattr(training.Trainer, "_step", defect)
+    monkeypatch.setattr(FinetuneTrainer, "training_step", defect)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     assert refusal(whole) == "unexpected KeyError: 'k' (--debug shows the traceback)"

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.models import data, records, schedule
+from infinity.models import data, records
 from infinity.models.data import encode, read_pieces
 from infinity.models.reading import open_regular
 from infinity.models.tokenizer import ByteTokenizer
@@ -253,7 +253,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert not (where / "out").exists()
     result = run(where, tmp_path, "--checkpoint", where / "steps", "--json", "--debug")
     assert result.exit_code == 0, (result.stderr, result.exception)
-    assert (where / "steps" / "step-1").is_dir()
+    assert (where / "steps" / "checkpoint-1").is_dir()
 
 
 def test_text_that_cannot_be_utf8_trains(tmp_path: Path) -> None:
@@ -264,4 +264,3 @@ def test_text_that_cannot_be_utf8_trains(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     result = run(tmp_path / "a.jsonl", tmp_path / "nvme")
     assert result.exit_code == 0, result.stderr
-    assert schedule.LOWEST

@@ -23,13 +23,15 @@ import torch
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import job, output, training
+from infinity.cli import job, output
 from infinity.cli.main import app
+from infinity.cli.trainer import FinetuneTrainer
 from infinity.interrupt import SIGNALS, Interrupt, interrupted_by_signals
 from infinity.models.source import ModelSource
 from infinity.tiers.manifest import MANIFEST_NAME
 from infinity.weights import load
 from support.children import CHILD
+from support.finetune_steps import during_step
 
 OPTIONS = [
     *(
@@ -62,8 +64,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "the model is built": (ModelSource, "build"),
     "the model is wrapped": (infinity, "wrap"),
     "weights are made": (load, "sources_of"),
-    "the optimizer is made": (infinity, "AdamW"),
-    "the loop begins": (training.Trainer, "train"),
+    "the trainer is made": (FinetuneTrainer, "__init__"),
+    "the loop begins": (FinetuneTrainer, "train"),
     "the model is saved": (output, "write_weights"),
     "the engine closes": (infinity.Engine, "close"),
 }
@@ -114,7 +116,7 @@ def send(signals: list[int]) -> None:
 
 
 def in_step(number: int, act: Callable[[], object]) -> None:
-    at(training.Trainer, "_step", act, when=lambda trainer, step, batches: step == number)
+    during_step(pytest.MonkeyPatch(), number, lambda trainer: act())
 
 
 def plan(signals: dict[str, list[int]], ignored: list[int]) -> None:
@@ -276,7 +278,7 @@ def test_a_signal_in_training_ends_after_the_step_with_a_checkpoint(
     ended = run("--checkpoint", tmp_path / "steps", signals={"2": [number]})
     assert ended.status == 128 + number, ended.said
     assert "Traceback" not in ended.said
-    assert "step-2" in names(tmp_path / "steps")
+    assert "checkpoint-2" in names(tmp_path / "steps")
     assert names(tmp_path / "nvme") == []
 
 
@@ -293,7 +295,7 @@ def test_a_signal_before_training_is_one_sentence_and_leaves_nothing(
 def test_a_signal_as_the_loop_begins_ends_after_one_step(run: Run, tmp_path: Path) -> None:
     ended = run("--checkpoint", tmp_path / "steps", signals={"the loop begins": [signal.SIGTERM]})
     assert ended.status == 128 + signal.SIGTERM, ended.said
-    assert "step-1" in names(tmp_path / "steps")
+    assert "checkpoint-1" in names(tmp_path / "steps")
     assert names(tmp_path / "nvme") == []
 
 
@@ -310,9 +312,10 @@ def test_a_second_signal_ends_at_once_and_a_third_does_not_disturb_the_clean_up(
         " by SIGTERM" if second == signal.SIGTERM else ""
     )
     assert "Traceback" not in ended.said
-    assert [name for name in names(tmp_path / "steps") if "step" in name] == ["step-1", "step-2"], (
-        "the step was not waited for"
-    )
+    assert [name for name in names(tmp_path / "steps") if "checkpoint" in name] == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ], "the step was not waited for"
     assert MANIFEST_NAME in names(tmp_path / "nvme"), "committed steps stay"
 
 
@@ -333,14 +336,14 @@ def test_nohup_is_heeded(run: Run) -> None:
 def test_a_terminal_that_is_closed_costs_nothing(run: Run, tmp_path: Path) -> None:
     """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
     assert run("--checkpoint", tmp_path / "steps", how=in_a_terminal).status == 128 + signal.SIGHUP
-    assert "step-2" in names(tmp_path / "steps")
+    assert "checkpoint-2" in names(tmp_path / "steps")
     assert names(tmp_path / "nvme") == []
 
 
 def test_a_reader_that_has_gone_does_not_end_training(run: Run, tmp_path: Path) -> None:
     """As in `infinity finetune 2>&1 | head -1`."""
     run("--checkpoint", tmp_path / "steps", how=without_a_reader)
-    assert "step-4" in names(tmp_path / "steps")
+    assert "checkpoint-4" in names(tmp_path / "steps")
     assert names(tmp_path / "nvme") == []
 
 
