@@ -187,7 +187,7 @@ def options_of(config: Config, count: Callable[[int], int] = lambda nbytes: nbyt
     values = config.model_dump(exclude={"tuning", "accumulation"}) | config.tuning.model_dump()
     words: list[str] = []
     for name, value in values.items():
-        if name == "nvme":
+        if _TYPES[name] == Paths:
             words += [word for path in value for word in ("--nvme", str(path))]
             continue
         if value == DEFAULTS.get(name, _FIELDS[name].default):

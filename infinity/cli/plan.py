@@ -197,18 +197,24 @@ class AskedRun:
     checkpoint_activations: bool
     durability: int | str
 
+    @staticmethod
+    def usual_length(source: ModelSource | Dimensions) -> int:
+        """The tokens of a window where no option says so."""
+        from infinity.models.description import USUAL_LENGTH, planned_length
+        from infinity.plan.model import Dimensions
+
+        return USUAL_LENGTH if isinstance(source, Dimensions) else planned_length(source.config)
+
     def training(
         self, source: ModelSource | Dimensions, config: Config, ranks: int, said: Collection[str]
     ) -> Training:
         """The step of one rank. Raises `ValueError` for a length or a batch that cannot be."""
         from infinity.cli.ranks import World
-        from infinity.models.description import USUAL_LENGTH, planned_length
         from infinity.models.source import ModelSource
         from infinity.plan.memory import Training
 
-        length = self.length or USUAL_LENGTH
+        length = self.length or self.usual_length(source)
         if isinstance(source, ModelSource):
-            length = self.length or planned_length(source.config)
             source.check_length(length)
         batch = self.batch_size
         if "batch_size" not in said:  # of the fewest windows from the default on, one for each rank
@@ -284,7 +290,7 @@ def _case(
     said: Collection[str],
 ) -> PlanCase:
     """The model, the machine, the step and the configuration in the options."""
-    from infinity.cli.planned import PlanCase, working
+    from infinity.cli.planned import PlanCase, SameRun, working
     from infinity.plan.machines import find_hardware
 
     described: Hardware | None = None
@@ -305,8 +311,11 @@ def _case(
         require_extras("transformers", what="measuring this machine")
         found = measured(planned, source, training, config, config.nvme, say)
         described = found.replace(**changes)
-    name = None if asked.layers is not None or asked.lora is not None else source.name
-    return PlanCase(planned, described, training, config, others, name)
+    same = None
+    if asked.layers is None and asked.lora is None:
+        usual = _RUN.sequence_length or AskedRun.usual_length(source)
+        same = SameRun(source.name, run.durability, usual)
+    return PlanCase(planned, described, training, config, others, same)
 
 
 def _is_said(context: typer.Context, name: str) -> bool:

@@ -112,6 +112,8 @@ def print_answer(
     """Print the step or the problems, and `advice` with the `better` plan that follows it."""
     if forecast.pace is not None:
         _print_pace(console, forecast)
+        if forecast.model.has_experts:
+            console.print("Every expert counts as computed, so a real step computes less.")
     for problem in forecast.problems:
         text = f"It does not fit: {as_options(problem)}."
         console.print(text, markup=False, style="red", soft_wrap=True)

@@ -35,17 +35,27 @@ from infinity.plan.pace import Pace
 
 
 @dataclass(frozen=True)
+class SameRun:
+    """A run of `infinity finetune`: its model, its `durability`, and the tokens of a window that
+    it takes where no option says so."""
+
+    model: str
+    durability: int | str
+    usual_length: int
+
+
+@dataclass(frozen=True)
 class PlanCase:
     """A question to `infinity plan`. `without` is a configuration without commits, to be taken if
-    `config` does not fit. `name` is the model of the run as `infinity finetune` takes it, if it
-    does."""
+    `config` does not fit. `run` is the same question to `infinity finetune`, if it takes the
+    model."""
 
     model: PlannedModel
     hardware: Hardware
     training: Training
     config: Config
     without: Config | None
-    name: str | None
+    run: SameRun | None
 
     def with_endurance(self, endurance: int) -> PlanCase:
         """The case with so many bytes that may be written to each drive."""
@@ -91,7 +101,7 @@ def answer(case: PlanCase, delivery: Delivery, timeline: Path | None, chart: Pat
     if chart is not None:
         write_chart(chart, forecast)
     result = summary(forecast, None if advice is None else as_options(advice.words), found)
-    command = _command(forecast if better is None else better, case.name)
+    command = _command(forecast if better is None else better, case.run)
     result["command"] = command
 
     def print_rest(console: Console) -> None:
@@ -110,22 +120,25 @@ def _write_timeline(path: Path, pace: Pace | None) -> None:
         write_trace(path, pace.spans, History(pace.tokens))
 
 
-def _command(forecast: Forecast, name: str | None) -> str | None:
+def _command(forecast: Forecast, run: SameRun | None) -> str | None:
     """The line of `infinity finetune` that runs the plan, without its data. None if that command
     cannot, or if it does not fit."""
     hardware, training, config = forecast.hardware, forecast.training, forecast.config
+    # "auto" commits each step where that fits, as this plan does.
+    config = config.model_copy(update={"durability": "off"})
     words = options_of(config, lambda nbytes: nbytes * hardware.gpus)
     options = inspect.signature(finetune).parameters
     unknown = [w for w in words if w.startswith("--") and _parameter(w) not in options]
-    if name is None or unknown or not forecast.fits:
+    if run is None or unknown or not forecast.fits:
         return None
     usual = FinetuneOptions
     values: dict[str, Any] = {
         "batch-size": (training.batch * hardware.ranks, usual.batch_size),
         "accumulate": (training.accumulate, usual.accumulate),
-        "sequence-length": (training.length, usual.sequence_length),
+        "sequence-length": (training.length, run.usual_length),
+        "durability": (run.durability, usual.durability),
     }
-    found = [] if name == usual.model else ["--model", name]
+    found = [] if run.model == usual.model else ["--model", run.model]
     for option, (value, default) in values.items():
         found += [f"--{option}", str(value)] if value != default else []
     if not training.recomputes:
@@ -134,9 +147,6 @@ def _command(forecast: Forecast, name: str | None) -> str | None:
     if hardware.ranks > 1:
         nodes = ["--nnodes", str(hardware.nodes)] if hardware.nodes > 1 else []
         start = ["torchrun", *nodes, "--nproc-per-node", str(hardware.gpus), "-m", *start]
-    if "--durability" in words:  # "auto" commits each step where that fits, as this plan does
-        at = words.index("--durability")
-        words[at : at + 2] = [] if config.durability == "step" else words[at : at + 2]
     return shlex.join([*start, *found, *words])
 
 

@@ -181,6 +181,8 @@ class PlannedModel:
     """Weights that `wrap` cuts into tiles for these units."""
     divisions: PlannedDivisions = field(repr=False)
     """This model in all units that `wrap` may make."""
+    has_experts: bool = False
+    """Whether it is a mixture of experts, all of which count as computed for each token."""
     statistics: int = 0
     """Bytes of the statistics of quantized weights, which stay on the compute device."""
 
@@ -263,7 +265,8 @@ def of_source(
     text = source.config.get_text_config(decoder=True)
     has_banks = any(getattr(text, each, None) for each in _EXPERTS)
     in_files = adapters is not None and not adapters.four_bits and not has_banks
-    facts = _facts(source.name, vars(_sizes(source)), shape) | {"statistics": statistics}
+    facts = _facts(source.name, vars(_sizes(source)), shape)
+    facts |= {"statistics": statistics, "has_experts": has_banks}
     return _first(model, config, facts, in_files and config.tuning.read_in_place)
 
 

@@ -558,7 +558,7 @@ def test_a_directory_with_weights_and_a_preset_are_what_finetune_takes(tmp_path:
         ((*IN_MEMORY, "--json", "/nowhere/r.json"), "--json /nowhere/r.json cannot be written"),
         (
             (*IN_MEMORY, "--probe-bytes", "1MiB", "--device", "cpu", "--cpu-memory", "1MiB"),
-            "the smallest cpu_memory that works is",
+            "the smallest --cpu-memory that works is",
         ),
         ((*IN_MEMORY, "--device", "cuda"), "torch sees no CUDA device"),
         (("--nvme", "/no/where"), "nvme directory /no/where does not exist; create it on the dri"),

@@ -1040,6 +1040,10 @@ def test_a_budget_that_cannot_work_is_refused_in_one_sentence(
         tmp_path / "out",
     )
     assert "--gpu-memory 64 KiB is too small" in reason
+    assert "infinity.tile" not in reason
+    reason = refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--cpu-memory", "64KiB")
+    assert reason.startswith("--cpu-memory 64 KiB is too small: ")
+    assert reason.endswith(", or set --gradients nvme")
     assert not list(nvme.iterdir())
 
 

@@ -76,6 +76,15 @@ def test_what_does_not_fit_is_refused_with_advice() -> None:
     assert "Smallest change: set --optimizer nvme." in result.stdout
 
 
+def test_a_mixture_of_experts_says_what_counts(tmp_path: Path) -> None:
+    description = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2,
+                   "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    said = "Every expert counts as computed, so a real step computes less."
+    assert said in run("--model", tmp_path, "--machine", "h100").stdout
+    assert said not in run("--machine", "h100").stdout
+
+
 def test_a_preset_model_and_a_directory(tmp_path: Path) -> None:
     description = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
                    "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
@@ -150,7 +159,9 @@ def test_the_command_of_a_plan_makes_its_configuration() -> None:
         ("--cpu-memory", str(64 * 10**9)),
     ):
         assert words[words.index(option) + 1] == value
-    assert words.count("--nvme") == 8
+    assert words.count("--nvme") == 8 and "--durability" not in words
+    again = planned("--machine", "rtx4090", "--durability", "off")["command"]
+    assert "--durability off" in again
     assert planned("--machine", "aws-p5", *options, *more)["command"] is None  # no such option
 
 

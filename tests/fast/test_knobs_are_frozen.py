@@ -134,6 +134,8 @@ GENERATE = {
     "model": inspect.Parameter.empty,
     "prompt": None,
     "prompts": None,
+    "chat": False,
+    "system": None,
     "max_new_tokens": 128,
     "batch": 8,
     "temperature": 0.0,

@@ -333,18 +333,12 @@ def io(
     with plain_failures(debug):
         from infinity.bench.io.benchmark import Benchmark
         from infinity.bench.io.plan import Plan
-        from infinity.cli.bench.io.table import print_table
 
-        paths = tuple(same_directories(directories, nvme))
-        if not paths:
-            raise ValueError(
-                "no directory is given: infinity bench io DIR, on the drive to measure"
-            )
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report, config=config)
         plan = Plan(
-            paths=paths,
+            paths=_places(same_directories(directories, nvme)),
             size=size,
             reserve=reserve,
             engine=engine,
@@ -366,11 +360,21 @@ def io(
         )
         with naming_options(modes="mode"), interrupted_by_signals():
             summary = Benchmark(plan, say).run()
-        if config is not None:
-            write_file(config, json.dumps(summary["config"], indent=2) + "\n")
-        delivery.deliver(
-            summary, lambda: _page(summary), lambda console: print_table(summary, console)
-        )
+        _deliver(summary, delivery, config)
+
+
+def _deliver(summary: dict[str, Any], delivery: Delivery, config: Path | None) -> None:
+    from infinity.cli.bench.io.table import print_table
+
+    if config is not None:
+        write_file(config, json.dumps(summary["config"], indent=2) + "\n")
+    delivery.deliver(summary, lambda: _page(summary), lambda console: print_table(summary, console))
+
+
+def _places(directories: list[Path]) -> tuple[Path, ...]:
+    if not directories:
+        raise ValueError("no directory is given: infinity bench io DIR, on the drive to measure")
+    return tuple(directories)
 
 
 def _modes(named: Sequence[ModeName], no_read: bool, no_write: bool) -> tuple[Mode, ...]:
