@@ -43,7 +43,9 @@ def prepare() -> None:
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys(programs))
     os.environ["INFINITY_PYTHON"] = sys.executable
     launched.adopt(os.environ)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+    # The configuration of one rank may come later, from the script; several ranks may want DDP.
+    told = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if told or os.environ.get("WORLD_SIZE", "1") == "1":
         launched.keep_deepspeed_on_cpu(os.environ)
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")

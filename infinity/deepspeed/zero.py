@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -40,6 +41,7 @@ from infinity.sharding.use import place_of
 from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
 from infinity.weights.init import init_zero, is_building
 from infinity.weights.taped import NamedTapedParameter, shown, writes_of
+from infinity_command.launched import keep_deepspeed_on_cpu
 
 __all__ = [
     "GatheredParameters",
@@ -94,6 +96,7 @@ class Init(Lacking):
 
     def __enter__(self) -> Init:
         if self._enabled and not is_building():
+            keep_deepspeed_on_cpu(os.environ)
             join_ranks()
             self._inside.enter_context(same_draws())
             self._inside.enter_context(init_zero())

@@ -176,13 +176,13 @@ def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
     tmp_path: Path, trainer: list[str]
 ) -> None:
     """At stage 3 the model takes no memory until it is wrapped. Both scripts start with the weights
-    that the plain one saved."""
+    that the plain one saved. With `ACCELERATE_USE_CPU` accelerate would train with DDP."""
     (done,) = forked.run(tmp_path, trainer[0], trainer[1:])
     plain = answers(done)
     config = json.loads(json.dumps(AUTO["trainer, zero3"]))
     del config["scheduler"]
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    told = {"TRANSFORMERS_VERBOSITY": "info"}
+    told = {"TRANSFORMERS_VERBOSITY": "info", "ACCELERATE_USE_CPU": "true"}
     ended = run(*trainer, "--deepspeed", tmp_path / "ds.json", env=told)
     found = answers(ended)
     assert ended.stderr.count("Detected DeepSpeed ZeRO-3: activating zero.init()") == 1
