@@ -34,6 +34,7 @@ from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
 from infinity.models.data import Windows
 from infinity.models.samples import Batch
+from infinity.quantities import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -94,8 +95,7 @@ class FinetuneTrainer(InfinityTrainer):
         self._interrupt_of_run: Interrupt | None = None
         self._asked = 0  # the signal that ends the run after this step
         self._begun = 0.0
-        self.has_begun = False
-        """Whether it has made a step."""
+        self._made = 0  # steps of this process
         windows = parts.windows
         self._rows_per_step = options.batch_size * options.accumulate
         self.history = History(round(windows.mean_length * self._rows_per_step))
@@ -154,6 +154,11 @@ class FinetuneTrainer(InfinityTrainer):
         """The engine of the model."""
         return self._engine
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has made a step."""
+        return self._made > 0
+
     # Signals
 
     def signal_to_stop(self) -> int:
@@ -192,7 +197,6 @@ class FinetuneTrainer(InfinityTrainer):
         if number == self._globalstep_last_logged:  # the end of the epoch
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
-        self.has_begun = True
         self.state.epoch = number * self._rows_per_step / len(self.parts.windows.training)
         self._asked = world.agree(self._signal) or 0
         is_last = number == self.parts.steps
@@ -258,8 +262,25 @@ class FinetuneTrainer(InfinityTrainer):
         self.history.add(self.state.log_history[-1], end)
         if is_step:
             self.parts.display.stepped(self.history)
+            self._note_wear(logs["step_seconds"])
         elif "eval_loss" in logs:
             self.parts.display.validated(self.history)
+
+    def _note_wear(self, seconds: float) -> None:
+        """Say after the second step of this process how much the run writes to NVMe."""
+        self._made += 1
+        if self._made != 2:
+            return
+        every = self.engine.config.steps_per_commit
+        written = self.engine.plan().mean_written(every or 1)
+        left = self.parts.steps - self.state.global_step
+        if written and left:
+            self.parts.display.note(
+                f"each step writes {format_bytes(int(written))} to NVMe"
+                f"{' on each rank' * (self.parts.world.size > 1)}: "
+                f"{format_bytes(int(written * left))} in the {left:,} steps to come, "
+                f"{format_bytes(int(written * 86_400 / seconds))} a day at this speed"
+            )
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)

@@ -389,6 +389,12 @@ def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(
         "step 2/4",
         "step 4/4",
     ]
+    (wear,) = [line for line in result.stderr.splitlines() if "each step writes" in line]
+    assert re.fullmatch(
+        r"each step writes 10\.2 MiB to NVMe: 20\.5 MiB in the 2 steps to come, \S+ \SiB a day at "
+        r"this speed",
+        wear,
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(

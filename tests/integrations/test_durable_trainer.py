@@ -93,6 +93,22 @@ def test_an_exception_in_any_callback_costs_no_bit(tmp_path: Path, name: str) ->
     compare(train(set_up, tmp_path / "cut"), expected)
 
 
+@pytest.mark.parametrize("first", [5, 8], ids=["in an epoch", "after an epoch"])
+def test_a_training_that_has_ended_continues_with_more_steps(tmp_path: Path, first: int) -> None:
+    def trained(steps: int, folder: str) -> dict[str, Any]:
+        args = {"max_steps": steps, "lr_scheduler_type": "constant"}
+        return train(SET_UPS["dropout"]._replace(args=args), tmp_path / folder)
+
+    def losses(result: dict[str, Any]) -> list[float]:
+        return [entry["loss"] for entry in result["log"] if "loss" in entry]
+
+    expected = trained(11, "whole")
+    assert trained(first, "cut")["steps"] == first
+    found = trained(11, "cut")
+    assert losses(found) == losses(expected) and len(losses(found)) == 11
+    assert found["weights"] == expected["weights"]
+
+
 @pytest.mark.parametrize(
     ("set_up", "model"),
     [
