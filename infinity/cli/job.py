@@ -36,6 +36,13 @@ from infinity.interrupt import Interrupt
 from infinity.models.adapters import base_of, merged, trained, with_lora
 from infinity.models.data import Windows, load_windows
 from infinity.models.description import positions
+from infinity.models.generation import (
+    Decoding,
+    Generator,
+    check_length,
+    conversation,
+    make_batches,
+)
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +53,7 @@ from infinity.weights.load import check_complete, open_weights
 log = logging.getLogger("infinity")
 
 USUAL_STEPS = 100
+SAMPLED_TOKENS = 48
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 
@@ -156,7 +164,8 @@ class FinetuneJob(FinetuneOptions):
             steps, rate = self._steps(windows), self._rate(source, model)
             display.attach(engine, steps)
             describe = partial(save_description, model=base_of(model), tokenizer=tokenizer)
-            parts = RunParts(windows, steps, rate, display, world, describe)
+            sample = self._sampling(source, model, tokenizer, engine.device)
+            parts = RunParts(windows, steps, rate, display, world, describe, sample)
             arguments = self._arguments(parts, engine.device.type == "cpu")
             trainer = FinetuneTrainer(model, arguments, self, parts)
             world.seed(self.seed)
@@ -193,6 +202,29 @@ class FinetuneJob(FinetuneOptions):
         if source.directory is None or parameters < 300_000_000:
             return 3e-4
         return 1e-4 if parameters < 1_000_000_000 else 2e-5
+
+    def _sampling(
+        self,
+        source: ModelSource,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        device: torch.device,
+    ) -> Callable[[], str] | None:
+        """Answers --sample, always in the same way. Does not change the state of training."""
+        if self.sample is None:
+            return None
+        chats = [conversation(self.sample)] if tokenizer.has_template else None
+        batches = make_batches([self.sample], tokenizer, 1, chats)
+        decoding = Decoding(SAMPLED_TOKENS)
+        check_length(source, batches, decoding.max_new_tokens)
+
+        def sample() -> str:
+            with torch.random.fork_rng(), torch.no_grad():
+                generator = Generator(model, source, tokenizer, device)
+                ((found,),) = generator.run(batches, decoding, None)
+            return f"{found.prompt!r} is answered with {found.text!r}"
+
+        return sample
 
     def _arguments(self, parts: RunParts, on_cpu: bool) -> TrainingArguments:
         return TrainingArguments(

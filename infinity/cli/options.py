@@ -334,6 +334,15 @@ EvalEvery = Annotated[
         rich_help_panel=_TRAINING,
     ),
 ]
+Sample = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROMPT",
+        help="Show with each validation how the model answers this.",
+        show_default="none",
+        rich_help_panel=_TRAINING,
+    ),
+]
 EvalBatches = Annotated[
     int, typer.Option(min=1, max=MOST, help="Batches per validation.", rich_help_panel=_TRAINING)
 ]
@@ -453,6 +462,7 @@ class FinetuneOptions:
     skip_nonfinite: SkipNonfinite = False
     eval_every: EvalEvery = 0
     eval_batches: EvalBatches = 8
+    sample: Sample = None
     durability: Durability = "auto"
     checkpoint: Checkpoint = None
     checkpoint_every: CheckpointEvery = 100

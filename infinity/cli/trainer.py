@@ -54,6 +54,8 @@ class RunParts:
     world: World
     describe: Callable[[Path], None]
     """Writes the files that an export of a checkpoint needs: config and tokenizer of the model."""
+    sample: Callable[[], str] | None = None
+    """The answer of the model to a prompt, to show with each validation. All ranks call it."""
 
 
 class _Order(RowSampler[int]):
@@ -235,6 +237,8 @@ class FinetuneTrainer(InfinityTrainer):
         total, count = (math.fsum(values) for values in zip(*sums, strict=True))
         metrics = {"eval_loss": total / count}
         self.log(metrics)
+        if self.parts.sample is not None:
+            self.parts.display.note(f"step {self.state.global_step}  {self.parts.sample()}")
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )

@@ -90,7 +90,13 @@ def finetune(start: Start, output: Path, *options: Any) -> list[dict[str, Any]]:
     command = ["finetune", *common, *(options if "--nvme" in options else [*ON_CPU, *options])]
     result = CliRunner().invoke(app, [*map(str, command), "--no-report", "--debug"])
     assert result.exit_code == 0, (result.output, result.exception)
+    (output / "said").write_text(result.stderr)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def said(output: Path) -> list[str]:
+    """What a run has written to stderr."""
+    return (output / "said").read_text().splitlines()
 
 
 class Plain(Trainer):  # type: ignore[misc]
@@ -185,6 +191,22 @@ def test_a_placement_on_nvme_has_the_same_bits(start: Start, tmp_path: Path) -> 
     more = ["--nvme", tmp_path / "nvme", *LIMITS, "--cache", 0]
     here = finetune(start, tmp_path / "here", *options, *more)
     assert [entry.get("loss") for entry in here] == [entry.get("loss") for entry in there]
+
+
+def test_samples_are_shown_with_validations_and_change_no_bit(start: Start, tmp_path: Path) -> None:
+    options = ["--data", start.text, "--lr", RATE, "--sequence-length", 32, "--eval-every", 2]
+    plain = finetune(start, tmp_path / "plain", *options)
+    found = finetune(start, tmp_path / "found", *options, "--sample", "the quick")
+    for name in ("loss", "eval_loss"):
+        assert [entry.get(name) for entry in found] == [entry.get(name) for entry in plain]
+    shown = [line for line in said(tmp_path / "found") if "is answered with" in line]
+    assert [line.split("  ")[0] for line in shown] == ["step 2", "step 4", "step 5"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "found")
+    tokenizer = load_tokenizer(tmp_path / "found", 320)
+    ids = torch.from_numpy(tokenizer.encode(["the quick"])[0].astype(np.int64))[None]
+    out = model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=tokenizer.separator)
+    answer = tokenizer.decode(out[0, ids.shape[1] :].tolist())
+    assert shown[-1] == f"step 5  'the quick' is answered with {answer!r}"
 
 
 # LoRA

@@ -116,6 +116,7 @@ FINETUNE = {
     "skip_nonfinite": False,
     "eval_every": 0,
     "eval_batches": 8,
+    "sample": None,
     "durability": "auto",
     "checkpoint": None,
     "checkpoint_every": 100,

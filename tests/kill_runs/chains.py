@@ -113,6 +113,9 @@ RANKS = {"two ranks": 2}
 KINDS: dict[str, Callable[[Path], Tensors]] = {
     "finetune": lambda place: finetune(place, "--cache", "0"),
     "finetune, cached": finetune,
+    "finetune, LoRA, vertical": lambda place: finetune(
+        place, "--lora", "4", "--accumulation-order", "vertical", "--max-grad-norm", "0"
+    ),
     "cached in part": cached_in_part,
     "lora": lora,
     "two ranks": one_rank,
