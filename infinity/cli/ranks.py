@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -115,10 +114,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def mean(self, value: float) -> float:
-        """The mean of `value` over all ranks, with the same bits on each."""
-        return value if self.size == 1 else math.fsum(self.gather(value)) / self.size
-
     def agree(self, signal: int | None) -> int | None:
         """A signal that any rank has noted, so that all ranks act on it together. None if there is
         none."""
@@ -177,6 +172,8 @@ def joined(debug: bool) -> Iterator[World]:
             yield world
         return
     _without_frames()
+    # accelerate changes the number of threads, with a warning, where it is not set.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     voice = _Voice(store, world.rank)
     with plain_failures(debug, voice.tell), interrupted_by_signals():
         try:

@@ -85,9 +85,10 @@ class FinetuneTrainer(InfinityTrainer):
     """Trains a wrapped model on the windows of a run. Used by one thread.
 
     Each rank trains on its part of every batch, and all ranks have the same losses. One epoch of
-    the Trainer has all steps: the order of `Windows` continues
-    after an epoch of the data. The
-    loss that counts is the mean over all labels, also in a validation.
+    the Trainer has all steps, and the order of `Windows` continues after an epoch of the data. A
+    loss is the mean over all labels, also in a validation.
+
+    One class, because a Trainer calls these methods on itself.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class FinetuneTrainer(InfinityTrainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         self.history.restore(self.state.log_history)
-        if not self._is_durable:
+        if not self.engine.committed_step:  # the entries are those of a checkpoint
             for entry in self.state.log_history:
                 self._lines.write(entry)
         return places

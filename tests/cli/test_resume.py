@@ -266,6 +266,21 @@ def test_another_placement_goes_on_with_the_same_bits(
     )
 
 
+@pytest.mark.parametrize("durability", ["off", "auto"])
+def test_a_run_that_goes_on_from_a_checkpoint_has_one_line_for_each_step(
+    durability: str, common: list[Any], tmp_path: Path
+) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 6, die)
+        run(*arguments, "--durability", "off")
+    finished(*arguments, "--resume", "--durability", durability)
+    lines = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 8]
+
+
 # What is refused
 
 
