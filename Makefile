@@ -57,14 +57,15 @@ test: python-test queued-test native-test  ## Run every test (`make -k test`: th
 	@echo "make test took $$(($(TOOK) / 60)) min $$(($(TOOK) % 60)) s"
 
 # From an empty folder, so that Python finds the installed package and never the sources. A test waits a third of its time, for a
-# drive or a child, so there are two processes more than CPUs. They share the tests file by file: a file may start ranks once for all.
+# drive or a child, so there are two processes more than CPUs, forked from one that has collected (tests/support/workers.py). They
+# share the tests file by file: a file may start ranks once for all.
 # Threads of OpenMP sleep while they wait for each other: to spin, with more threads than CPUs, makes some files take twice as long.
 python-test: export OMP_WAIT_POLICY := passive
 python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
 	@mkdir -p build/empty
 	cd build/empty
 	processes=$$(($$(nproc) >= 2 ? 4 : 3))
-	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile --durations=40 -m "not long" $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
+	"$(BIN)/pytest" -c ../../pyproject.toml --workers $$processes --durations=40 -m "not long" $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
 # The oldest torch is that of pyproject.toml, beside versions of constraints.txt (2.11 wants an older setuptools). With the newest one comes what pip takes.
 test-versions: export OMP_WAIT_POLICY := passive

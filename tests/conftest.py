@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401  engines import it; see `_less_to_collect`
+import torch
+import torch._dynamo  # engines import it; see `_less_to_collect`
 import torch.distributed as dist
 from hypothesis import settings
 from torch import nn
@@ -25,6 +26,8 @@ from support import covering, elsewhere, roads, threads
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
+from support.workers import pytest_addoption as pytest_addoption
+from support.workers import pytest_runtestloop as pytest_runtestloop
 
 elsewhere.move()
 
@@ -36,6 +39,11 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         )
 
 TESTS = Path(__file__).parent
+
+# `torch.manual_seed` writes down its stack for each kind of device that it may have to seed later.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 
 # How long an example takes says nothing on a loaded one.
 settings.register_profile("any machine", deadline=None)

@@ -28,7 +28,7 @@ def test_every_test_is_in_a_folder() -> None:
 # Private names
 
 FOREIGN = re.compile(
-    r"^(accelerate|torch|os|sys)\.|\._(dist_run|launch_procs|replace|fields|modules|parameters|\w+_hooks|local_tensor|buffered_inputs)$"
+    r"^(accelerate|torch|os|sys)\.|\._(dist_run|launch_procs|replace|fields|modules|parameters|\w+_hooks|tmp_path_factory|local_tensor|buffered_inputs)$"
 )
 """What is private of other libraries and of the standard library, or only looks private."""
 
