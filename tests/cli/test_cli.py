@@ -40,6 +40,8 @@ from infinity.report import Report
 from infinity.sharding.states import States
 
 KIB = 1 << 10
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval-batches", "2"]
 
 
