@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -198,9 +198,11 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return dense.to(torch.complex64) if dense.dtype is torch.complex32 else dense
 
 
-def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any) -> Iterator[Any]:
+def outcomes(
+    way: Callable[[Case, Any], Any], some: Sequence[tuple[Case, nn.Module]]
+) -> Iterator[tuple[str, str, str]]:
     """Of each operator its name, and "exact", "refused", "differs" or the error."""
-    for case, module in zip(some, model, strict=True):
+    for case, module in some:
         plain = (
             type(module)(case.weight) if isinstance(module, Holder) else LinearHolder(case.weight)
         )
@@ -223,11 +225,17 @@ def outcomes(way: Callable[[Case, Any], Any], some: tuple[Case, ...], model: Any
         yield case.name, "exact" if same(case, ours, theirs) else "differs", ""
 
 
+class Wrapped(NamedTuple):
+    """Cases, each with the module of a wrapped model that has its weight, perhaps in tiles."""
+
+    cases: list[tuple[Case, nn.Module]]
+    tiled: bool
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "tiled"])
 def wrapped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[tuple[Case, ...], Any]]:
-    """The cases, and a wrapped model with a module for each."""
+) -> Iterator[Wrapped]:
     some = cases()[request.param]
     kind = LinearHolder if request.param else Holder
     model = nn.ModuleList(kind(case.weight) for case in some)
@@ -237,19 +245,24 @@ def wrapped(
             infinity.tile(module, -(-rows // 2) * columns * 4)
     before = [case.weight.clone() for case in some]
     with wrapping(tmp_path_factory.mktemp("states")) as wrap:
-        yield some, wrap(model, {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26})
+        wrap(model, {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26})
+        yield Wrapped(list(zip(some, model, strict=True)), request.param)
         assert all(
             torch.equal(module.weight.detach(), weight)
             for module, weight in zip(model, before, strict=True)
         )
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_operator_is_plain_or_refused(
-    wrapped: tuple[tuple[Case, ...], Any], way: str, record_property: Callable[[str, Any], None]
+    wrapped: Wrapped, way: str, half: int, record_property: Callable[[str, Any], None]
 ) -> None:
-    some, model = wrapped
-    found = list(outcomes(WAYS[way], some, model))
+    """Half of the operators with a whole weight, and the others with tiles. Each meets each way."""
+    numbers = {case.name: number for number, case in enumerate(cases()[False])}
+    shift = list(WAYS).index(way) + wrapped.tiled + half
+    some = [each for each in wrapped.cases if (numbers[each[0].name] + shift) % 2 == 0]
+    found = list(outcomes(WAYS[way], some))
     for outcome in ("exact", "refused"):
         record_property(outcome, sum(each[1] == outcome for each in found))
     wrong = [each for each in found if each[1] not in ("exact", "refused")]
