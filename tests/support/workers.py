@@ -23,8 +23,43 @@ from typing import Any
 
 import pytest
 
-LONGEST = ("ranks/test_tensor_parallel.py", "ranks/test_pipeline.py")
-"""Files that take long, in this order. Those that begin last should be short."""
+LONGEST = (
+    "ranks/test_durable_ranks.py",
+    "parity/test_random_programs.py",
+    "engine/test_durability.py",
+    "cli/test_resume.py",
+    "modules/test_vertical.py",
+    "parity/test_parity.py",
+    "initialize/test_run.py",
+    "cli/test_torchrun.py",
+    "ranks/test_tensor_parallel.py",
+    "integrations/test_durable_trainer.py",
+    "engine/test_commits_apart.py",
+    "integrations/test_scripts_of_accelerate.py",
+    "checkpoint/test_checkpoint.py",
+    "ranks/test_stages.py",
+    "parity/test_formats.py",
+    "ranks/test_pipeline.py",
+    "cli/test_cli.py",
+    "ranks/test_partitions.py",
+    "checkpoint/test_checkpoint_ranks.py",
+    "ranks/test_whole_gradients.py",
+    "checkpoint/test_snapshots.py",
+    "modules/test_chunked_loss_on_engines.py",
+    "optim/test_speculative_updates.py",
+    "placement/test_cache.py",
+    "integrations/test_scripts_of_trl.py",
+    "optim/test_clip_by_unit_norm.py",
+    "cli/test_odd_options.py",
+    "bench/test_gpu_benchmarks.py",
+    "modules/test_treatments.py",
+    "engine/test_failing_calls.py",
+    "engine/test_inference.py",
+    "parity/test_compile.py",
+    "checkpoint/test_checkpoint_pairs.py",
+    "engine/test_lifetime.py",
+)
+"""Files that take more than 20 CPU seconds, in this order: what begins last should be short."""
 
 Files = list[list[int]]
 """By file the numbers of its tests."""
