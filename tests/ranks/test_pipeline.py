@@ -35,7 +35,7 @@ import infinity
 from support.configs import config_of
 from support.rank_group import run_ranks
 
-WIDTH, HEAD, EXPERTS, WORDS, BLOCKS = 16, 4, 4, 29, 8
+WIDTH, HEAD, EXPERTS, WORDS = 16, 4, 4, 29
 ROWS, LENGTH, PARTS, STEPS = 16, 6, 4, 3
 LIMIT = 0.1  # of the gradient norm
 DIMENSIONS = ("pp", "dp", "tp")
@@ -60,6 +60,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     8: {"all": {"mesh": (2, 2, 2), "schedule": "interleaved"}},
 }
 """By the number of ranks."""
+
+
+def blocks_of(case: dict[str, Any]) -> int:
+    """How many blocks the model has: one for each stage at least, and two where each has a norm."""
+    return 8 if case["schedule"] == "zero bubble" or "clip" in case else 4
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "shards": {"mesh": (1, 4, 1)},
     "replicas": {"mesh": (1, 4, 1), "stage": 0},
@@ -143,12 +150,12 @@ class Part(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-def parts(number: int) -> list[Part]:
-    """The model in `number` parts; each time with the same values."""
+def parts(number: int, depth: int) -> list[Part]:
+    """The model of `depth` blocks in `number` parts; each time with the same values."""
     torch.manual_seed(0)
-    words, blocks = nn.Embedding(WORDS, WIDTH), [Block() for _ in range(BLOCKS)]
+    words, blocks = nn.Embedding(WORDS, WIDTH), [Block() for _ in range(depth)]
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
-    each = BLOCKS // number
+    each = depth // number
     return [
         Part(
             blocks[at * each : (at + 1) * each],
@@ -187,9 +194,9 @@ def settings(clip: str) -> dict[str, Any]:
     return {"lr": 1e-2, "eps": 1e-3, "max_grad_norm": LIMIT, "clip": clip}
 
 
-def train_alone(directory: Path, clip: str) -> dict[str, Any]:
+def train_alone(directory: Path, clip: str, depth: int) -> dict[str, Any]:
     """A run on one rank, with the parts of each batch one after the other."""
-    model = nn.Sequential(*parts(1))
+    model = nn.Sequential(*parts(1, depth))
     infinity.wrap(model, config(directory), group=None)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), **settings(clip))
@@ -228,7 +235,8 @@ def train(directory: Path, case: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = mesh["pp"].get_local_rank(), mesh["pp"].size()
     of_several = case["schedule"] in ("interleaved", "zero bubble")
     numbers = [rank, rank + ranks] if of_several else [rank]
-    every = parts(len(numbers) * ranks)
+    depth = blocks_of(case)
+    every = parts(len(numbers) * ranks, depth)
     stages = nn.ModuleList(every[number] for number in numbers)
     if mesh["tp"].size() > 1:
         for stage in stages:
@@ -260,7 +268,7 @@ def train(directory: Path, case: dict[str, Any]) -> dict[str, Any]:
             found["norms"].append(optimizer.grad_norm)
         weights = engine.state_dict()
     names = dict(zip(map(str, range(len(numbers))), numbers, strict=True))
-    return found | {"weights": dict(renamed(weights, names, BLOCKS // len(every)))}
+    return found | {"weights": dict(renamed(weights, names, depth // len(every)))}
 
 
 def own_rows(step: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -339,22 +347,25 @@ def results(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one rank computes, by what clips."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """What one rank computes, by what clips and the number of blocks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("alone")
     try:
-        return {clip: train_alone(directory / clip, clip) for clip in ("global", "unit")}
+        return {
+            (clip, depth): train_alone(directory / f"{clip}{depth}", clip, depth)
+            for clip, depth in (("global", 4), ("global", 8), ("unit", 8))
+        }
     finally:
         torch.set_num_threads(before)
 
 
 def test_they_compute_what_one_rank_does(
-    results: list[dict[str, Any]], alone: dict[str, Any]
+    results: list[dict[str, Any]], alone: dict[tuple[str, int], Any]
 ) -> None:
     for name, case in CASES[len(results)].items():
-        expected = alone[case.get("clip", "global")]
+        expected = alone[case.get("clip", "global"), blocks_of(case)]
         found = [result[name] for result in results]
         last = [result["losses"] for result in found if result["losses"][0]]
         groups = case["mesh"][1] * case["mesh"][2]
@@ -370,9 +381,9 @@ def test_they_compute_what_one_rank_does(
             torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=2e-5)
 
 
-def test_every_step_is_clipped(alone: dict[str, Any]) -> None:
+def test_every_step_is_clipped(alone: dict[tuple[str, int], Any]) -> None:
     """Else a norm of one stage alone would show nowhere."""
-    assert all(norm > LIMIT for norm in alone["global"]["norms"])
+    assert all(norm > LIMIT for depth in (4, 8) for norm in alone["global", depth]["norms"])
 
 
 def test_placement_changes_no_bit(results: list[dict[str, Any]]) -> None:
