@@ -151,13 +151,17 @@ def test_no_option_has_an_underscore_and_directories_have_one_name() -> None:
     assert names & {"--nvme", "--path", "--dir", "--directory", "--folder"} == {"--nvme"}
 
 
+ALL = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+
+
+@ALL
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
+def test_any_value_of_any_option(path: tuple[str, ...], every: bool, where: Path) -> None:
     fixed, known = list(COMMANDS[path]), options(path)
     assert known
 
     @settings(
-        max_examples=15 + len(known),
+        max_examples=(15 + len(known)) * (2 if every else 1) // 2,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=True,
@@ -175,12 +179,15 @@ def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
     assert list((where / "nvme").iterdir()) == []
 
 
+@ALL
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_option_with_what_a_random_choice_may_miss(
-    path: tuple[str, ...], where: Path
+    path: tuple[str, ...], every: bool, where: Path
 ) -> None:
-    for name, takes in options(path):
-        for value in ("nan", "9" * 30, "1e400B", "\udcff") if takes else ():
+    """Each value with every option, or NaN with every one and another value with every third."""
+    for number, (name, takes) in enumerate(options(path)):
+        some = ("9" * 30, "1e400B", "\udcff")
+        for value in ("nan", *(some if every else some[number % 3 :: 3])) if takes else ():
             check([*path, *COMMANDS[path], f"{name}={value}"])
 
 
