@@ -31,7 +31,7 @@ from support.children import CHILD
 EACH = 10
 USES = 60
 """Programs with uses of one seed."""
-SAVES = 20
+SAVES = 10
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
 """`make random-programs` runs thousands."""
 
