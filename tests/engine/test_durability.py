@@ -70,6 +70,7 @@ def test_it_changes_no_number(
     assert same(found, expected) and logged(tmp_path) == logged(place)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("every", [3, 40, 101])
 @pytest.mark.parametrize(("update", "cache"), PLACES)
 def test_killed_again_and_again_it_ends_with_the_same_bits(
@@ -799,6 +800,7 @@ def test_a_kill_while_committed_states_are_removed_leaves_all_or_nothing(
     assert began == sorted(began, reverse=True) and set(began) == {0, 3}
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("by", "lasts"),
     [("the engine", False), ("the engine", True), ("infinity gc", True)],
@@ -806,16 +808,17 @@ def test_a_kill_while_committed_states_are_removed_leaves_all_or_nothing(
 def test_an_error_while_committed_states_are_removed_leaves_all_or_nothing(
     by: str,
     lasts: bool,
+    first: int,
     uninterrupted: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of states that are striped over two directories, one of which fails at one operation, or from
-    then on: a run goes on from the committed step, or begins anew."""
+    then on: a run goes on from the committed step, or begins anew. Every other operation fails."""
     names = ("nvme0", "nvme1")
     train(folders_in(tmp_path / "run", count=2), tmp_path / "log", steps=3)
     began = []
-    for at in itertools.count():
+    for at in itertools.count(first, 2):
         home = tmp_path / f"copy{at}"
         shutil.copytree(tmp_path / "run", home)
         folders = [home / name for name in names]
