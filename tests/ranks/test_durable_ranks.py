@@ -138,9 +138,9 @@ def train_until_it_ends(
     [
         (2, [1], "exact", "step"),
         (37, [0], "speculative", "step"),
-        (61, [0, 1], "exact", "step"),
-        (88, [1], "speculative", "step"),
-        (113, [0], "exact", "step"),
+        pytest.param(61, [0, 1], "exact", "step", marks=pytest.mark.long),
+        pytest.param(88, [1], "speculative", "step", marks=pytest.mark.long),
+        pytest.param(113, [0], "exact", "step", marks=pytest.mark.long),
         (61, [0, 1], "speculative", 2),
         (88, [1], "exact", 3),
     ],
