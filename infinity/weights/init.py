@@ -201,6 +201,9 @@ def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
                 place = place if form is None else form.wrap(place)
                 made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    if getattr(parameter, hooks):
+                        setattr(made[id(parameter)], hooks, getattr(parameter, hooks))
             origin = _origin_of(module, name, parameter, tapes)
             number = id(made[id(parameter)])
             origins[number] = origins.get(number) or origin

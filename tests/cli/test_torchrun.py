@@ -53,6 +53,7 @@ STEPS = 8
 # Two windows for each rank; five are held out, so that the last batch of a validation has one for
 # the first rank and none for the other. Each budget is large enough for half of the ranks' states.
 LAST = f"checkpoint-{STEPS}"
+OF_THE_COMMAND = ("as_json", "debug", "config", "show_config")
 OPTIONS = [
     *(
         "--model",
@@ -493,7 +494,7 @@ def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
         for field in dataclasses.fields(FinetuneJob)
         if field.name in defaults
     }
-    knobs = {name: value for name, value in defaults.items() if name not in ("as_json", "debug")}
+    knobs = {name: value for name, value in defaults.items() if name not in OF_THE_COMMAND}
     given = {
         "nvme": [tmp_path / "a", tmp_path / "b"],
         "cpu_memory": 100,

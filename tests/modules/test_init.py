@@ -599,3 +599,19 @@ def test_attributes_of_a_parameter_stay(tmp_path: Path) -> None:
     )
     with infinity.engine(model):
         assert vars(model.weight) == {"no_decay": True} and vars(model.bias) == {}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_on_gradients_stay(inside: bool, tmp_path: Path) -> None:
+    """OSF of PEFT projects gradients so. A hook that is removed is removed from the parameter."""
+    with infinity.init() if inside else contextlib.nullcontext():
+        model = nn.Linear(6, 6)
+        model.weight.register_hook(lambda gradient: gradient * 2)
+        removed = model.bias.register_hook(lambda gradient: gradient * 3)
+    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
+    infinity.wrap(model, config)
+    with infinity.engine(model):
+        removed.remove()
+        model(torch.ones(4, 6)).sum().backward()
+        assert torch.equal(model.weight.grad + 0, torch.full((6, 6), 8.0))
+        assert torch.equal(model.bias.grad + 0, torch.full((6,), 4.0))
