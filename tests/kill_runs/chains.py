@@ -60,7 +60,8 @@ def finetune(place: Path, *options: str) -> Tensors:
     arguments = [*map(str, where), *FINETUNE, *options]
     result = CliRunner().invoke(app, ["finetune", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return load_file(place / "output" / "model.safetensors")
+    (file,) = (place / "output").glob("*model.safetensors")
+    return load_file(file)
 
 
 def lora(place: Path) -> Tensors:
