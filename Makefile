@@ -194,7 +194,7 @@ format: $(VENV)/checkers  ## Rewrite the Python files in the project's style
 
 docs: $(VENV)/installed  ## Build the documentation into build/site; a broken link or reference is an error
 	@NO_MKDOCS_2_WARNING=1 INFINITY_REPOSITORY="$${INFINITY_REPOSITORY:-$$(git remote get-url origin 2>/dev/null \
-	  | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$$##; s#//[^/@]+@#//#')}" "$(BIN)/mkdocs" build --strict --quiet --clean
+	  | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$$##; s#//[^/@]+@#//#' | grep '^https://')}" "$(BIN)/mkdocs" build --strict --quiet --clean
 	echo "build/site/index.html"
 
 wheel: $(VENV)/tools  ## Build a wheel for this machine into dist/

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,3 +196,13 @@ def footprint() -> Callable[[], Footprint]:
     """`footprint()`: the threads and descriptors of this process, to be compared with those of
     another moment."""
     return Footprint
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_accelerator_of_another_file() -> Iterator[None]:
+    """accelerate keeps its first settings as long as the process lives."""
+    yield
+    if "accelerate.state" in sys.modules:
+        import accelerate
+
+        accelerate.state.AcceleratorState._reset_state(True)

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch.utils.data import Sampler as RowSampler
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -132,7 +134,7 @@ class FinetuneTrainer(InfinityTrainer):
         """
         self._interrupt_of_run = interrupt
         self._begin_log()
-        with Sampler(self._engine.memory, self.history.samples):
+        with Sampler(self._engine.memory, self.history.samples), _quiet_transformers():
             try:
                 self.train(None if checkpoint is None else str(checkpoint))
             except SignalCame as stopped:
@@ -357,6 +359,18 @@ class FinetuneTrainer(InfinityTrainer):
                         raise self._diverged(name, extreme, self.history.done)
             yield name, value
             del value  # free it before the next unit is gathered
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Inside, transformers logs errors only. It warns of arguments that have changed since a
+    checkpoint, and those that must not change are refused."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

@@ -76,12 +76,11 @@ def refusal(*arguments: object) -> str:
 
 
 def test_a_share_is_one_of_a_directory(tmp_path: Path) -> None:
-    text = "config: nvme_shares has {}, but nvme has 1 directory"
-    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,.5") == text.format(
-        "2 numbers"
+    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,.5") == (
+        "config: --nvme-shares has 2 numbers, but nvme has 1 directory"
     )
     assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,0") == (
-        "nvme_shares: (3.0, 0.0) is neither 'measured' nor 'equal' nor a positive number "
+        "--nvme-shares: (3.0, 0.0) is neither 'measured' nor 'equal' nor a positive number "
         "for each directory"
     )
 

@@ -855,7 +855,7 @@ def test_the_command_line_moves_less_and_learns_the_same(tmp_path: Path) -> None
         )
 
     smallest = re.search(
-        r"smallest gpu_memory that works is (\d+)", finetune("vertical", "1").stderr
+        r"smallest --gpu-memory that works is (\d+)", finetune("vertical", "1").stderr
     )
     assert smallest is not None
     vertical, horizontal = (
