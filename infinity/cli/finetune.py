@@ -12,7 +12,7 @@ import typer
 
 from infinity.cli import options as o
 from infinity.cli.display import Display
-from infinity.cli.failure import require_extras
+from infinity.cli.failure import require_extras, require_module
 from infinity.cli.knobs import mirrors
 from infinity.cli.option_file import Config, ShowConfig, as_yaml
 from infinity.cli.progress import Progress, print_summary
@@ -49,7 +49,10 @@ def finetune(
     options = {each.name: values.pop(each.name) for each in fields(o.FinetuneOptions)}
     with joined(debug) as world:
         drawing = ["matplotlib"] if options["output"] and options["report"] else []
-        require_extras("transformers", "accelerate", *drawing)
+        adapting = ["peft"] if options["lora"] else []
+        require_extras("transformers", "accelerate", *drawing, *adapting)
+        if options["report_to"] is not None:
+            require_module(options["report_to"], what=f"--report-to {options['report_to']}")
         from infinity.cli.job import FinetuneJob
 
         job = FinetuneJob(**options, knobs=values)

@@ -3,6 +3,7 @@ and saves."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -12,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import TrainingArguments
 
 import infinity
-from infinity.cli.checkpoints import CheckpointFolder
+from infinity.cli.checkpoints import CheckpointFolder, step_of
 from infinity.cli.display import Display
 from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
@@ -33,7 +34,7 @@ from infinity.directories.directory import Directory
 from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
 from infinity.interrupt import Interrupt
-from infinity.models.adapters import base_of, merged, trained, with_lora
+from infinity.models.adapters import base_of, check_merge, merged, trained, with_lora
 from infinity.models.data import Windows, load_windows
 from infinity.models.description import positions
 from infinity.models.generation import (
@@ -42,6 +43,7 @@ from infinity.models.generation import (
     check_length,
     conversation,
     make_batches,
+    set_generation_config,
 )
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
@@ -56,6 +58,7 @@ USUAL_STEPS = 100
 SAMPLED_TOKENS = 48
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
+_SHOWN = ("report", "report_to", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,15 +166,18 @@ class FinetuneJob(FinetuneOptions):
         try:
             steps, rate = self._steps(windows), self._rate(source, model)
             display.attach(engine, steps)
-            describe = partial(save_description, model=base_of(model), tokenizer=tokenizer)
+            describe = partial(save_description, model=model, tokenizer=tokenizer)
             sample = self._sampling(source, model, tokenizer, engine.device)
             parts = RunParts(windows, steps, rate, display, world, describe, sample)
             arguments = self._arguments(parts, engine.device.type == "cpu")
             trainer = FinetuneTrainer(model, arguments, self, parts)
             world.seed(self.seed)
-            if engine.committed_step:
-                display.note(f"going on from committed step {engine.committed_step}")
+            committed = engine.committed_step or 0
+            if committed and (last is None or step_of(last) <= committed):
+                display.note(f"going on from committed step {committed}")
                 last = None
+            elif last is not None:
+                display.note(f"going on from {last}")
             summary = self._train(tokenizer, trainer, last, config)
             if self.durability == "auto" and (summary["signal"] is None or checkpoints is not None):
                 engine.discard_committed()  # it has ended, or a checkpoint has its state
@@ -215,13 +221,15 @@ class FinetuneJob(FinetuneOptions):
             return None
         chats = [conversation(self.sample)] if tokenizer.has_template else None
         batches = make_batches([self.sample], tokenizer, 1, chats)
-        decoding = Decoding(SAMPLED_TOKENS)
+        decoding, base = Decoding(SAMPLED_TOKENS), cast("Any", base_of(model))
         check_length(source, batches, decoding.max_new_tokens)
 
         def sample() -> str:
+            kept = copy.deepcopy(base.generation_config)
             with torch.random.fork_rng(), torch.no_grad():
                 generator = Generator(model, source, tokenizer, device)
                 ((found,),) = generator.run(batches, decoding, None)
+            base.generation_config = kept  # the output has it
             return f"{found.prompt!r} is answered with {found.text!r}"
 
         return sample
@@ -255,7 +263,7 @@ class FinetuneJob(FinetuneOptions):
     def _options(self) -> dict[str, Any]:
         """The options that identify a run, as JSON values. A resumed run must have the same."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("resume", "output", "overwrite", "report", *_OF_CHECKPOINTS):
+        for name in ("resume", "output", "overwrite", *_SHOWN, *_OF_CHECKPOINTS):
             del values[name]
         if Path(self.model).is_dir():
             values["model"] = Path(self.model)
@@ -306,9 +314,7 @@ class FinetuneJob(FinetuneOptions):
             return None, None
         checkpoints = CheckpointFolder(self.checkpoint)
         last = world.from_first(lambda: checkpoints.prepare(self.resume))
-        if last is not None:
-            display.note(f"going on from {last}")
-        elif self.resume:
+        if last is None and self.resume:
             display.note(
                 f"no checkpoint in {self.checkpoint} yet: training starts from the beginning"
             )
@@ -418,8 +424,11 @@ def assemble(
     with infinity.init(exact=False):
         # "auto" can choose nothing for a block that checkpoints itself.
         model = source.build(job.checkpoint_activations and config.recompute != "auto")
+        set_generation_config(model, source)
         if job.lora is not None:
             model = with_lora(model, job.lora, job.lora_alpha, job.lora_target)
+            if job.merge:
+                check_merge(model)
     if job.chunked_loss is not None:
         infinity.chunked_loss(model, job.chunked_loss)
     weights = None

@@ -41,8 +41,24 @@ def _take(context: typer.Context, path: Path | None) -> Path | None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise typer.BadParameter(f"{path} has the key {key!r}, which is no option{hint}")
     given = {names[str(key).replace("-", "_")]: value for key, value in found.items()}
-    context.default_map = {name: value for name, value in given.items() if value is not None}
+    parameters = {each.name: each for each in context.command.params}
+    context.default_map = {
+        name: _typed(parameters[name], value) for name, value in given.items() if value is not None
+    }
     return path
+
+
+def _typed(parameter: Any, value: Any) -> Any:
+    """`value` as it is typed on the command line. YAML reads on and off as truth values."""
+    if parameter.is_flag:
+        return value
+    if parameter.multiple:
+        return [str(each) for each in (value if isinstance(value, list) else [value])]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ",".join(f"{key}={name}" for key, name in value.items())
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 Config = Annotated[

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RUN_NAME = "infinity-run.json"
 """The run file of the directory; see `infinity.cli.run_file`."""
+OWN_NAMES = {RUN_NAME, METRICS, "runs"}
+"""What a run writes before its model; TensorBoard's files are in `runs`."""
 SHARD_BYTES = 1 << 30
 """The limit of tensor bytes in one file. A larger tensor has a file of its own."""
 _WRITE_BYTES = 64 << 20
@@ -46,7 +48,7 @@ def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> Non
         raise NotADirectoryError(f"--output {directory} is not a directory")
     if directory.is_dir() and not overwrite:
         with Directory(directory, "--output") as place:
-            if set(place.names()) - remove_leftovers(place).keys() - {RUN_NAME, METRICS}:
+            if set(place.names()) - remove_leftovers(place).keys() - OWN_NAMES:
                 raise ValueError(
                     f"--output {directory} is not empty; choose another one, or give --overwrite"
                 )
@@ -75,10 +77,16 @@ def save_model(
 def save_description(
     directory: Path, model: torch.nn.Module, tokenizer: Tokenizer, dtype: str | None = None
 ) -> None:
-    """Write config and tokenizer of a `transformers` model to `directory`, for `from_pretrained`.
-    `dtype` is the dtype of the weights; None keeps that of the config."""
+    """Write config and tokenizer of a `transformers` model to `directory`, for `from_pretrained`,
+    and the config of its adapters. `dtype` is the dtype of the weights; None keeps that of the
+    config."""
     from transformers import PretrainedConfig
 
+    from infinity.models.adapters import base_of  # imports torch
+
+    whole: Any = model
+    model = base_of(whole)
+    adapters = {} if model is whole else whole.peft_config
     config: Any = copy.deepcopy(model.config)
     assert isinstance(config, PretrainedConfig)
     config.architectures = [type(model).__name__]
@@ -90,6 +98,8 @@ def save_description(
             config.save_pretrained(drafts.path)
             if generation is not None:
                 generation.save_pretrained(drafts.path)
+            for each in adapters.values():
+                each.save_pretrained(drafts.path)
             tokenizer.save(drafts.path)
         for name in drafts.names():
             drafts.publish(name)

@@ -34,6 +34,7 @@ from infinity.integrations.durable_trainer import SignalCame
 from infinity.integrations.trainer_notes import TrainingLog
 from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
+from infinity.models.adapters import base_of
 from infinity.models.data import Windows
 from infinity.models.samples import Batch
 from infinity.quantities import format_bytes
@@ -100,6 +101,7 @@ class FinetuneTrainer(InfinityTrainer):
         self._interrupt_of_run: Interrupt | None = None
         self._asked = 0  # the signal that ends the run after this step
         self._begun = 0.0
+        self._from_commit = False
         self._made = 0  # steps of this process
         windows = parts.windows
         self._rows_per_step = options.batch_size * options.accumulate
@@ -133,6 +135,13 @@ class FinetuneTrainer(InfinityTrainer):
         option has changed that determines the batches or their use.
         """
         self._interrupt_of_run = interrupt
+        self._from_commit = checkpoint is None and bool(self.engine.committed_step)
+        if not self._from_commit:
+            self._resume = False
+            if self._is_durable:
+                self._notes.committed = {}  # it is older than the checkpoint
+        if self._options.packing:
+            self._check_packing()
         self._begin_log()
         with Sampler(self._engine.memory, self.history.samples), _quiet_transformers():
             try:
@@ -143,11 +152,30 @@ class FinetuneTrainer(InfinityTrainer):
             self.history.signal = self.parts.world.agree(interrupt.signal)
         return self.history
 
+    def _check_packing(self) -> None:
+        """Raise `ValueError` if the samples of one window see each other in this model."""
+        vocabulary, size = int(self.model.get_input_embeddings().num_embeddings), 8
+        positions = torch.arange(size).repeat(2)[None]
+        self.model.eval()
+        found = []
+        with torch.no_grad():
+            for first in (1, 1 + size):  # two first samples, and the same second one
+                ids = torch.cat([torch.arange(first, first + size), torch.arange(3 * size)[-size:]])
+                inputs = {"input_ids": ids[None] % vocabulary, "position_ids": positions}
+                logits = self.model(**self._prepare_inputs(inputs), use_cache=False).logits
+                found.append(logits[0, size:].float())
+                rounding = 4 * torch.finfo(logits.dtype).eps * float(found[0].abs().max())
+        if float((found[0] - found[1]).abs().max()) > rounding:
+            raise ValueError(
+                f"samples in one window see each other in {type(base_of(self.model)).__name__}; "
+                "leave out --packing"
+            )
+
     def _begin_log(self) -> None:
         path = self.metrics_path()
         if path is None or not self.parts.world.is_first:
             return
-        if not self.engine.committed_step:
+        if not self._from_commit:
             with Directory(path.parent) as place:
                 place.remove(path.name)
         if not self._is_durable:
@@ -291,8 +319,9 @@ class FinetuneTrainer(InfinityTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        self.state.compute_steps(self.args, args[0])  # the options of now, not of the checkpoint
         self.history.restore(self.state.log_history)
-        if not self.engine.committed_step:  # the entries are those of a checkpoint
+        if not self._from_commit:  # the entries are those of a checkpoint
             for entry in self.state.log_history:
                 self._lines.write(entry)
         return places
@@ -310,6 +339,9 @@ class FinetuneTrainer(InfinityTrainer):
             "--lr": self.parts.rate,
             "--weight-decay": options.weight_decay,
             "--packing": options.packing,
+            "--lora": options.lora,
+            "--lora-alpha": options.lora_alpha,
+            "--lora-target": options.lora_target,
             "a number of windows of": len(windows.tokens),
         }
 
@@ -318,11 +350,12 @@ class FinetuneTrainer(InfinityTrainer):
 
     def check_extra(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
         """Raise `ValueError` if an option has changed that must not."""
+        kept = extra.get("kept", {})
         for name, now in self._kept_now().items():
-            if extra["kept"][name] != now:
+            if kept.get(name) != now:
                 raise ValueError(
-                    f"{checkpoint} was made with {name} {extra['kept'][name]}, and now it is "
-                    f"{now}; go on with the same, or start anew with another --checkpoint"
+                    f"{checkpoint} was made with {name} {kept.get(name)}, and now it is {now}; go "
+                    "on with the same, or start anew with another --checkpoint"
                 )
 
     def progress_of(self, doing: str) -> Told | None:

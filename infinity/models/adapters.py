@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -24,7 +25,9 @@ def with_lora(
     """
     import peft
 
-    names: Any = ALL if target is None or target == ALL else target.split(",")
+    names: Any = ALL
+    if target is not None and target != ALL:
+        names = [name.strip() for name in target.split(",")]
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=cast("int", 2 * rank if alpha is None else alpha),
@@ -32,8 +35,35 @@ def with_lora(
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
-        return cast("torch.nn.Module", peft.get_peft_model(cast("Any", model), config))
+        # Of an old name, of Conv1D, which is handled, and of tied layers: see `check_merge`.
+        warnings.simplefilter("ignore")
+        made: Any = peft.get_peft_model(cast("Any", model), config)
+    for name in () if names == ALL else names:
+        if not any(f".{path}".endswith(f".{name}") for path in made.targeted_module_names):
+            raise ValueError(f"--lora-target names {name!r}, and the model has no such layer")
+    return cast("torch.nn.Module", made)
+
+
+def check_merge(model: torch.nn.Module) -> None:
+    """Raise `ValueError` if a layer with adapters has no weight of its own to add them to."""
+    counts = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    for path, layer in _layers(model):
+        weight = layer.get_base_layer().weight
+        if not hasattr(layer, "lora_A") or not len(layer.lora_A) or counts[id(weight)] > 1:
+            name = plain_name(path, pretrained_in(model)[0])
+            raise ValueError(
+                f"--merge cannot add the adapters of {name}, because its weight is an embedding or "
+                "tied to one; leave out --merge, or give --lora-target other layers"
+            )
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with adapters and their paths."""
+    from peft.tuners.lora import LoraLayer
+
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield path, module
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -58,14 +88,8 @@ def merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `weights` of the model with adapters as those of the plain model: by its names, and
     each with its low-rank product, which is computed in fp32."""
-    from peft.tuners.lora import LoraLayer
-
     prefix, _ = pretrained_in(model)
-    layers = {
-        f"{path}.base_layer.weight": (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, LoraLayer)
-    }
+    layers = {f"{path}.base_layer.weight": (path, layer) for path, layer in _layers(model)}
     for name, value in weights:
         if name in adapters:
             continue

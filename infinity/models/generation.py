@@ -252,6 +252,20 @@ def _is_of_its_type(name: str, value: Any) -> bool:
     return name not in _NUMBERS or type(value) in (int, float)
 
 
+def set_generation_config(model: Any, source: ModelSource) -> None:
+    """Give `model` what `source` says of generation, such as its end tokens. Raises `ValueError`
+    for an invalid file."""
+    from transformers import GenerationConfig
+
+    directory = source.directory
+    if directory is not None and (directory / GENERATION).is_file():
+        check_values(directory / GENERATION)
+        with described_by(directory / GENERATION):
+            model.generation_config = GenerationConfig.from_pretrained(
+                directory, local_files_only=True
+            )
+
+
 class Generator:
     """Continues batches with one model. `seconds` and `tokens` count all batches so far. Used by
     the thread that runs the model."""
@@ -259,18 +273,10 @@ class Generator:
     def __init__(
         self, model: Any, source: ModelSource, tokenizer: Tokenizer, device: torch.device
     ) -> None:
-        from transformers import GenerationConfig
-
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._device = device
-        directory = source.directory
-        if directory is not None and (directory / GENERATION).is_file():
-            check_values(directory / GENERATION)
-            with described_by(directory / GENERATION):
-                model.generation_config = GenerationConfig.from_pretrained(
-                    directory, local_files_only=True
-                )
+        set_generation_config(model, source)
         if model.generation_config.eos_token_id is None:
             model.generation_config.eos_token_id = tokenizer.separator
         self.seconds = 0.0

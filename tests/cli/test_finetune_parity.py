@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +30,10 @@ from infinity.models.data import Windows, load_windows
 from infinity.models.packing import best_fit
 from infinity.models.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out"),
+]
 
 STEPS, SEED, RATE = 5, 3, 2e-3
 LIMITS = ["--gpu-memory", "64MiB", "--cpu-memory", "64MiB"]
@@ -230,6 +235,100 @@ def test_adapters_are_written_alone_or_merged(start: Start, tmp_path: Path) -> N
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     assert not torch.equal(adapted, plain)
     torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_adapters_is_exported_as_them(start: Start, tmp_path: Path) -> None:
+    options = ["--data", start.text, "--sequence-length", 16, "--lr", RATE, "--lora", 2]
+    steps = tmp_path / "steps"
+    finetune(start, tmp_path / "alone", *options, "--checkpoint", steps)
+    command = ["export", str(steps), str(tmp_path / "out"), "--adapters-only"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.stderr
+    there, here = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("alone", "out")
+    )
+    assert there.keys() == here.keys()
+    assert all(torch.equal(value, here[name].to(value.dtype)) for name, value in there.items())
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (
+            "lm_head",
+            "--merge cannot add the adapters of lm_head, because its weight is an embedding or "
+            "tied to one; leave out --merge, or give --lora-target other layers",
+        ),
+        (
+            "wte",
+            "--merge cannot add the adapters of transformer.wte, because its weight is an "
+            "embedding or tied to one; leave out --merge, or give --lora-target other layers",
+        ),
+        ("c_attn, c_porj", "--lora-target names 'c_porj', and the model has no such layer"),
+    ],
+)
+def test_adapters_without_a_weight_of_their_own_are_not_merged(
+    start: Start, target: str, reason: str
+) -> None:
+    options = ["--model", "gpt2-tiny", "--data", start.text, "--lora", 2, "--merge", *ON_CPU]
+    command = ["finetune", *map(str, options), "--lora-target", target]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == f"infinity: {reason}"
+
+
+def test_a_convolution_of_gpt2_is_merged(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    common = ["--data", start.text, "--sequence-length", 16, "--lr", RATE]
+    finetune(start, tmp_path / "first", *common, "--model", "gpt2-tiny", "--steps", 1)
+    options = [*common, "--model", tmp_path / "first", "--lora", 4, "--lora-target", "c_attn"]
+    finetune(start, tmp_path / "alone", *options)
+    finetune(start, tmp_path / "merged", *options, "--merge")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(model, tmp_path / "alone")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_packed_samples_see_each_other_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
+    """gpt-oss takes positions, and its masks do not look at them."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    config = GptOssConfig(vocab_size=320, dtype="float32", **sizes, **heads, **experts)
+    GptOssForCausalLM(config).save_pretrained(tmp_path / "model")
+    options = [
+        "--model",
+        tmp_path / "model",
+        "--data",
+        start.chats,
+        "--byte-tokenizer",
+        "--packing",
+    ]
+    options += ["--columns", "prompt=asked,completion=answer", "--steps", 1, *ON_CPU]
+    result = CliRunner().invoke(app, ["finetune", *map(str, options)])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "infinity: samples in one window see each other in GptOssForCausalLM; leave out --packing"
+    )
+
+
+def test_the_end_tokens_of_the_model_stay(start: Start, tmp_path: Path) -> None:
+    shutil.copytree(start.model, tmp_path / "model")
+    values = {"eos_token_id": [257, 258], "do_sample": True, "temperature": 0.6}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
+    options = ["--data", start.text, "--sequence-length", 16, "--model", tmp_path / "model"]
+    for name, more in (("plain", []), ("shown", ["--sample", "the"])):
+        finetune(start, tmp_path / name, *options, *more)
+        found = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {key: found.get(key) for key in values} == values
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,22 @@ def test_the_command_line_goes_before_the_file_and_dashes_are_names_too(tmp_path
     ]
 
 
+def test_values_are_as_on_the_command_line(tmp_path: Path) -> None:
+    """YAML reads `off` as a truth value, and lists and tables may be written out."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "durability: off\nchunked_loss: off\nnvme: one\noutput: 5\nlora_target: [a, b]\n"
+        "columns: {prompt: question}\ngpu_direct: off\n"
+    )
+    found = shown("--config", file)
+    names = ("durability", "chunked_loss", "nvme", "output", "lora_target", "columns")
+    assert [found[name] for name in names] == [
+        *("off", None, ["one"], "5", "a,b"),
+        "prompt=question",
+    ]
+    assert found["gpu_direct"] == "off"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -49,6 +65,7 @@ def test_the_command_line_goes_before_the_file_and_dashes_are_names_too(tmp_path
         ("- steps", "holds no options; write lines such as steps: 100"),
         ("steps: [", "cannot be read: "),
         ("steps: many", "Invalid value for '--steps'"),
+        ("lora: true", "Invalid value for '--lora'"),
         ("show_config: true", "has the key 'show_config', which is no option"),
     ],
 )

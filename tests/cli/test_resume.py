@@ -281,6 +281,36 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_one_line_for_each_step(
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 8]
 
 
+def test_a_checkpoint_that_is_newer_than_the_committed_step_is_taken(
+    common: list[Any], tmp_path: Path
+) -> None:
+    where = tmp_path / "steps"
+    arguments = [*common, "--checkpoint", where, "--checkpoint-every", 2]
+    finished(*arguments, "--durability", "step", "--steps", 4)
+    (tmp_path / "other").mkdir()
+    elsewhere = [tmp_path / "other" if each == tmp_path / "nvme" else each for each in arguments]
+    finished(*elsewhere, "--durability", "off", "--resume", "--steps", 6)
+    result = run(*arguments, "--durability", "step", "--resume")
+    assert result.exit_code == 0, result.stderr
+    going_on = [line for line in result.stderr.splitlines() if line.startswith("going on")]
+    assert going_on == [f"going on from {where}/checkpoint-6"]
+    assert [line.split("/")[0] for line in result.stderr.splitlines() if "tokens/s" in line] == [
+        "step 7",
+        "step 8",
+    ]
+    assert [number for number, *_ in steps_in(where / "checkpoint-8")] == list(range(1, 9))
+
+
+def test_more_frequent_checkpoints_are_made_from_the_next_step_on(
+    common: list[Any], tmp_path: Path
+) -> None:
+    where = tmp_path / "steps"
+    options = ["--checkpoint", where, "--durability", "off", "--keep-checkpoints", 9]
+    finished(*common, *options, "--checkpoint-every", 4, "--steps", 4)
+    finished(*common, *options, "--checkpoint-every", 3, "--resume")
+    assert names(where) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
 # What is refused
 
 
