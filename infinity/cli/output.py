@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUN_NAME = "infinity-run.json"
 """The run file of the directory; see `infinity.cli.run_file`."""
 OWN_NAMES = {RUN_NAME, METRICS, "runs"}
-"""What a run writes before its model; TensorBoard's files are in `runs`."""
+"""The files of a run that come before its model. Those of TensorBoard are in `runs`."""
 SHARD_BYTES = 1 << 30
 """The limit of tensor bytes in one file. A larger tensor has a file of its own."""
 _WRITE_BYTES = 64 << 20
