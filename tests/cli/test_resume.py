@@ -177,6 +177,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
         "--checkpoint-every",
         every,
         "--resume",
+        "--durability",
+        "off",
     ]
     last = 0
     for number in killed:
