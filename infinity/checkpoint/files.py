@@ -15,7 +15,7 @@ from infinity.errors import CheckpointError
 MANIFEST = "infinity.json"
 METADATA = ".metadata"  # the index of DCP
 ENGINE = "infinity"
-"""The checkpoint of the engine in `checkpoint-N` of a Trainer."""
+"""The checkpoint of the engine in a checkpoint of a Trainer or of Lightning."""
 METRICS = "metrics.jsonl"
 """The log of a Trainer, in its output directory."""
 DRAFT = ".saving"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import signal
 import tempfile
 import traceback
@@ -88,12 +88,6 @@ def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) ->
             raise
         tell(error)
         raise typer.Exit(1) from None
-
-
-def require_module(module: str, what: str) -> None:
-    """Raise `InfinityError` with the pip command if `module` is missing for `what`."""
-    if importlib.util.find_spec(module) is None:
-        raise InfinityError(f"{what} needs {module}; install it with: pip install {module}")
 
 
 def require_extras(

@@ -12,7 +12,7 @@ import typer
 
 from infinity.cli import options as o
 from infinity.cli.display import Display
-from infinity.cli.failure import require_extras, require_module
+from infinity.cli.failure import require_extras
 from infinity.cli.knobs import mirrors
 from infinity.cli.option_file import Config, ShowConfig, as_yaml
 from infinity.cli.progress import Progress, print_summary
@@ -51,8 +51,8 @@ def finetune(
         drawing = ["matplotlib"] if options["output"] and options["report"] else []
         adapting = ["peft"] if options["lora"] else []
         require_extras("transformers", "accelerate", *drawing, *adapting)
-        if options["report_to"] is not None:
-            require_module(options["report_to"], what=f"--report-to {options['report_to']}")
+        if (logger := options["report_to"]) is not None:
+            require_extras(logger, what=f"--report-to {logger}", package=logger)
         from infinity.cli.job import FinetuneJob
 
         job = FinetuneJob(**options, knobs=values)

@@ -34,7 +34,6 @@ LEFT_OUT = (
     *("stage", "collective_timeout", "poison", "device"),
 )
 _TEXT = "Text"
-_MOST_TOKENS = 1 << 24
 
 Model = Annotated[
     str, typer.Option(help="A Hugging Face directory, or a downloaded id of the hub.")
@@ -60,7 +59,7 @@ System = Annotated[
 MaxNewTokens = Annotated[
     int,
     typer.Option(
-        min=1, max=_MOST_TOKENS, help="Tokens to make for each prompt.", rich_help_panel=_TEXT
+        min=1, max=o.MOST_TOKENS, help="Tokens to make for each prompt.", rich_help_panel=_TEXT
     ),
 ]
 BatchRows = Annotated[
@@ -68,7 +67,7 @@ BatchRows = Annotated[
     typer.Option(
         "--batch",
         min=1,
-        max=_MOST_TOKENS,
+        max=o.MOST_TOKENS,
         help="Prompts that are continued together: they share what each token reads.",
         rich_help_panel=_TEXT,
     ),
@@ -209,7 +208,7 @@ def _run(name: str, asked: Asked, knobs: dict[str, Any], world: World) -> dict[s
             say(f"the KV cache takes up to {format_bytes(kv_bytes)} beside --gpu-memory")
     model, engine = assemble(source, config, world)
     with engine:
-        generator = generation.Generator(model, source, tokenizer, engine.device)
+        generator = generation.Generator(model, tokenizer, engine.device)
         output = _Output(generator, engine, asked)
         if batches is not None:
             output.run(batches)
@@ -288,10 +287,12 @@ def _check_key_values(
 def assemble(source: ModelSource, config: Any, world: World) -> tuple[Any, Engine]:
     """Build the model without memory, and wrap it for inference."""
     import infinity
+    from infinity.models.generation import set_generation_config
     from infinity.weights.load import check_complete, open_weights
 
     with infinity.init(exact=False):
         model = source.build()
+    set_generation_config(model, source)
     weights = open_weights(source.directory, model)  # type: ignore[arg-type]
     check_complete(weights, model)
     infinity.wrap(model, config, weights=weights, group=world.group)

@@ -3,7 +3,6 @@ and saves."""
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -221,15 +220,12 @@ class FinetuneJob(FinetuneOptions):
             return None
         chats = [conversation(self.sample)] if tokenizer.has_template else None
         batches = make_batches([self.sample], tokenizer, 1, chats)
-        decoding, base = Decoding(SAMPLED_TOKENS), cast("Any", base_of(model))
-        check_length(source, batches, decoding.max_new_tokens)
+        check_length(source, batches, SAMPLED_TOKENS)
+        generator = Generator(model, tokenizer, device)
 
         def sample() -> str:
-            kept = copy.deepcopy(base.generation_config)
             with torch.random.fork_rng(), torch.no_grad():
-                generator = Generator(model, source, tokenizer, device)
-                ((found,),) = generator.run(batches, decoding, None)
-            base.generation_config = kept  # the output has it
+                ((found,),) = generator.run(batches, Decoding(SAMPLED_TOKENS), None)
             return f"{found.prompt!r} is answered with {found.text!r}"
 
         return sample

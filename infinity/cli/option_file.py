@@ -57,8 +57,12 @@ def _typed(parameter: Any, value: Any) -> Any:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
-        return ",".join(f"{key}={name}" for key, name in value.items())
+        return _pairs(value)
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _pairs(value: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={name}" for key, name in value.items())
 
 
 Config = Annotated[
@@ -98,5 +102,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, dict):
-        return ",".join(f"{key}={name}" for key, name in value.items())
+        return _pairs(value)
     return str(value) if isinstance(value, Path) else value

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from infinity.models.description import MOST_TOKENS
 from infinity.quantities import parse_bytes
 
 
@@ -137,7 +138,7 @@ SequenceLength = Annotated[
     int,
     typer.Option(
         min=2,
-        max=1 << 24,
+        max=MOST_TOKENS,
         help="Tokens per window.",
         rich_help_panel=_DATA,
     ),
@@ -147,7 +148,7 @@ FittingLength = Annotated[
     typer.Option(
         "--sequence-length",
         min=2,
-        max=1 << 24,
+        max=MOST_TOKENS,
         help="Tokens per window, and the most of a sample with a completion.",
         show_default="the longest sample; of texts 1024; at most what the model takes",
         rich_help_panel=_DATA,

@@ -36,6 +36,7 @@ from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
 from infinity.models.adapters import base_of
 from infinity.models.data import Windows
+from infinity.models.packing import are_alone
 from infinity.models.samples import Batch
 from infinity.quantities import format_bytes
 
@@ -101,7 +102,6 @@ class FinetuneTrainer(InfinityTrainer):
         self._interrupt_of_run: Interrupt | None = None
         self._asked = 0  # the signal that ends the run after this step
         self._begun = 0.0
-        self._from_commit = False
         self._made = 0  # steps of this process
         windows = parts.windows
         self._rows_per_step = options.batch_size * options.accumulate
@@ -125,7 +125,6 @@ class FinetuneTrainer(InfinityTrainer):
         )
         config.use_cache = use_cache  # Trainer changed it, and the output has it
         self.remove_callback(PrinterCallback)
-        self._resume = True  # only from a step that a Trainer has committed
 
     def run(self, checkpoint: Path | None, interrupt: Interrupt) -> History:
         """Train from the committed step on, else from `checkpoint`, else from the beginning, until
@@ -135,13 +134,14 @@ class FinetuneTrainer(InfinityTrainer):
         option has changed that determines the batches or their use.
         """
         self._interrupt_of_run = interrupt
-        self._from_commit = checkpoint is None and bool(self.engine.committed_step)
-        if not self._from_commit:
-            self._resume = False
-            if self._is_durable:
-                self._notes.committed = {}  # it is older than the checkpoint
-        if self._options.packing:
-            self._check_packing()
+        self._resume = checkpoint is None and bool(self.engine.committed_step)
+        if not self._resume:
+            self.forget_committed()  # it is older than the checkpoint
+        if self._options.packing and not are_alone(base_of(self.model), self.engine.device):
+            raise ValueError(
+                f"samples in one window see each other in {type(base_of(self.model)).__name__}; "
+                "leave out --packing"
+            )
         self._begin_log()
         with Sampler(self._engine.memory, self.history.samples), _quiet_transformers():
             try:
@@ -152,30 +152,11 @@ class FinetuneTrainer(InfinityTrainer):
             self.history.signal = self.parts.world.agree(interrupt.signal)
         return self.history
 
-    def _check_packing(self) -> None:
-        """Raise `ValueError` if the samples of one window see each other in this model."""
-        vocabulary, size = int(self.model.get_input_embeddings().num_embeddings), 8
-        positions = torch.arange(size).repeat(2)[None]
-        self.model.eval()
-        found = []
-        with torch.no_grad():
-            for first in (1, 1 + size):  # two first samples, and the same second one
-                ids = torch.cat([torch.arange(first, first + size), torch.arange(3 * size)[-size:]])
-                inputs = {"input_ids": ids[None] % vocabulary, "position_ids": positions}
-                logits = self.model(**self._prepare_inputs(inputs), use_cache=False).logits
-                found.append(logits[0, size:].float())
-                rounding = 4 * torch.finfo(logits.dtype).eps * float(found[0].abs().max())
-        if float((found[0] - found[1]).abs().max()) > rounding:
-            raise ValueError(
-                f"samples in one window see each other in {type(base_of(self.model)).__name__}; "
-                "leave out --packing"
-            )
-
     def _begin_log(self) -> None:
         path = self.metrics_path()
         if path is None or not self.parts.world.is_first:
             return
-        if not self._from_commit:
+        if not self._resume:
             with Directory(path.parent) as place:
                 place.remove(path.name)
         if not self._is_durable:
@@ -297,15 +278,14 @@ class FinetuneTrainer(InfinityTrainer):
         self.history.add(self.state.log_history[-1], end)
         if is_step:
             self.parts.display.stepped(self.history)
-            self._note_wear(logs["step_seconds"])
+            self._made += 1
+            if self._made == 2:
+                self._note_wear(logs["step_seconds"])
         elif "eval_loss" in logs:
             self.parts.display.validated(self.history)
 
     def _note_wear(self, seconds: float) -> None:
-        """Say after the second step of this process how much the run writes to NVMe."""
-        self._made += 1
-        if self._made != 2:
-            return
+        """Say how much the run writes to NVMe."""
         every = self.engine.config.steps_per_commit
         written = self.engine.plan().mean_written(every or 1)
         left = self.parts.steps - self.state.global_step
@@ -321,7 +301,7 @@ class FinetuneTrainer(InfinityTrainer):
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         self.state.compute_steps(self.args, args[0])  # the options of now, not of the checkpoint
         self.history.restore(self.state.log_history)
-        if not self._from_commit:  # the entries are those of a checkpoint
+        if not self._resume:  # the entries are those of a checkpoint
             for entry in self.state.log_history:
                 self._lines.write(entry)
         return places

@@ -120,6 +120,11 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
         self._interrupt: Interrupt | None = None
         self._hook: RemovableHandle | None = None  # before a step of the optimizer
 
+    def forget_committed(self) -> None:
+        """Have the next `train()` start from its beginning, although a step is committed."""
+        if self._is_durable:
+            self._notes.committed = {}
+
     # Notes
 
     def _random_states(self) -> RandomStates:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from infinity.checkpoint.files import ENGINE
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError
@@ -46,7 +47,6 @@ with required("lightning", "lightning"):
     from lightning.pytorch.strategies.parallel import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
-FOLDER = "infinity"
 REST = "rest.ckpt"
 
 
@@ -258,7 +258,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             return
         path = Path(self.broadcast(str(filepath)))
         engine(self.model).save_checkpoint(
-            path / FOLDER, self._ours, trainable_only=self.exclude_frozen_parameters
+            path / ENGINE, self._ours, trainable_only=self.exclude_frozen_parameters
         )
         super().save_checkpoint(checkpoint, path / REST, storage_options)
 
@@ -267,9 +267,9 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Load the part of the engine, and return the rest. All ranks call it."""
         path = Path(checkpoint_path)
-        self._is_restored = (path / FOLDER).is_dir()
+        self._is_restored = (path / ENGINE).is_dir()
         if self._is_restored:
-            engine(self.model).load_checkpoint(path / FOLDER, self._ours)
+            engine(self.model).load_checkpoint(path / ENGINE, self._ours)
             path = path / REST
         found: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return found
@@ -387,7 +387,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
             raise ConfigError("a checkpoint of the engine is whole; leave out filter=")
         path = Path(self.broadcast(str(path)))
         engine(model).save_checkpoint(
-            path / FOLDER, optimizers, trainable_only=self.exclude_frozen_parameters
+            path / ENGINE, optimizers, trainable_only=self.exclude_frozen_parameters
         )
         super().save_checkpoint(path / REST, rest, storage_options)
 
@@ -400,12 +400,12 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
     ) -> dict[str, Any]:
         """Load the part of the engine, and return the rest. All ranks call it."""
         path = Path(path)
-        if not (path / FOLDER).is_dir():
+        if not (path / ENGINE).is_dir():
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return found
         model, optimizers, rest = _parted(state if isinstance(state, dict) else {"model": state})
         if model is not None:
-            engine(model).load_checkpoint(path / FOLDER, optimizers)
+            engine(model).load_checkpoint(path / ENGINE, optimizers)
         left: dict[str, Any] = super().load_checkpoint(path / REST, rest, strict, weights_only)
         if isinstance(state, dict):
             state.update(rest)

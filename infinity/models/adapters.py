@@ -16,7 +16,7 @@ ALL = "all-linear"
 
 
 def with_lora(
-    model: torch.nn.Module, rank: int, alpha: float | None, target: str | None
+    model: torch.nn.Module, rank: int, alpha: float | None = None, target: str | None = None
 ) -> torch.nn.Module:
     """`model` with LoRA adapters of `rank` (Hu et al., 2021), the only trainable parameters.
 
@@ -35,7 +35,8 @@ def with_lora(
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        # Of an old name, of Conv1D, which is handled, and of tied layers: see `check_merge`.
+        # Of an old name, of Conv1D and banks, which PEFT handles, and of tied layers, which
+        # `check_merge` handles.
         warnings.simplefilter("ignore")
         made: Any = peft.get_peft_model(cast("Any", model), config)
     for name in () if names == ALL else names:

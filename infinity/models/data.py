@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from infinity.errors import naming
 from infinity.models import records, samples
-from infinity.models.description import USUAL_LENGTH
+from infinity.models.description import MOST_TOKENS, USUAL_LENGTH
 from infinity.models.packing import best_fit
 from infinity.models.reading import open_regular
 from infinity.models.records import DataRecord
@@ -92,8 +92,6 @@ _PACKED = dict.fromkeys(_ARCHIVES, "unpack it first") | {
 """Endings of files that are no text, with advice for the error."""
 _BESIDE_RECORDS = frozenset(("readme.md", "dataset_infos.json", "dataset_info.json"))
 """Files that describe a data set of the hub and hold no data."""
-MOST_TOKENS = 1 << 24
-"""The longest window."""
 VALIDATION_SHARE = 20
 """One window in this many is held out, but at least one and at most `MOST_VALIDATION`."""
 MOST_VALIDATION = 512

@@ -38,6 +38,8 @@ comes near it."""
 _MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))
 
 
+MOST_TOKENS = 1 << 24
+"""The longest window, and the most new tokens."""
 USUAL_LENGTH = 1_024
 """Tokens of a window of text where no option says so."""
 

@@ -270,15 +270,12 @@ class Generator:
     """Continues batches with one model. `seconds` and `tokens` count all batches so far. Used by
     the thread that runs the model."""
 
-    def __init__(
-        self, model: Any, source: ModelSource, tokenizer: Tokenizer, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, device: torch.device) -> None:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._device = device
-        set_generation_config(model, source)
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = tokenizer.separator
+        ends = model.generation_config.eos_token_id
+        self._ends = tokenizer.separator if ends is None else ends
         self.seconds = 0.0
         self.tokens = 0
 
@@ -295,6 +292,7 @@ class Generator:
             found = self._model.generate(
                 batch.ids.to(self._device),
                 attention_mask=batch.mask.to(self._device),
+                eos_token_id=self._ends,
                 pad_token_id=self._tokenizer.separator,
                 streamer=streamer,
                 **decoding.options(),
@@ -309,7 +307,6 @@ class Generator:
 
     def _ended(self, row: list[int]) -> list[int]:
         """`row` up to its first end token. Longer rows of the batch may follow it with padding."""
-        ends = self._model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
+        ends = self._ends if isinstance(self._ends, list) else [self._ends]
         last = next((at for at, token in enumerate(row) if token in ends), len(row))
         return row[: last + 1]

@@ -8,12 +8,12 @@ statistics. Other parameters keep their dtype, such as embeddings and banks of e
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import nn
+
+from infinity.models.adapters import with_lora
 
 CODES = "uint8"
 """The dtype of the codes of two weights each."""
@@ -34,12 +34,7 @@ class LinearAdapters:
 
     def applied(self, model: nn.Module) -> nn.Module:
         """`model` with the adapters, and with all else frozen."""
-        from peft import LoraConfig, get_peft_model
-
-        adapters = LoraConfig(r=self.rank, target_modules="all-linear")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of banks of experts, whose factors PEFT chooses
-            return cast("nn.Module", get_peft_model(cast("Any", model), adapters))
+        return with_lora(model, self.rank)
 
     def quantize(self, model: nn.Module) -> int:
         """Replace the weights of the base that bitsandbytes quantizes by their codes. Returns the
