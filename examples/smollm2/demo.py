@@ -54,14 +54,15 @@ def convert(folder: Path) -> None:
 
 
 def infinity(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "infinity", *map(str, arguments)]
+    """The installed command. `python -m infinity` in a clone would take its sources."""
+    return [str(Path(sys.executable).with_name("infinity")), *map(str, arguments)]
 
 
 def answer(model: Path, nvme: Path) -> str:
     """How the model answers, by `infinity generate`."""
     options = ["--model", model, "--nvme", nvme, "--chat", "--prompt", QUESTION, "--json"]
     command = infinity("generate", *options, "--max-new-tokens", "24", "--gpu-memory", "128MiB")
-    said = subprocess.run(command, capture_output=True, check=True, **CHILD).stdout
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, **CHILD).stdout
     return str(json.loads(said)["continuations"][0]["text"]).strip()
 
 
