@@ -108,7 +108,9 @@ def main() -> None:
     print("    all bits of the weights are equal")
     part(f"after, in plain transformers: {QUESTION}")
     print(f"    {plain_answer(output)}")
-    part(f"the report is {output / 'report.html'}")
+    part(f"the report is {output / 'report.html'}; to talk to the model:")
+    command = os.path.relpath(infinity()[0])
+    print(f"    {command} generate --chat --model {output}")
 
 
 def plain_answer(folder: Path) -> str:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from typer.testing import CliRunner
 
 import infinity
 from support.durable import train
+from support.durable_trainers import SetUp, model_of, tokenizer
 from support.rank_group import SERVER, become_rank
 
 STEPS = 20
@@ -38,12 +40,30 @@ FINETUNE = (
     "--model gpt2-tiny --sequence-length 32 --batch-size 2 --accumulate 2 --eval-every 5 "
     "--eval-batches 2 --gpu-memory 64MiB --cpu-memory 64MiB --lr 1e-3 --seed 3 --warmup 4 "
     f"--steps {STEPS} --json --debug --resume --overwrite --durability step"
-).split()
+)
+SAMPLES = FINETUNE.replace("gpt2-tiny", "model")
+"""Of a model with weights, on samples: see `prepare`."""
+SET_UPS = {
+    "finetune": f"{FINETUNE} --data text.txt --cache 0",
+    "finetune, cached": f"{FINETUNE} --data text.txt",
+    "finetune, vertical": f"{FINETUNE} --data text.txt --accumulation-order vertical",
+    "finetune, bf16, on NVMe": f"{FINETUNE} --data text.txt --precision bf16 --parameters nvme "
+    "--gradients nvme --optimizer nvme --activations nvme --cache 0",
+    "finetune, checkpoints": f"{FINETUNE} --data text.txt --checkpoint-every 4 "
+    "--keep-checkpoints 2",
+    "finetune, samples": f"{SAMPLES} --data samples.jsonl --sample 3",
+    "finetune, packed": f"{SAMPLES} --data samples.jsonl --packing --weight-decay 0.1",
+    "finetune, LoRA, packed": f"{SAMPLES} --data samples.jsonl --packing --lora 4",
+    "finetune, LoRA, merged": f"{SAMPLES} --data samples.jsonl --lora 4 --merge --cache 0",
+    "finetune, LoRA, vertical": f"{SAMPLES} --data samples.jsonl --lora 4 --max-grad-norm 0 "
+    "--accumulation-order vertical",
+}
+"""The options of `infinity finetune`."""
 Tensors = dict[str, torch.Tensor]
 
 
-def finetune(place: Path, *options: str) -> Tensors:
-    """`infinity finetune` in this process; returns what it saves."""
+def finetune(options: str, place: Path) -> Tensors:
+    """`infinity finetune` in this process, in the folder `place`; returns what it saves."""
     from infinity.cli.history import History
     from infinity.cli.main import app
     from infinity.cli.progress import Progress
@@ -56,9 +76,9 @@ def finetune(place: Path, *options: str) -> Tensors:
         real(progress, history)
 
     Progress.stepped = stepped  # type: ignore[method-assign]
-    where = ["--nvme", place / "nvme", "--data", place / "text.txt", "--output", place / "output"]
-    arguments = [*map(str, where), *FINETUNE, *options]
-    result = CliRunner().invoke(app, ["finetune", *arguments], catch_exceptions=False)
+    os.chdir(place)
+    arguments = ["finetune", "--nvme", "nvme", "--output", "output", *options.split()]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (file,) = (place / "output").glob("*model.safetensors")
     return load_file(file)
@@ -112,11 +132,7 @@ def one_rank(place: Path) -> Tensors:
 RANKS = {"two ranks": 2}
 """Kinds of several ranks. One is killed, and the others as soon as that is seen."""
 KINDS: dict[str, Callable[[Path], Tensors]] = {
-    "finetune": lambda place: finetune(place, "--cache", "0"),
-    "finetune, cached": finetune,
-    "finetune, LoRA, vertical": lambda place: finetune(
-        place, "--lora", "4", "--accumulation-order", "vertical", "--max-grad-norm", "0"
-    ),
+    **{name: partial(finetune, options) for name, options in SET_UPS.items()},
     "cached in part": cached_in_part,
     "lora": lora,
     "two ranks": one_rank,
@@ -152,6 +168,12 @@ def prepare(place: Path) -> None:
     """The folder of a chain."""
     (place / "nvme").mkdir(parents=True)
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    model_of(SetUp(), plain=True).save_pretrained(place / "model")
+    tokenizer().save_pretrained(place / "model")
+    with (place / "samples.jsonl").open("w") as lines:
+        for number in range(60):
+            words = [str(number * step % 60) for step in range(1, 4 + number % 9)]
+            lines.write(json.dumps({"prompt": words[0], "completion": " ".join(words)}) + "\n")
 
 
 def one_life(kind: str, place: Path, seconds: float | None, victim: int = 0) -> bool:
@@ -213,11 +235,11 @@ def main() -> int:
         prog="kill_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
+    parser.add_argument("--kind", default="", help=f"a word of kinds: {'; '.join(KINDS)}")
     parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
     parser.add_argument("--most", type=int, default=10, help="kills of one chain")
     options = parser.parse_args()
-    kinds = list(KINDS) if options.kind == "all" else [options.kind]
+    kinds = [kind for kind in KINDS if options.kind in kind] or parser.error("no such kind")
     failed, killed, seed = 0, Counter[str](), options.first
     with tempfile.TemporaryDirectory(prefix="kill-runs-", dir=".") as folder:
         top = Path(folder).resolve()
