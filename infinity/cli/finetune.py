@@ -12,7 +12,7 @@ import typer
 
 from infinity.cli import options as o
 from infinity.cli.display import Display
-from infinity.cli.failure import require_extras
+from infinity.cli.failure import require_extras, say
 from infinity.cli.knobs import mirrors
 from infinity.cli.option_file import Config, ShowConfig, as_yaml
 from infinity.cli.progress import Progress, print_summary
@@ -71,3 +71,7 @@ def finetune(
         world.wait()
         if summary["signal"] is not None:
             raise typer.Exit(128 + summary["signal"])
+        if world.is_first and options["push_to_hub"] is not None:
+            from infinity.cli.hub import upload
+
+            say(f"the output is at {upload(options['output'], options['push_to_hub'])}")

@@ -22,6 +22,7 @@ from infinity.cli.checkpoints import CheckpointFolder, step_of
 from infinity.cli.display import Display
 from infinity.cli.gc import collect, committed_runs
 from infinity.cli.history import History, combine, summarize
+from infinity.cli.hub import check_hub
 from infinity.cli.knobs import configured
 from infinity.cli.options import FinetuneOptions
 from infinity.cli.output import prepare_output, save_adapters, save_description, save_model
@@ -57,7 +58,7 @@ USUAL_STEPS = 100
 SAMPLED_TOKENS = 48
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
-_SHOWN = ("report", "report_to", "sample")
+_SHOWN = ("report", "report_to", "sample", "push_to_hub")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,8 @@ class FinetuneJob(FinetuneOptions):
         self._check_options()
         world.check_batch(self.batch_size)
         config = self.config(world)
+        if (repository := self.push_to_hub) is not None:
+            world.from_first(lambda: check_hub(repository))
         written = world.from_first(self._written)
         if written is not None and written.summary is not None:
             self._finish_removal(written, config, world)
@@ -122,6 +125,8 @@ class FinetuneJob(FinetuneOptions):
                         f"--{option.replace('_', '-')} is of adapters, and there are none without "
                         "--lora RANK"
                     )
+        if self.push_to_hub is not None and self.output is None:
+            raise ValueError("--push-to-hub uploads the output; add --output DIR")
 
     def _run(
         self,

@@ -416,6 +416,16 @@ ReportTo = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+PushToHub = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ORG/NAME",
+        help="Upload the complete output to this model repository of the hub. A new one is "
+        "private.",
+        show_default="none",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 WriteReport = Annotated[
     bool,
     typer.Option(
@@ -471,5 +481,6 @@ class FinetuneOptions:
     resume: Resume = False
     output: Output = None
     overwrite: Overwrite = False
+    push_to_hub: PushToHub = None
     report: WriteReport = True
     report_to: ReportTo = None

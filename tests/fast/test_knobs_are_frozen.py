@@ -124,6 +124,7 @@ FINETUNE = {
     "resume": False,
     "output": None,
     "overwrite": False,
+    "push_to_hub": None,
     "report": True,
     "report_to": None,
     "config": None,
