@@ -38,7 +38,6 @@ from infinity.models.adapters import base_of
 from infinity.models.data import Windows
 from infinity.models.packing import are_alone
 from infinity.models.samples import Batch
-from infinity.quantities import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -279,23 +278,11 @@ class FinetuneTrainer(InfinityTrainer):
         if is_step:
             self.parts.display.stepped(self.history)
             self._made += 1
-            if self._made == 2:
-                self._note_wear(logs["step_seconds"])
         elif "eval_loss" in logs:
             self.parts.display.validated(self.history)
 
-    def _note_wear(self, seconds: float) -> None:
-        """Say how much the run writes to NVMe."""
-        every = self.engine.config.steps_per_commit
-        written = self.engine.plan().mean_written(every or 1)
-        left = self.parts.steps - self.state.global_step
-        if written and left:
-            self.parts.display.note(
-                f"each step writes {format_bytes(int(written))} to NVMe"
-                f"{' on each rank' * (self.parts.world.size > 1)}: "
-                f"{format_bytes(int(written * left))} in the {left:,} steps to come, "
-                f"{format_bytes(int(written * 86_400 / seconds))} a day at this speed"
-            )
+    def say(self, text: str) -> None:
+        self.parts.display.note(text)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         places: tuple[int, int] = super()._init_training_state(*args, **kwargs)

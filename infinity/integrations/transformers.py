@@ -45,6 +45,7 @@ from infinity.integrations.accelerate import (
 )
 from infinity.integrations.durable_trainer import DurableTrainerMixin
 from infinity.integrations.required import required
+from infinity.integrations.wear import WearNote
 from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.conversion import algorithm_of
 from infinity.optim.family import FAMILY
@@ -98,7 +99,8 @@ class InfinityTrainerMixin(DurableTrainerMixin):
     An `optim=` name becomes an infinity optimizer with the hyperparameters of the arguments. A
     torch optimizer in `optimizers=` is converted, and its scheduler redirected. All ranks must call
     `save_model`. The log has the bytes that the last step moved, and the seconds that the model
-    waited since the last entry: see `Engine.activity`.
+    waited since the last entry: see `Engine.activity`. After the second step, the logger `infinity`
+    says once how much the training writes to NVMe.
 
     Raises `ConfigError` for arguments that enable another engine, and for an unknown optimizer,
     before anything is changed.
@@ -119,6 +121,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         self._waiting: list[Callable[..., torch.Tensor]] = []  # micro-batches
         self._draft: Path | None = None  # the directory of a checkpoint that is being saved
         super().__init__(*args, **kwargs)
+        self.add_callback(WearNote(self.say))
 
     # The model
 
@@ -371,6 +374,10 @@ class InfinityTrainerMixin(DurableTrainerMixin):
                 if waits:
                     self._waited[name] = value
         super().log(logs, *args, **kwargs)
+
+    def say(self, text: str) -> None:
+        """Tell the user a fact about the run, on the first rank."""
+        log.warning("%s", text)
 
 
 class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.optim.optimizer import Optimizer
+from infinity.quantities import format_bytes
 from support.models import FAMILIES, text_batch
 from support.rank_group import OnRanks
 from support.roads import OWN, road
@@ -445,6 +447,46 @@ def test_optimizers_that_train_nothing(outputs: Path, optimizers: Any, text: str
     assert all(type(parameter) is nn.Parameter for parameter in llama.parameters())
     with pytest.raises(infinity.ConfigError, match=r"^model is 'llama'; give a torch\.nn\.Module$"):
         InfinityTrainer(model="llama", args=arguments(outputs))
+
+
+def test_a_training_says_once_what_it_writes_to_nvme(
+    outputs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trained(outputs / "ours", wrapped=True, max_steps=4, logging_steps=3)
+    trainer.train()
+    written = infinity.engine(trainer.model).plan().mean_written(1)
+    (said,) = [each for each in caplog.messages if "NVMe" in each]
+    sizes = map(format_bytes, (int(written), int(2 * written)))
+    start = "each step writes {} to NVMe: {} in the 2 steps to come, ".format(*sizes)
+    assert re.fullmatch(re.escape(start) + r"\S+ \SiB a day at this speed", said)
+
+
+def test_a_training_without_writes_to_nvme_says_nothing_of_them(
+    outputs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from infinity.integrations.transformers import InfinityTrainer
+
+    InfinityTrainer(
+        FAMILIES["llama"].build(),
+        arguments(outputs),
+        train_dataset=Sentences(),
+        infinity_config=infinity.Config(parameters="cpu", optimizer="cpu"),
+    ).train()
+    assert not [each for each in caplog.messages if "NVMe" in each]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_of_many_says_what_each_writes(outputs: Path, first: bool) -> None:
+    from infinity.integrations.wear import WearNote
+
+    trainer, said = trained(outputs / "ours", wrapped=True), list[str]()
+    note, args = WearNote(said.append), SimpleNamespace(world_size=2)
+    state = SimpleNamespace(max_steps=9, global_step=4, is_world_process_zero=first)
+    for _ in range(3):
+        note.on_step_begin(args, state, None, model=trainer.model)
+        note.on_step_end(args, state, None, model=trainer.model)
+    assert len(said) == first
+    assert all(" to NVMe on each rank: " in each and " in the 5 steps to" in each for each in said)
 
 
 def as_ranks_of_torchrun(rank: int) -> dict[str, str]:
