@@ -140,6 +140,8 @@ class FinetuneJob(FinetuneOptions):
         display.phase("model")
         source = find_model(self.model, config.precision)
         source.check_kind()
+        if self.lora is not None:
+            source.check_weights("--lora")
         if self.sequence_length is not None:
             source.check_length(self.sequence_length)
         if self.output is not None:

@@ -174,6 +174,14 @@ class AskedModel:
         require_extras("transformers", what="--model")
         return find_source(self.name or _RUN.model, precision)
 
+    def can_run(self, source: ModelSource) -> bool:
+        """Whether `infinity finetune` takes the model: from a directory or by its name, without a
+        base in 4 bits, and without adapters of a preset, whose weights are random."""
+        from infinity.models.source import PRESETS
+
+        is_taken = self.base is None and not Path(source.name).is_file()
+        return is_taken and (self.lora is None or source.name not in PRESETS)
+
     def planned(self, source: ModelSource | Dimensions, config: Config) -> PlannedModel:
         """The model of `source` in the units of `config`."""
         from infinity.plan.adapters import LinearAdapters
@@ -291,6 +299,7 @@ def _case(
 ) -> PlanCase:
     """The model, the machine, the step and the configuration in the options."""
     from infinity.cli.planned import PlanCase, SameRun, working
+    from infinity.models.source import ModelSource
     from infinity.plan.machines import find_hardware
 
     described: Hardware | None = None
@@ -312,9 +321,9 @@ def _case(
         found = measured(planned, source, training, config, config.nvme, say)
         described = found.replace(**changes)
     same = None
-    if asked.layers is None and asked.lora is None:
+    if isinstance(source, ModelSource) and asked.can_run(source):
         usual = _RUN.sequence_length or AskedRun.usual_length(source)
-        same = SameRun(source.name, run.durability, usual)
+        same = SameRun(source.name, run.durability, usual, asked.lora)
     return PlanCase(planned, described, training, config, others, same)
 
 

@@ -36,12 +36,13 @@ from infinity.plan.pace import Pace
 
 @dataclass(frozen=True)
 class SameRun:
-    """A run of `infinity finetune`: its model, its `durability`, and the tokens of a window that
-    it takes where no option says so."""
+    """A run of `infinity finetune`: its model, its `durability`, the tokens of a window that it
+    takes where no option says so, and the rank of its adapters, if it has any."""
 
     model: str
     durability: int | str
     usual_length: int
+    lora: int | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def _command(forecast: Forecast, run: SameRun | None) -> str | None:
         "accumulate": (training.accumulate, usual.accumulate),
         "sequence-length": (training.length, run.usual_length),
         "durability": (run.durability, usual.durability),
+        "lora": (run.lora, usual.lora),
     }
     found = [] if run.model == usual.model else ["--model", run.model]
     for option, (value, default) in values.items():

@@ -87,6 +87,16 @@ class ModelSource:
                 "other; leave out --packing"
             )
 
+    def check_weights(self, option: str) -> None:
+        """Raise `ValueError` if the model has no weights, so that adapters of `option` would go
+        with random ones."""
+        if self.directory is None:
+            raise ValueError(
+                f"{option} trains adapters of a model that has weights, and those of the preset "
+                f"{self.name} are random; give --model a directory or a downloaded id, or leave "
+                f"out {option}"
+            )
+
     def check_kind(self) -> None:
         """Raise `ValueError` unless the configuration is of a causal language model."""
         from transformers import AutoModelForCausalLM

@@ -207,8 +207,10 @@ def find_source(name: str, precision: str) -> ModelSource:
     own, published = cached(name), known(name)
     if own is not None and (own / NAME).is_file():
         return replace(train.find_source(str(own / NAME), precision), name=name)
+    if Path(name).name == NAME and Path(name).is_file():
+        name = str(Path(name).parent)
     if Path(name, NAME).is_file():
-        return train.find_source(str(Path(name, NAME)), precision)
+        return replace(train.find_source(str(Path(name, NAME)), precision), name=name)
     if Path(name).exists() or name in PRESETS:
         return train.find_source(name, precision)
     if published is not None:

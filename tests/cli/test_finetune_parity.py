@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -268,13 +270,25 @@ def test_a_checkpoint_of_adapters_is_exported_as_them(start: Start, tmp_path: Pa
     ],
 )
 def test_adapters_without_a_weight_of_their_own_are_not_merged(
-    start: Start, target: str, reason: str
+    start: Start, target: str, reason: str, tmp_path: Path
 ) -> None:
-    options = ["--model", "gpt2-tiny", "--data", start.text, "--lora", 2, "--merge", *ON_CPU]
-    command = ["finetune", *map(str, options), "--lora-target", target]
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 320}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    options = ["--model", tmp_path, "--byte-tokenizer", "--data", start.text, "--lora", 2]
+    command = ["finetune", *map(str, [*options, "--merge", *ON_CPU]), "--lora-target", target]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"infinity: {reason}"
+
+
+def test_adapters_of_random_weights_are_refused(start: Start) -> None:
+    command = ["finetune", "--data", str(start.text), "--lora", "2", *map(str, ON_CPU)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "infinity: --lora trains adapters of a model that has weights, and those of the preset "
+        "llama-tiny are random; give --model a directory or a downloaded id, or leave out --lora"
+    )
 
 
 def test_a_convolution_of_gpt2_is_merged(start: Start, tmp_path: Path) -> None:

@@ -89,7 +89,16 @@ def test_a_preset_model_and_a_directory(tmp_path: Path) -> None:
     description = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
                    "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(description))
-    assert planned("--model", tmp_path, "--machine", "h200")["parameters_count"] > 0
+    found = [
+        planned("--model", where, "--machine", "h200", "--lora", 4)
+        for where in (tmp_path, tmp_path / "config.json")
+    ]
+    assert found[0] == found[1] and found[0]["model"] == str(tmp_path)
+    words = found[0]["command"].split()[1:]
+    shown = CliRunner().invoke(app, [*words, "--show-config"])
+    assert {"lora: 4", f"model: {tmp_path}"} <= set(shown.stdout.splitlines())
+    (tmp_path / "config.json").rename(tmp_path / "other.json")
+    assert planned("--model", tmp_path / "other.json", "--machine", "h200")["command"] is None
     assert planned("--model", "llama-tiny", "--machine", "h200")["model"] == "llama-tiny"
 
 
@@ -221,4 +230,8 @@ def test_adapters_and_a_quantized_base() -> None:
         4 * (number // 64 + 4 * -(-number // 64 // 256) + 4 * (16 + 256 + 1))
         for number in [128 * 128] * 4 + [128 * 352] * 3
     )
-    assert lora["command"] is None
+    assert lora["command"] is None  # the weights of a preset are random
+    known = ("--model", "qwen3-8b", "--lora", 8)
+    assert planned(*common, *known, "--base", "4bit")["command"] is None
+    words = planned(*common, *known)["command"].split()
+    assert words[:6] == ["infinity", "finetune", "--model", "Qwen/Qwen3-8B", "--lora", "8"]

@@ -20,6 +20,7 @@ from infinity.cli.main import app
 from infinity.cli.output import RUN_NAME
 from infinity.cli.run_file import RunFile
 from support.finetune_steps import during_step
+from support.local_models import save_causal
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -126,9 +127,11 @@ def test_the_complete_model_is_uploaded_to_a_private_repository(
      (("--merge",), {"config.json", "generation_config.json", "model.safetensors"})],
 )  # fmt: skip
 def test_adapters_are_uploaded_alone_and_merged_ones_in_the_model(
-    options: tuple[str, ...], weights: set[str], hub: Hub, finetune: Finetune
+    options: tuple[str, ...], weights: set[str], hub: Hub, finetune: Finetune, tmp_path: Path
 ) -> None:
-    result = finetune("--lora", 2, *options, "--push-to-hub", "tuned")
+    save_causal(tmp_path / "base")
+    model = ("--model", tmp_path / "base", "--lora", 2)
+    result = finetune(*model, *options, "--push-to-hub", "tuned")
     assert result.exit_code == 0, result.stderr
     assert hub.files == {"me/tuned": weights | {"tokenizer.json", "tokenizer_config.json"}}
 
