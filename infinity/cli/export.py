@@ -145,6 +145,7 @@ def export(
         from infinity.checkpoint.contents import Contents, latest
 
         where = latest(checkpoint)
+        _refuse_models(where)
         exporting.check_target(out, where, overwrite)
         described = _described(where, model, ADAPTER if adapters_only else CONFIG)
         contents = Contents(where)
@@ -158,6 +159,31 @@ def export(
         _show(where, written, as_json)
         if CONFIG not in described.files and not (adapters_only or as_json):
             say(f"no {CONFIG} was found, which from_pretrained needs; --model DIR says where it is")
+
+
+def _refuse_models(directory: Path) -> None:
+    """Raise `ConfigError`, with the call that loads it, if `directory` is a model or adapters
+    instead of a checkpoint: an output of `infinity finetune` or of a Trainer."""
+    from infinity.checkpoint.files import is_whole
+    from infinity.weights.tensors import INDEX, SINGLE
+
+    def has(*names: str) -> bool:
+        return any((directory / name).is_file() for name in names)
+
+    if is_whole(directory):
+        return
+    if has(ADAPTER) and has("adapter_model.safetensors"):
+        raise ConfigError(
+            f"{directory} has adapters for PEFT already, so there is nothing to export: "
+            f"PeftModel.from_pretrained(model, {str(directory)!r}) loads them, and "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(directory)!r}).merge_and_unload() "
+            "merges them into their model"
+        )
+    if has(CONFIG) and has(SINGLE, INDEX):
+        raise ConfigError(
+            f"{directory} is a whole model already, so there is nothing to export: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}) loads it"
+        )
 
 
 def _show(checkpoint: Path, written: Exported, as_json: bool) -> None:

@@ -19,6 +19,7 @@ import infinity
 from infinity.checkpoint import contents, export, manifest, pieces
 from infinity.checkpoint.contents import Contents
 from infinity.cli.main import app
+from support.causal import causal
 from support.configs import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -362,3 +363,34 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for command in (["inspect", tmp_path], ["export", tmp_path, tmp_path / "out"]):
         assert "is no checkpoint, or not a whole one" in refusal(*command)
     assert "there is no such directory" in refusal("inspect", tmp_path / "gone")
+
+
+@pytest.mark.parametrize("name", ["output", "checkpoint-3"])
+def test_a_model_needs_no_export(tmp_path: Path, name: str) -> None:
+    """It is an output of `infinity finetune`, or a checkpoint of a Trainer without its states."""
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / name
+    causal().save_pretrained(model)
+    said = refusal("export", model, tmp_path / "out")
+    start = f"{model} is a whole model already, so there is nothing to export: "
+    assert said == f"{start}AutoModelForCausalLM.from_pretrained({str(model)!r}) loads it"
+    assert AutoModelForCausalLM.from_pretrained(str(model))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_need_no_export(tmp_path: Path) -> None:
+    """The call in the sentence merges them."""
+    peft: Any = pytest.importorskip("peft")
+    causal().save_pretrained(tmp_path / "base")
+    base = type(causal()).from_pretrained(tmp_path / "base")
+    adapters = tmp_path / "adapters"
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, lora).save_pretrained(adapters)
+    for more in ((), ("--adapters-only",)):
+        said = refusal("export", adapters, tmp_path / "out", *more)
+        assert said.startswith(f"{adapters} has adapters for PEFT already, so there is nothing to ")
+        call = said.partition(", and ")[2].removesuffix(" merges them into their model")
+        assert call.endswith(".merge_and_unload()")
+        assert eval(call, {"AutoPeftModelForCausalLM": peft.AutoPeftModelForCausalLM})
