@@ -18,7 +18,7 @@ class Tier:
 
     name: TierName
     label: str
-    """The name in a table for people."""
+    """The name for people on a machine with a GPU: see `label_on`."""
     is_device: bool = False
     """Whether the compute device uses a block where it lies. Each rank has its own device."""
     is_host: bool = False
@@ -30,6 +30,10 @@ class Tier:
 
     def __str__(self) -> str:
         return self.name
+
+    def label_on(self, unified_memory: bool) -> str:
+        """The name for people. With `unified_memory` the CPU computes, and there is no GPU."""
+        return "compute" if self.is_device and unified_memory else self.label
 
     def is_addressed(self, unified_memory: bool) -> bool:
         """Whether the CPU works on a block in place. With `unified_memory` it also does so in the

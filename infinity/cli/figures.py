@@ -92,7 +92,8 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
             at, values = [times[i] for i in changes], [used[i] / factor for i in changes]
             panel.fill_between(at, values, step="post", color=color, alpha=0.25, linewidth=0)
             panel.step(at, values, where="post", color=color, linewidth=1.2)
-            title = f"{tier}: up to {format_bytes(highest)}"
+            label = TIERS[tier].label_on(history.unified_memory)
+            title = f"{label}: up to {format_bytes(highest)}"
             if shown:
                 panel.axhline(shown / factor, color=RED, linewidth=1.2, linestyle=(0, (5, 3)))
             if budget:

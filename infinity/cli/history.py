@@ -65,6 +65,8 @@ class History:
     steps."""
 
     tokens_per_step: int
+    unified_memory: bool = False
+    """Whether the CPU computes, and there is no GPU."""
     steps: list[StepRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
@@ -135,6 +137,11 @@ def cached_text(cached: dict[str, int]) -> str:
     through = cached.get("written_through", 0)
     also = f"; each step writes {format_bytes(through)} of it" if through else ""
     return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}{also}"
+
+
+def labels_of(summary: dict[str, Any]) -> dict[str, str]:
+    """The tiers by name, as people call them on the machine of a summary."""
+    return {name: tier.label_on(summary["unified_memory"]) for name, tier in TIERS.items()}
 
 
 def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
@@ -221,6 +228,7 @@ def summarize(
     return {
         "model": model,
         "parameters": report.parameters,
+        "unified_memory": history.unified_memory,
         "ranks": ranks,
         "ranks_per_node": per_node,
         "steps": history.done,

@@ -14,6 +14,7 @@ from infinity.directories.directory import Directory
 from infinity.directories.drafts import drafting
 from infinity.errors import naming
 from infinity.observe import LANES, Span
+from infinity.tier import TIERS
 
 _PROCESS = 1
 _ROWS_PER_LANE = 1000
@@ -92,7 +93,7 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
     for sample in history.samples:
         for tier, used in sample.used.items():
             counter = {
-                "name": f"{tier} bytes",
+                "name": f"{TIERS[tier].label_on(history.unified_memory)} bytes",
                 "ph": "C",
                 "pid": _PROCESS,
                 "ts": microseconds(sample.time),

@@ -156,8 +156,7 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
     table = Table(box=None, title="One rank", title_justify="left")
     table.add_column("")
     for tier in TIERS.values():
-        name = "compute (in host memory)" if tier.is_device and unified else tier.label
-        table.add_column(name, justify="right")
+        table.add_column(tier.label_on(unified), justify="right")
     for kind in kinds:
         cells = [format_bytes(parts[tier].get(kind, 0)) for tier in TIERS]
         table.add_row(_PARTS[kind][1], *cells, style=_PARTS[kind][0])
@@ -173,7 +172,7 @@ def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> N
             soft_wrap=True,
         )
     for name, tier in TIERS.items():
-        console.print(_bar(tier.label, parts[name], have[name]))
+        console.print(_bar(tier.label_on(unified), parts[name], have[name]))
 
 
 def _bar(name: str, parts: dict[str, float], have: float) -> Text:
@@ -265,11 +264,13 @@ def write_chart(path: Path, forecast: Forecast) -> None:
 
 def _draw_memory(axes: Any, forecast: Forecast, memory: MemoryPlan) -> None:
     parts, have = parts_of(forecast, memory), capacities(forecast)
+    unified = forecast.hardware.unified
     bottom = dict.fromkeys(TIERS, 0.0)
     for kind, (color, name) in _PARTS.items():
         heights = [parts[tier].get(kind, 0) / max(have[tier], 1) for tier in TIERS]
         if any(heights):
-            labels, bottoms = [tier.label for tier in TIERS.values()], list(bottom.values())
+            labels = [tier.label_on(unified) for tier in TIERS.values()]
+            bottoms = list(bottom.values())
             axes.bar(labels, heights, bottom=bottoms, color=color, label=name)
             bottom = {
                 tier: bottom[tier] + height for tier, height in zip(TIERS, heights, strict=True)

@@ -20,9 +20,10 @@ from infinity.cli.history import (
     cached_text,
     format_loss,
     format_seconds,
+    labels_of,
 )
 from infinity.quantities import format_bytes
-from infinity.tier import TIERS
+from infinity.tier import GPU, TIERS
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
@@ -130,14 +131,15 @@ class Progress(Display):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _tiers(self) -> str:
-        if self._engine is None:
+        engine, budgets = self._engine, self._budgets
+        if engine is None:
             return ""
-        used, budgets = self._engine.memory(), self._budgets
+        used = engine.memory()
         return self._whose + "  ".join(
-            f"{tier} {format_bytes(used[tier])}"
-            + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
-            for tier in TIERS
-            if tier in used
+            f"{tier.label_on(engine.compute_device.unified_memory)} {format_bytes(used[name])}"
+            + (f"/{format_bytes(budgets[name])}" if budgets.get(name) else "")
+            for name, tier in TIERS.items()
+            if name in used
         )
 
 
@@ -206,15 +208,17 @@ def _update_rows(summary: dict[str, Any]) -> _Rows:
 
 def _memory_rows(summary: dict[str, Any]) -> _Rows:
     """Peaks and budgets of the tiers, and the bytes that stayed in memory."""
+    labels = labels_of(summary)
     for tier, memory in summary["memory"].items():
-        yield f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")
+        budget = budget_text(summary, tier, " of ")
+        yield f"peak {labels[tier]}", format_bytes(memory["peak"]) + budget
     for tier, source in summary["budget_sources"].items():
         if source != "given":
-            yield f"budget {tier}", source
+            yield f"budget {labels[tier]}", source
     if summary["cached"]["of"]:
         yield "cached in host memory", cached_text(summary["cached"])
     if summary["gpu_resident"]:
-        yield "GPU-resident", format_bytes(summary["gpu_resident"])
+        yield f"{labels[GPU.name]}-resident", format_bytes(summary["gpu_resident"])
     saved = summary["activations"]
     stayed = saved["not_offloaded"]
     if saved["offloaded"] or stayed:

@@ -15,11 +15,13 @@ from infinity.cli.history import (
     cached_text,
     format_loss,
     format_seconds,
+    labels_of,
 )
 from infinity.cli.output import write_file
 from infinity.cli.page import card, page, section
 from infinity.observe import Span
 from infinity.quantities import format_bytes
+from infinity.tier import GPU
 
 
 def _cards(summary: dict[str, Any]) -> str:
@@ -46,11 +48,11 @@ def _cards(summary: dict[str, Any]) -> str:
             f"read + written; planned {read['planned']:.1f} + {written['planned']:.1f}",
         ),
     ]
-    peaks = []
+    peaks, labels = [], labels_of(summary)
     for tier, memory in summary["memory"].items():
         of = ", the highest of a rank" if summary["ranks"] > 1 else ""
         budget = budget_text(summary, tier, "budget ") or "no limit was set"
-        peaks.append(card(f"Peak on {tier}{of}", format_bytes(memory["peak"]), budget))
+        peaks.append(card(f"Peak: {labels[tier]}{of}", format_bytes(memory["peak"]), budget))
     if summary["cached"]["of"]:
         peaks.append(
             card(
@@ -62,7 +64,11 @@ def _cards(summary: dict[str, Any]) -> str:
     if summary["gpu_resident"]:
         kept = format_bytes(summary["gpu_resident"])
         peaks.append(
-            card("GPU-resident states", kept, "all states of the first units: updated there")
+            card(
+                f"{labels[GPU.name]}-resident states",
+                kept,
+                "all states of the first units: updated there",
+            )
         )
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 

@@ -28,7 +28,7 @@ from infinity.cli.options import FinetuneOptions
 from infinity.cli.ranks import World
 from infinity.cli.sampler import Sampler
 from infinity.directories.directory import Directory
-from infinity.engine import Engine
+from infinity.engine import Engine, engine
 from infinity.errors import InfinityError
 from infinity.integrations.durable_trainer import SignalCame
 from infinity.integrations.trainer_notes import TrainingLog
@@ -104,7 +104,10 @@ class FinetuneTrainer(InfinityTrainer):
         self._made = 0  # steps of this process
         windows = parts.windows
         self._rows_per_step = options.batch_size * options.accumulate
-        self.history = History(round(windows.mean_length * self._rows_per_step))
+        self.history = History(
+            round(windows.mean_length * self._rows_per_step),
+            engine(model).compute_device.unified_memory,
+        )
         settings = {
             "lr": parts.rate,
             "betas": (0.9, 0.95),

@@ -383,7 +383,8 @@ def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(
     assert result.exit_code == 0
     assert "12.12 B per parameter" in result.stdout
     assert "step 1/4  loss" in result.stderr
-    assert re.search(r"gpu \S+ \S+/64 MiB  cpu \S+ \S+/64 MiB  nvme \S+ \S+\n", result.stderr)
+    memory = r"compute \S+ \S+/64 MiB  host memory \S+ \S+/64 MiB  NVMe \S+ \S+\n"
+    assert re.search(memory, result.stderr)
     assert [line.split("  ")[0] for line in result.stderr.splitlines() if "validation" in line] == [
         "step 2/4",
         "step 4/4",

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -208,9 +209,23 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     named = dict(summary_rows(summary))
     assert named["NVMe read"] == "14.01 B per parameter and step, planned 14.00"
-    assert named["peak gpu"] == "5 MiB of 8 MiB"
+    assert named["peak GPU"] == "5 MiB of 8 MiB"
     assert named["loss, first to last"] == "5.0000 to 0.4167"
     assert all(name in shown for name in named)
+
+
+def test_without_a_gpu_the_memory_of_the_compute_device_is_called_compute() -> None:
+    for unified, label in ((True, "compute"), (False, "GPU")):
+        history, spans, report = made_up_run()
+        history.unified_memory, report = unified, replace(report, gpu_resident=1 << 20)
+        summary = summary_of(history, report)
+        page = Page(render_report(summary, history, spans))
+        rows, events = dict(summary_rows(summary)), trace_events(spans, history)
+        counters = {event["name"] for event in events if event["ph"] == "C"}
+        assert {f"peak {label}", "peak host memory", f"{label}-resident"} <= rows.keys()
+        assert f"Peak: {label}" in page.text and f"{label}: up to" in page.text
+        assert f"{label} bytes" in counters
+        assert unified == ("GPU" not in page.text + "".join(rows) + "".join(counters))
 
 
 def test_speed_leaves_out_the_first_step_unless_it_is_alone() -> None:
@@ -249,7 +264,7 @@ def test_the_trace_is_valid_with_one_lane_each(tmp_path: Path) -> None:
     assert min(event["ts"] for event in complete) == 0
     assert {event["ph"] for event in events} == {"X", "M", "C"}
     counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"loss", "gpu bytes", "cpu bytes", "nvme bytes"}
+    assert counters == {"loss", "GPU bytes", "host memory bytes", "NVMe bytes"}
 
 
 def test_an_empty_run_has_a_valid_trace(tmp_path: Path) -> None:
