@@ -65,6 +65,7 @@ class History:
     steps."""
 
     tokens_per_step: int
+    """Tokens of data in a step on average, of all ranks together. Padding does not count."""
     unified_memory: bool = False
     """Whether the CPU computes, and there is no GPU."""
     steps: list[StepRecord] = field(default_factory=list)
@@ -105,16 +106,19 @@ class History:
         """The number of completed steps."""
         return self.steps[-1].number if self.steps else 0
 
+    def speed(self, seconds: float, steps: int = 1) -> float:
+        """Tokens of data per second, if `steps` steps took `seconds`."""
+        return steps * self.tokens_per_step / seconds if seconds > 0 else 0.0
+
     def tokens_per_second(self) -> float:
-        """Trained tokens per second, without evaluation. The first step (planning, warm-up) counts
+        """The `speed` of all steps, without evaluation. The first step (planning, warm-up) counts
         only if it is alone.
 
         Each step includes the wait for the update of the step before, so steps 2 to N include N - 1
         updates.
         """
         steps = self.steps[1:] or self.steps
-        seconds = sum(step.end - step.start for step in steps)
-        return len(steps) * self.tokens_per_step / seconds if seconds > 0 else 0.0
+        return self.speed(sum(step.end - step.start for step in steps), len(steps))
 
     def losses(self) -> dict[str, float | None]:
         """The first and the last training loss, and the last validation loss with its step."""

@@ -40,7 +40,7 @@ def _cards(summary: dict[str, Any]) -> str:
         card(
             "Tokens per second",
             f"{summary['tokens_per_second']:,.0f}",
-            "the first step and validation left out",
+            "of data, without padding; the first step and validations are left out",
         ),
         card(
             "NVMe bytes per parameter and step",
@@ -57,8 +57,8 @@ def _cards(summary: dict[str, Any]) -> str:
         peaks.append(
             card(
                 "Cached in host memory",
-                cached_text(summary["cached"]),
-                "of what lives on NVMe: it is never read",
+                format_bytes(summary["cached"]["bytes"]),
+                f"{cached_text(summary['cached'])}; these bytes are never read",
             )
         )
     if summary["gpu_resident"]:
@@ -106,7 +106,7 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
     parts = [
         f"<header><h1>{escape(summary['model'])}</h1><p>{summary['parameters']:,} parameters, "
         f"{steps} of {history.tokens_per_step:,} "
-        f"tokens{many}</p>{ended if summary['signal'] is not None else ''}</header>",
+        f"tokens of data{many}</p>{ended if summary['signal'] is not None else ''}</header>",
         _cards(summary),
         section("Loss and learning rate", "", loss_figure(history)),
         section(

@@ -265,13 +265,14 @@ class FinetuneTrainer(InfinityTrainer):
         return None if folder is None else folder / METRICS
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Like InfinityTrainer, and tell the display. A step also has its seconds, its gradient
-        norm, and the loss scale of the next step."""
+        """Like InfinityTrainer, and tell the display. A step also has its seconds, its speed,
+        its gradient norm, and the loss scale of the next step."""
         is_step, end = "loss" in logs, time.perf_counter()
         if is_step:
             optimizer: Any = self.optimizer.optimizer
             norm, scaler = optimizer.grad_norm, getattr(optimizer, "loss_scaler", None)
             logs["step_seconds"] = end - self._begun
+            logs["tokens_per_second"] = self.history.speed(logs["step_seconds"])
             if norm is not None and math.isfinite(norm):
                 logs["grad_norm"] = float(norm)
             if scaler is not None:

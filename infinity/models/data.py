@@ -269,12 +269,11 @@ class Windows:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of data per training window."""
+        """Tokens of data per training window. Padding does not count."""
         if not isinstance(self.tokens, Rows):
             return float(self.tokens.shape[1])
-        if self.packs is None:
-            return self.tokens.mean_length
-        return self.tokens.mean_length * sum(map(len, self.packs)) / len(self.packs)
+        rows = self.training if self.packs is None else list(chain(*self.packs))
+        return float(self.tokens.lengths[rows].sum() / len(self.training))
 
     def packed(self) -> Windows:
         """The same samples, with as many as fit in each window. Texts stay as they are, because

@@ -163,11 +163,6 @@ class Rows:
     def shape(self) -> tuple[int, int]:
         return len(self), self._length
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens per row."""
-        return len(self._values) / max(len(self), 1)
-
     def __len__(self) -> int:
         return len(self._ends) - 1
 

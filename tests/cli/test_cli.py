@@ -347,6 +347,10 @@ def test_each_step_is_a_line_of_the_metrics(tmp_path: Path, text: Path) -> None:
     )
     assert lines[-2]["eval_loss"] == summary["loss"]["validation"]
     assert all(line["step_seconds"] > 0 and line["grad_norm"] > 0 for line in steps)
+    for line in steps:
+        assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(2 * 32)
+    seconds = sum(line["step_seconds"] for line in steps[1:])
+    assert summary["tokens_per_second"] == pytest.approx(3 * 2 * 32 / seconds)
     # 4 windows of 2 rows, of the 130 that are not held out
     assert steps[-1]["epoch"] == pytest.approx(8 / 131, rel=0.02)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.models import data
+from infinity.models import data, samples
 from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_pieces
 from infinity.models.tokenizer import (
     BYTE_VOCABULARY,
@@ -41,6 +41,23 @@ def refusal(source: Path) -> str:
     with pytest.raises(ValueError) as caught:
         list(read_pieces(source))
     return str(caught.value)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_of_a_window_are_those_of_its_samples_without_padding(
+    tmp_path: Path, packing: bool
+) -> None:
+    records = [{"prompt": "a" * (4 + number), "completion": "b"} for number in range(12)]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    windows = load_windows(path, ByteTokenizer(), None, seed=0)
+    if packing:
+        windows = windows.packed()
+    assert isinstance(windows.tokens, samples.Rows)
+    count, (held_out,) = len(windows.training), windows.validation
+    tokens = int(windows.tokens.lengths.sum() - windows.tokens.lengths[held_out])
+    padded = windows.training_batch(range(count)).ids.size
+    assert count * windows.mean_length == pytest.approx(tokens) and tokens < padded
 
 
 # Packing

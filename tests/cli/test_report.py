@@ -143,6 +143,18 @@ def test_the_page_shows_the_numbers_of_the_run() -> None:
         assert shown in page.text
 
 
+def test_cards_have_a_figure_in_large_type_and_words_in_small() -> None:
+    history, spans, report = made_up_run()
+    report = replace(report, gpu_resident=1 << 20, written_through=1 << 20)
+    text = render_report(summary_of(history, report), history, spans)
+    cards = re.findall(r'<div class="card"><span>(.*?)</span><b>(.*?)</b><small>', text)
+    assert len(cards) == 4 + 3 + 2
+    figure = r"[\d.,]+( \+ [\d.]+)?( [KMGT]?i?B)?"
+    assert [name for name, value in cards if not re.fullmatch(figure, value)] == []
+    assert ("Cached in host memory", "24 MiB") in cards
+    assert "24 MiB of 1.36 GiB; each step writes 1 MiB of it; these bytes are never read" in text
+
+
 def test_names_are_escaped() -> None:
     history, spans, report = made_up_run(2)
     spans = [Span(span.lane, "<script>x</script>&", span.start, span.end) for span in spans]
