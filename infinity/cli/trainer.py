@@ -209,17 +209,15 @@ class FinetuneTrainer(InfinityTrainer):
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        number, every, world = self.state.global_step, self._options.eval_every, self.parts.world
+        number, every = self.state.global_step, self._options.eval_every
         if number == self._globalstep_last_logged:  # the end of the epoch
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
         self.state.epoch = number * self._rows_per_step / len(self.parts.windows.training)
-        self._asked = world.agree(self._signal) or 0
+        self._ask()
         is_last = number == self.parts.steps
         is_due = is_last or (every > 0 and number % every == 0)
         self.control.should_evaluate = is_due and not self._asked
-        if self._asked and self._options.checkpoint is not None:
-            self.control.should_save = True
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._begun = time.perf_counter()
         if not self._is_durable:
@@ -229,9 +227,20 @@ class FinetuneTrainer(InfinityTrainer):
     def _signal(self) -> int | None:
         return None if self._interrupt_of_run is None else self._interrupt_of_run.signal
 
+    def _ask(self) -> None:
+        """Have a signal that came to any rank end the run after this step, with a checkpoint."""
+        self._asked = self.parts.world.agree(self._signal) or 0
+        if self._asked and self._options.checkpoint is not None:
+            self.control.should_save = True
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The mean loss over all labels of the windows that are held out, as `eval_loss`. Empty if
-        a signal came."""
+        a signal came, which ends the run after this step."""
+        metrics = self._evaluated()
+        self._ask()
+        return metrics
+
+    def _evaluated(self) -> dict[str, float]:
         options, windows, world = self._options, self.parts.windows, self.parts.world
         total = count = 0.0
         self.model.eval()

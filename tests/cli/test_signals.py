@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers.trainer_callback import CallbackHandler
 from typer.testing import CliRunner
 
 import infinity
+from infinity.checkpoint.files import METRICS
 from infinity.cli import job, output
 from infinity.cli.main import app
 from infinity.cli.trainer import FinetuneTrainer
@@ -68,8 +70,10 @@ POINTS: dict[str, tuple[Any, str]] = {
     "the loop begins": (FinetuneTrainer, "train"),
     "the model is saved": (output, "write_weights"),
     "the engine closes": (infinity.Engine, "close"),
+    "a validation begins": (FinetuneTrainer, "evaluate"),
+    "a validation ends": (CallbackHandler, "on_evaluate"),
 }
-"""Functions that are called once in a run, by what happens then."""
+"""Functions by what happens then. In a run without --eval-every each is called once."""
 
 
 def test_handlers_of_a_program_that_may_continue_stay() -> None:
@@ -296,6 +300,18 @@ def test_a_signal_as_the_loop_begins_ends_after_one_step(run: Run, tmp_path: Pat
     ended = run("--checkpoint", tmp_path / "steps", signals={"the loop begins": [signal.SIGTERM]})
     assert ended.status == 128 + signal.SIGTERM, ended.said
     assert "checkpoint-1" in names(tmp_path / "steps")
+    assert names(tmp_path / "nvme") == []
+
+
+@pytest.mark.parametrize("durability", ["auto", "off"])
+@pytest.mark.parametrize("point", list(POINTS)[-2:])
+def test_a_signal_in_a_validation_ends_after_its_step(
+    point: str, durability: str, run: Run, tmp_path: Path
+) -> None:
+    options = ("--checkpoint", tmp_path / "steps", "--eval-every", 2, "--durability", durability)
+    ended = run(*options, signals={point: [signal.SIGTERM]})
+    assert ended.status == 128 + signal.SIGTERM, ended.said
+    assert names(tmp_path / "steps") == ["checkpoint-2", METRICS]
     assert names(tmp_path / "nvme") == []
 
 
