@@ -34,7 +34,7 @@ import torch
 
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.models.data import load_windows
+from infinity.models.data import WindowRequest, load_windows
 from infinity.models.source import PRESETS, ModelSource
 from infinity.models.tokenizer import BYTE_VOCABULARY, ByteTokenizer
 from infinity.placement.spec import Kind
@@ -83,7 +83,7 @@ def rate_factor(step: int, steps: int, warmup: int) -> float:
 def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     """Train once; what comes back is plain JSON."""
     torch.set_num_threads(options.threads)
-    windows = load_windows(None, ByteTokenizer(), options.length, seed=0)
+    windows = load_windows(WindowRequest(None, options.length, 0), ByteTokenizer())
     order = dataclasses.replace(windows, seed=seed).order()
     memory = {
         "gpu_memory": "2GiB",

@@ -35,7 +35,7 @@ from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
 from infinity.interrupt import Interrupt
 from infinity.models.adapters import base_of, check_merge, merged, trained, with_lora
-from infinity.models.data import Windows, load_windows
+from infinity.models.data import WindowRequest, Windows, load_windows
 from infinity.models.description import positions
 from infinity.models.generation import (
     Decoding,
@@ -150,15 +150,15 @@ class FinetuneJob(FinetuneOptions):
             world.from_first(lambda: prepare_output(output, source.directory, overwrite))
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size, self.byte_tokenizer)
         display.phase("data")
-        windows = load_windows(
+        request = WindowRequest(
             self.data,
-            tokenizer,
             self.sequence_length,
             self.seed,
             self.data_format == "text",
             self.columns,
             positions(source.config),
         )
+        windows = load_windows(request, tokenizer)
         if self.packing:
             source.check_positions()
             windows = windows.packed()

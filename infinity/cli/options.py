@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from infinity.models.description import MOST_TOKENS
 from infinity.quantities import parse_bytes
+
+T = TypeVar("T")
+"""The type of an option that some commands may leave out."""
 
 
 def parse_size(value: Any) -> int:
@@ -135,22 +138,12 @@ Columns = Annotated[
     ),
 ]
 SequenceLength = Annotated[
-    int,
+    T,
     typer.Option(
         min=2,
         max=MOST_TOKENS,
-        help="Tokens per window.",
-        rich_help_panel=_DATA,
-    ),
-]
-FittingLength = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length",
-        min=2,
-        max=MOST_TOKENS,
-        help="Tokens per window, and the most of a sample with a completion.",
-        show_default="the longest sample; of texts 1024; at most what the model takes",
+        help="Tokens per window. Without it as many as the longest sample has, and for texts 1024; "
+        "at most the positions of the model.",
         rich_help_panel=_DATA,
     ),
 ]
@@ -265,24 +258,13 @@ ChunkedLoss = Annotated[
     ),
 ]
 LearningRate = Annotated[
-    float,
+    T,
     typer.Option(
         "--lr",
         min=0.0,
         callback=finite,
-        help="Highest learning rate.",
-        rich_help_panel=_TRAINING,
-    ),
-]
-FittingRate = Annotated[
-    float | None,
-    typer.Option(
-        "--lr",
-        min=0.0,
-        callback=finite,
-        help="Highest learning rate.",
-        show_default="3e-4; of a model with weights and 300M parameters 1e-4, and 1B 2e-5; with "
-        "--lora 2e-4",
+        help="Highest learning rate. Without it 3e-4; for a model with weights and 300M parameters "
+        "1e-4, and 1B 2e-5; with --lora 2e-4.",
         rich_help_panel=_TRAINING,
     ),
 ]
@@ -452,7 +434,7 @@ class FinetuneOptions:
     data_format: DataFormat = "auto"
     byte_tokenizer: AsBytes = False
     columns: Columns = None
-    sequence_length: FittingLength = None
+    sequence_length: SequenceLength[int | None] = None
     packing: Packing = False
     seed: Seed = 0
     lora: Lora = None
@@ -465,7 +447,7 @@ class FinetuneOptions:
     accumulate: Accumulate = 1
     accumulation_order: AccumulationOrder = "horizontal"
     chunked_loss: ChunkedLoss = "off"
-    lr: FittingRate = None
+    lr: LearningRate[float | None] = None
     weight_decay: WeightDecay = 0.1
     warmup: Warmup = None
     max_grad_norm: MaxGradNorm = 1.0

@@ -96,15 +96,6 @@ Endurance = Annotated[
         rich_help_panel=_MACHINE,
     ),
 ]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length",
-        min=2,
-        help="Tokens per window.",
-        show_default="1024, or all positions of the model",
-    ),
-]
 Tables = Annotated[
     bool,
     typer.Option("--tables", help="Print the published tables that the formulas reproduce."),
@@ -246,7 +237,7 @@ def plan(
     nodes: Nodes = None,
     gpus: Gpus = None,
     endurance: Endurance = None,
-    sequence_length: Length = None,
+    sequence_length: o.SequenceLength[int | None] = None,
     batch_size: o.BatchSize = _RUN.batch_size,
     accumulate: o.Accumulate = _RUN.accumulate,
     checkpoint_activations: o.CheckpointActivations = _RUN.checkpoint_activations,

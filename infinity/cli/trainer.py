@@ -30,7 +30,7 @@ from infinity.cli.sampler import Sampler
 from infinity.directories.directory import Directory
 from infinity.engine import Engine, engine
 from infinity.errors import InfinityError
-from infinity.integrations.durable_trainer import SignalCame
+from infinity.integrations.durable_trainer import SignalCame, refuse_changes
 from infinity.integrations.trainer_notes import TrainingLog
 from infinity.integrations.transformers import InfinityTrainer
 from infinity.interrupt import Interrupt
@@ -329,14 +329,8 @@ class FinetuneTrainer(InfinityTrainer):
         return {"kept": self._kept_now()}
 
     def check_extra(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if an option has changed that must not."""
-        kept = extra.get("kept", {})
-        for name, now in self._kept_now().items():
-            if kept.get(name) != now:
-                raise ValueError(
-                    f"{checkpoint} was made with {name} {kept.get(name)}, and now it is {now}; go "
-                    "on with the same, or start anew with another --checkpoint"
-                )
+        """Raise `ConfigError` if an option has changed that must not."""
+        refuse_changes(str(checkpoint), extra.get("kept", {}), self._kept_now())
 
     def progress_of(self, doing: str) -> Told | None:
         return partial(self.parts.display.moved, doing)

@@ -82,6 +82,16 @@ else:
     Base = object  # a Trainer follows the mixin in the bases
 
 
+def refuse_changes(what: str, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if an argument that `what` has `kept` is another one `now`."""
+    for name in {**kept, **now}:
+        if kept.get(name) != now.get(name):
+            raise ConfigError(
+                f"{what} has {name} {kept.get(name)}, and here it is {now.get(name)}; resume with "
+                "the same, or start anew in another directory"
+            )
+
+
 class SignalCame(Exception):
     """A signal came, and the current step is complete."""
 
@@ -253,13 +263,7 @@ class DurableTrainerMixin(Base):  # type: ignore[misc]
                 f"and this is call {number}; give each training directories of its "
                 "own in Config(nvme=...)"
             )
-        now = self._kept
-        for name, before in committed["kept"].items():
-            if now.get(name) != before:
-                raise ConfigError(
-                    f"the committed training has {name} {before}, and here it is {now.get(name)}; "
-                    "resume with the same, or start anew in another directory"
-                )
+        refuse_changes("the committed training", committed["kept"], self._kept)
         names = [type(each).__name__ for each in self._stateful()]
         expected = [name for name, _ in json.loads(committed["stateful"])]
         if names != expected:

@@ -335,39 +335,51 @@ def _split(rows: npt.NDArray[Any] | Rows, seed: int, notes: tuple[str, ...] = ()
     return Windows(rows, np.sort(order[held_out:]), np.sort(order[:held_out]), seed, notes)
 
 
-def load_windows(
-    source: Path | None,
-    tokenizer: Tokenizer,
-    length: int | None,
-    seed: int,
-    as_text: bool = False,
-    columns: Mapping[str, str] | None = None,
-    positions: int | None = None,
-) -> Windows:
-    """Read, encode and pack `source` (None: the Python standard library) in windows of `length`. A
-    sample with a completion becomes a window of its own.
+@dataclass(frozen=True)
+class WindowRequest:
+    """Windows to make from `source`; None is the Python standard library.
 
     Without `length`, windows are as long as the longest sample. For texts they have `USUAL_LENGTH`,
     or a twentieth of the tokens if that is less. They have at most the `positions` of the model.
+    """
+
+    source: Path | None
+    length: int | None
+    """Tokens of a window, and the most of a sample with a completion."""
+    seed: int
+    as_text: bool = False
+    """Whether files of records are read as text."""
+    columns: Mapping[str, str] | None = None
+    """The columns of records for the keys that are read: {"completion": "answer"}."""
+    positions: int | None = None
+
+    def name(self) -> str:
+        """The source in errors."""
+        return "the Python standard library" if self.source is None else str(self.source)
+
+
+def load_windows(request: WindowRequest, tokenizer: Tokenizer) -> Windows:
+    """Read, encode and pack the source of `request` in windows. A sample with a completion becomes
+    a window of its own.
 
     Raises `ValueError` for fewer than two windows, or for texts and completions together; and the
     errors of `read_items`.
     """
-    name = str(source) if source is not None else "the Python standard library"
-    items = read_items(source, as_text, columns)
+    length, positions, seed = request.length, request.positions, request.seed
+    items = read_items(request.source, request.as_text, request.columns)
     first = next(items, None)
     if not isinstance(first, DataRecord):
         tokens = encode(_documents(first, items), tokenizer)
         few = max(len(tokens) // VALIDATION_SHARE, 2)
         usual = min(USUAL_LENGTH, positions or USUAL_LENGTH, few)
-        return pack(tokens, length or usual, seed, name)
+        return pack(tokens, length or usual, seed, request.name())
     most = length or positions or MOST_TOKENS
     rows, notes = samples.encode_records(_samples(first, items), tokenizer, most)
     if len(rows) < 2:
         said = f" ({'; '.join(notes)})" if notes else ""
         raise ValueError(
-            f"{name} has {len(rows)} samples to learn from{said}, and at least 2 are needed: one "
-            "to train on and one held out"
+            f"{request.name()} has {len(rows)} samples to learn from{said}, and at least 2 are "
+            "needed: one to train on and one held out"
         )
     if length is None:
         rows.shrink()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.models import tokenizer as tokenizers
-from infinity.models.data import Windows, load_windows, read_items
+from infinity.models.data import WindowRequest, Windows, load_windows, read_items
 from infinity.models.patience import within
 from infinity.models.records import DataRecord
 from infinity.models.samples import Rows, unpacked
@@ -98,7 +98,7 @@ def learned(rows: Rows | Any, number: int = 0) -> tuple[str, str]:
 
 
 def load(source: Path, by: Tokenizer, length: int = 256) -> Windows:
-    return load_windows(source, by, length, 0)
+    return load_windows(WindowRequest(source, length, 0), by)
 
 
 def write_lines(path: Path, *records: Any) -> Path:

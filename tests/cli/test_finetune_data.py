@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.models import data, samples
-from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_pieces
+from infinity.models.data import (
+    TextPiece,
+    WindowRequest,
+    Windows,
+    encode,
+    load_windows,
+    pack,
+    read_pieces,
+)
 from infinity.models.tokenizer import (
     BYTE_VOCABULARY,
     EOS,
@@ -50,7 +58,7 @@ def test_tokens_of_a_window_are_those_of_its_samples_without_padding(
     records = [{"prompt": "a" * (4 + number), "completion": "b"} for number in range(12)]
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    windows = load_windows(path, ByteTokenizer(), None, seed=0)
+    windows = load_windows(WindowRequest(path, None, 0), ByteTokenizer())
     if packing:
         windows = windows.packed()
     assert isinstance(windows.tokens, samples.Rows)
@@ -118,7 +126,7 @@ def test_too_little_text_is_refused_with_the_number_of_tokens_needed(tmp_path: P
     path = tmp_path / "short.txt"
     path.write_text("twelve bytes")
     with pytest.raises(ValueError) as caught:
-        load_windows(path, ByteTokenizer(), 64, 0)
+        load_windows(WindowRequest(path, 64, 0), ByteTokenizer())
     assert str(caught.value) == (
         f"{path} has 13 tokens, but a sequence length of 64 needs at least 128: one window "
         "to train on and one held out"
@@ -129,7 +137,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.touch()
     with pytest.raises(ValueError) as caught:
-        load_windows(path, ByteTokenizer(), 8, 0)
+        load_windows(WindowRequest(path, 8, 0), ByteTokenizer())
     assert str(caught.value).startswith(
         f"{path} has 0 tokens, but a sequence length of 8 needs at least 16"
     )

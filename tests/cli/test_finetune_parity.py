@@ -28,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.models.data import Windows, load_windows
+from infinity.models.data import WindowRequest, Windows, load_windows
 from infinity.models.packing import best_fit
 from infinity.models.tokenizer import load_tokenizer
 
@@ -182,7 +182,7 @@ def test_losses_are_those_of_a_plain_trainer(
     found = finetune(start, tmp_path / "found", *options, *["--packing"] * packing)
     tokenizer = load_tokenizer(start.model, 320, True)
     keys = {"prompt": "asked", "completion": "answer"}
-    windows = load_windows(start.chats, tokenizer, None, SEED, columns=keys)
+    windows = load_windows(WindowRequest(start.chats, None, SEED, columns=keys), tokenizer)
     windows = windows.packed() if packing else windows
     plain = trained(model, list(batches_of(windows, 4)), 4, tmp_path)
     for name in ("loss", "learning_rate", "grad_norm"):
@@ -380,11 +380,12 @@ def test_a_run_without_options_fits_its_windows_and_epochs_to_the_data(
 ) -> None:
     tokenizer = load_tokenizer(start.model, 320, True)
     keys = {"prompt": "asked", "completion": "answer"}
-    windows = load_windows(start.chats, tokenizer, None, SEED, columns=keys)
+    windows = load_windows(WindowRequest(start.chats, None, SEED, columns=keys), tokenizer)
     assert windows.tokens.shape[1] == windows.tokens.lengths.max() < 256  # type: ignore[union-attr]
-    texts = load_windows(start.text, tokenizer, None, SEED)
+    texts = load_windows(WindowRequest(start.text, None, SEED), tokenizer)
     assert texts.tokens.shape[1] == 44 * 100 // 20
-    assert load_windows(start.text, tokenizer, None, SEED, positions=64).tokens.shape[1] == 64
+    short = WindowRequest(start.text, None, SEED, positions=64)
+    assert load_windows(short, tokenizer).tokens.shape[1] == 64
     columns = ["--columns", "prompt=asked,completion=answer"]
     options = [*ON_CPU, "--data", start.chats, *columns, "--epochs", 0.5, "--batch-size", 4]
     options += ["--model", start.model, "--byte-tokenizer", "--json"]

@@ -351,8 +351,8 @@ def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
         ("--sequence-length", "32", "16"),
     ]:
         assert refusal(*common, "--checkpoint", where, "--resume", option, now) == (
-            f"{where}/checkpoint-8 was made with {option} {before}, and now it is {now}; go on "
-            "with the same, or start anew with another --checkpoint"
+            f"{where}/checkpoint-8 has {option} {before}, and here it is {now}; resume with the "
+            "same, or start anew in another directory"
         )
     text = refusal(*common, "--checkpoint", where, "--resume", "--model", "llama-tiny")
     assert text.startswith(f"{where}/checkpoint-8/infinity belongs to another model: it has no ")

@@ -78,11 +78,11 @@ LEFT_OUT = (
 def step(
     model: Model = "llama-tiny",
     checkpoint_activations: o.CheckpointActivations = True,
-    sequence_length: o.SequenceLength = 256,
+    sequence_length: o.SequenceLength[int] = 256,
     batch_size: o.BatchSize = 4,
     accumulate: o.Accumulate = 1,
     accumulation_order: o.AccumulationOrder = "horizontal",
-    lr: o.LearningRate = 1e-4,
+    lr: o.LearningRate[float] = 1e-4,
     clip: o.Clip = "global",
     seed: o.Seed = 0,
     steps: Steps = 5,
