@@ -40,7 +40,7 @@ from infinity.modules.grouping import find_owners
 from infinity.sharding.use import place_of
 from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
 from infinity.weights.init import init_zero, is_building
-from infinity.weights.taped import NamedTapedParameter, shown, writes_of
+from infinity.weights.taped import NamedTapedParameter, number_built, shown, writes_of
 from infinity_command.launched import keep_deepspeed_on_cpu
 
 __all__ = [
@@ -139,6 +139,7 @@ class GatheredParameters(Lacking):
     def __enter__(self) -> None:
         managed = [each for each in self._parameters if place_of(each) is not None]
         taped = [each for each in self._parameters if isinstance(each, NamedTapedParameter)]
+        taped.sort(key=number_built)  # transformers gives a set, in another order on each rank
         if managed:
             self._inside.enter_context(gathered_to_keep(managed, self._rank))
         if taped:

@@ -74,7 +74,7 @@ def _gathered(
     if write_rank is not None:
         _check_rank(write_rank, parameters)
     sources = (type(p).source for p in parameters if isinstance(p, ShardedParameter))
-    units = list(dict.fromkeys(map(unit_of, sources)))
+    units = sorted(dict.fromkeys(map(unit_of, sources)), key=lambda unit: unit.facts.index)
     del parameters
     reads = [_Reading(unit, write, write_rank, keeps) for unit in units]
     with ExitStack() as stack:

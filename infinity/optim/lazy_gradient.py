@@ -75,6 +75,8 @@ class LazyGradients(Grads):
         unit = self._all[facts.index]
         if unit.ranks.number > 1 and not in_backward():
             self.settle()
+        if unit.data.is_uncollected(index):  # in a hook of the user
+            self.settle(unit.facts.names[index])
         if not unit.gradients.ledger.has(index):
             return None
         assigned = self._assigned.get((unit, index))
@@ -95,6 +97,8 @@ class LazyGradients(Grads):
         gradient. All ranks must give equal tensors."""
         unit = self._all[facts.index]
         if value is None:
+            if unit.data.is_uncollected(index):  # in a hook of the user
+                self.settle(unit.facts.names[index])
             unit.gradients.forget([index])
             return
         whole = whole_gradient(value)
@@ -262,7 +266,8 @@ class LazyGradients(Grads):
         if in_backward():
             raise ShardedParameterError(
                 f"the gradient of {name} is kept by the engine and not final inside of a backward; "
-                "read it after backward()"
+                "use it after backward(), or give parameter.register_hook a function, which gets "
+                "the gradient of this backward"
             )
         collecting = any(
             unit.gradients.ledger.state is GradientState.COLLECTING for unit in self._units

@@ -7,6 +7,7 @@ import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ from infinity.sharding.twins import Twins
 from infinity.sharding.value import closed
 from infinity.sharding.views import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class UnitState(enum.Enum):
@@ -200,6 +203,14 @@ class ParameterData:
         gradient of this one, so hooks belong to it."""
         with torch._C.DisableTorchFunctionSubclass(), self._twins[index].dense():
             yield
+
+    def is_uncollected(self, index: int) -> bool:
+        """Whether autograd has accumulated a gradient of parameter `index` that the engine has not
+        taken. Hooks that were registered before `wrap` run then."""
+        twins = self._twins[index]
+        dense = twins.other if twins.is_handle else twins.tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return dense is not None and _GRAD.__get__(dense) is not None
 
     def agree(self, index: int) -> None:
         """`requires_grad` of parameter `index` was set: set it on its other tensor, too."""

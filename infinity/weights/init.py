@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from infinity.errors import ConfigError
 from infinity.sharding.tensor_parallel import form_of, local, part_in
@@ -115,20 +116,21 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
     taping.tensor_kind, taping.parameter_kind = kinds_for(taping, named)
+    replaced: Any = WeakTensorKeyDictionary()
+    """The parameters that stand for those of constructors: one that two modules register stays
+    one."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is None or taping.is_paused or threading.get_ident() != thread:
             return
         taping.holders.setdefault(module, set()).add(name)
-        is_plain = number_of(parameter) is not None and not is_lazy(parameter)
-        if parameter.device.type != "meta" and is_plain:  # others, such as sparse ones, stay
-            kind, values = type(parameter), dict(vars(parameter))
-            kind = taping.parameter_kind if kind is nn.Parameter else kind
-            handle = taping.handle(parameter)
-            replaced = kind(handle, requires_grad=parameter.requires_grad)
-            vars(replaced).update(values)
-            module._parameters[name] = replaced
+        if parameter not in replaced:
+            handle = _handle_of(parameter, taping)
+            if handle is None:
+                return
+            replaced[parameter] = handle
+        module._parameters[name] = replaced[parameter]
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
@@ -139,6 +141,25 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
         taping.tape.end()
         with as_built():
             _note_all(taping)
+
+
+def _handle_of(parameter: nn.Parameter, taping: Taping) -> nn.Parameter | None:
+    """A parameter without memory that stands for `parameter`, which a constructor registers. None
+    if `parameter` stays, because it is sparse, lazy or without values, or such a parameter
+    already."""
+    kind = type(parameter)
+    if number_of(parameter) is None or is_lazy(parameter):
+        return None
+    if parameter.device.type != "meta":  # inside `taping`, `is_meta` is False for handles
+        handle = taping.handle(parameter)
+    elif kind is nn.Parameter and taping.tape.cell(parameter) is not None:
+        handle = parameter.detach()
+    else:
+        return None
+    own = taping.parameter_kind if kind is nn.Parameter else kind
+    found = own(handle, requires_grad=parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
 
 
 @contextmanager

@@ -27,6 +27,7 @@ runs all draws of the tape once more, in order, to find the states of a plain co
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,10 +57,11 @@ class Cell:
     """The memory of one storage, or of a parameter's handle and the tensor it was made from.
 
     `given` is a tensor over memory that no operation of the tape made, and `version` is its version
-    when it was first used.
+    when it was first used. A later cell of the tape has a higher `number`.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, number: int) -> None:
+        self.number = number
         self.nbytes = nbytes
         self.device = device
         self.given: torch.Tensor | None = None
@@ -238,6 +240,7 @@ class Tape:
         """The version counters of parameters, by their ids, when their origins were stored."""
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}  # by the numbers of storages
         self._writers: dict[int, list[int]] = {}  # by the ids of cells: numbers of operations
+        self._numbers = itertools.count()
         self._seed: int | None = None
         self._states: dict[int, torch.Tensor] = {}
 
@@ -260,7 +263,7 @@ class Tape:
         cell = self.cell(tensor)
         if cell is None:
             storage = tensor.untyped_storage()
-            cell = Cell(storage.nbytes(), device or tensor.device)
+            cell = Cell(storage.nbytes(), device or tensor.device, next(self._numbers))
             self.tie(storage, cell)
         return Place(
             cell,

@@ -153,6 +153,9 @@ def _past_functions(
     they are refused."""
     if not _is_raw(kind.taping) and _is_transformed(sys._getframe(1)):
         raise ConfigError(_IN_TRANSFORM)
+    if func is torch.ops.aten.set_.source_Tensor and not _is_raw(kind.taping):
+        _noted(_SET_DATA, args, {}, is_write=True)  # as a parametrization writes its parameters
+        return args[0]
     with torch._C._DisableTorchDispatch():
         return func(*args, **(kwargs or {}))
 
@@ -244,6 +247,13 @@ def writes_of(parameter: TapedParameter) -> int:
     with as_built():
         tape = type(parameter).taping.tape
         return tape.writes(tape.place(parameter).cell)
+
+
+def number_built(parameter: TapedParameter) -> tuple[int, int]:
+    """A key that sorts parameters alike on all ranks that built the same model."""
+    with as_built():
+        place = type(parameter).taping.tape.place(parameter)
+    return place.cell.number, place.offset
 
 
 def give_up(parameters: Sequence[torch.Tensor], undo: ExitStack) -> None:

@@ -73,6 +73,33 @@ def test_aliases_may_be_kept_on_all_ranks(on_ranks: OnRanks, tmp_path: Path) -> 
             torch.testing.assert_close(found[name], value)
 
 
+def turned(where: Path, rank: int) -> Any:
+    """Blocks that gather parameters in another order on each rank, as sets of parameters do."""
+    turn = -1 if rank else 1
+    found = []
+    with infinity.zero.Init():
+        model = net()
+    engine = None
+    for _ in range(2):
+        with infinity.zero.GatheredParameters(list(model.parameters())[::turn], modifier_rank=0):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.data.fill_(number if rank == 0 else -1)
+        with infinity.zero.GatheredParameters(list(model.parameters())[::turn]):
+            found.append([parameter.data.clone() for parameter in model.parameters()])
+        if engine is None:
+            engine, *_ = infinity.initialize(model=model, config=STAGE_3)
+            model = engine.module
+    engine.destroy()
+    return found
+
+
+def test_each_rank_may_gather_in_its_own_order(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected = [torch.full_like(p, n) for n, p in enumerate(net().parameters())]
+    for found in on_both(on_ranks, "turned", tmp_path):
+        for values in found:
+            assert all(map(torch.equal, values, expected))
+
+
 def tokens(number: int) -> torch.Tensor:
     """The batch of that number, of two rows."""
     return (torch.arange(16).view(2, 8) * 5 + number) % 60 + 4

@@ -206,6 +206,13 @@ def _kept_object(module: Any) -> None:
     module.copied = nn.Parameter(parameter.detach() + 1)
 
 
+def _tied(module: Any) -> None:
+    """Two modules register one object, drawn or computed of a parameter."""
+    drawn, computed = nn.Parameter(torch.randn(6, 6)), nn.Parameter(module.other.weight.data * 2)
+    module.other.first, module.other.second = drawn, computed
+    module.first, module.second = drawn, computed
+
+
 def _own_memory(module: Any) -> None:
     weight = module.linear.weight.data
     weight.copy_(weight.T.clone())
@@ -304,6 +311,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
     "views": _views,
     "deepcopy": lambda m: setattr(m, "copy", copy.deepcopy(m.linear)),
     "tied": lambda m: setattr(m.other, "weight", m.linear.weight),
+    "tied by a variable": _tied,
     "read": _rejected,
     "generator": _generator,
     "buffers": _buffer,

@@ -105,6 +105,21 @@ def test_reading_gives_the_values(name: str) -> None:
         same(READS[name](built(True).tokens.weight), READS[name](built(False).tokens.weight))
 
 
+@pytest.mark.parametrize("dim", [None, 0, 2])
+def test_a_parameter_that_was_computed_of_another_is_read(dim: int | None) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)
+
+    with infinity.init():
+        model = build()
+    plain = build()
+    same(list(model.parameters()), list(plain.parameters()))
+    same(model.weight.detach(), plain.weight.detach())
+    model.weight, plain.weight = (torch.full_like(plain.weight, 3.0) for _ in range(2))
+    same(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda m: m.tokens.weight.mul_(2),
     "data in place": lambda m: m.tokens.weight.data.mul_(2),

@@ -17,9 +17,12 @@ class Accuracy:
     def compute(self, predictions=(), references=()):
         for one, other in zip(predictions, references):
             texts = isinstance(one, str)
+            other = [other] if texts and isinstance(other, str) else other
             self.right += [100 * (a == b) for a, b in zip(one, *other)] if texts else [one == other]
         right, self.right = self.right, []
-        return {name: float(sum(right) / max(len(right), 1)) for name in ("accuracy", "score")}
+        share = float(sum(right) / max(len(right), 1))
+        is_error_rate = any(isinstance(each, str) for each in references)
+        return share if is_error_rate else {"accuracy": share, "score": share}
 
 def load(*names, **options):
     return Accuracy()

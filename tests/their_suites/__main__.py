@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.deepspeed.names import VERSION
-from their_suites import examples, hub, of_deepspeed
+from their_suites import examples, hub, of_deepspeed, trained
 from their_suites.left_out import LEFT_OUT, reason_of
 
 TALLY = Path(__file__).with_name("tally.md")
@@ -146,6 +146,13 @@ def of_examples(sources: Path, top: Path) -> Iterator[Outcome]:
         yield Outcome(f"{EXAMPLES}/{name}", "failed" if error else "passed", error)
 
 
+def of_scripts(sources: Path, top: Path) -> Iterator[Outcome]:
+    """Train with examples of transformers, with models and data in `top`."""
+    paths = os.pathsep.join([str(top / "packages"), *filter(None, sys.path)])
+    for name, error in trained.outcomes(sources / "transformers", top, {"PYTHONPATH": paths}):
+        yield Outcome(f"transformers/{name}", "failed" if error else "passed", error)
+
+
 def version(sources: Path, library: str) -> str:
     """The version that is installed, or of the interface, and the commit of the suite."""
     describe = ["git", "-C", str(sources / library), "describe", "--tags", "--always"]
@@ -204,6 +211,8 @@ def main() -> None:
                 outcomes += of_pytest(sources, library, models)
                 if library == DEEPSPEED:
                     files += not_imported(sources, models)
+        if (sources / "transformers" / trained.FOLDER).is_dir():
+            outcomes += of_scripts(sources, Path(folder) / "scripts")
         if (sources / EXAMPLES).is_dir():
             outcomes += of_examples(sources, Path(folder) / "examples")
     TALLY.write_text(tally(sources, outcomes, files))

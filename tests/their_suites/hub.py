@@ -66,7 +66,7 @@ def make(directory: Path) -> None:
             model.shared.weight.data[PIECES.index("e"), 0] = 40.0
         model.save_pretrained(directory / name)
         if model_type == "t5":
-            _save_pieces(directory / name)
+            save_pieces(directory / name)
         else:
             save_tokenizer(directory / name, chat_template=CHAT, **(MARKS if name in ZOO else {}))
     transformers.MobileViTConfig().save_pretrained(directory / "apple/mobilevit-xx-small")
@@ -89,7 +89,7 @@ def _write_images(directory: Path) -> None:
     datasets.Dataset.from_dict(rows, features).to_parquet(directory / "train.parquet")
 
 
-def _save_pieces(directory: Path) -> None:
+def save_pieces(directory: Path) -> None:
     """Write a tokenizer of T5, whose tokens are letters."""
     from transformers import T5Tokenizer
 
