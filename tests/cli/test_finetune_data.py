@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.models import data
-from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_pieces
+from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_items
 from infinity.models.tokenizer import (
     BYTE_VOCABULARY,
     EOS,
@@ -28,7 +28,7 @@ from infinity.models.tokenizer import (
 def documents(source: Path) -> list[str]:
     """The whole documents of `source`."""
     found, parts = [], []
-    for piece in read_pieces(source):
+    for piece in read_items(source):
         parts.append(piece.text)
         if piece.last:
             found.append("".join(parts))
@@ -39,7 +39,7 @@ def documents(source: Path) -> list[str]:
 
 def refusal(source: Path) -> str:
     with pytest.raises(ValueError) as caught:
-        list(read_pieces(source))
+        list(read_items(source))
     return str(caught.value)
 
 
@@ -233,9 +233,9 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_there_capped_and_stable() -> None:
-    pieces = list(read_pieces(None))
+    pieces = list(read_items(None))
     assert 100_000 < sum(len(piece.text.encode()) for piece in pieces) <= data.STDLIB_BYTES
-    assert pieces == list(read_pieces(None))
+    assert pieces == list(read_items(None))
 
 
 # Byte tokenizer
