@@ -40,7 +40,6 @@ recomputed forward searches again for the tensors that its block changes.
 from __future__ import annotations
 
 import enum
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,9 +84,7 @@ def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]
     """The context of a checkpoint of torch, around a forward that the caller runs. The backward
     runs `run(*inputs)`."""
     make: Any = of_torch._checkpoint_without_reentrant_generator
-    options: tuple[Any, ...] = True, of_torch.noop_context_fn, "default", False
-    if "early_stop" in inspect.signature(make).parameters:  # since torch 2.9
-        options = *options, True
+    options = True, of_torch.noop_context_fn, "default", False, True
     found: AbstractContextManager[None] = contextmanager(make)(run, *options, *inputs)
     return found
 

@@ -19,7 +19,7 @@ import importlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from infinity import native
+from infinity.bench.summary import spread
 from infinity.device import HostMemory
 from infinity.errors import ConfigError
 from infinity.free_memory import read_host
@@ -85,8 +86,10 @@ class Bench:
                 f"{host.free >> 20} MiB are free; measure fewer"
             )
         self._memory = HostMemory(self._most)
-        self.subjects = [self._loop(), *map(self._ours, CASES)]
-        self.subjects += [self._shadow_loop()]
+        arrays = ("a", "b", "c", "to_a", "to_c")
+        loop = self._loop("in-place loop", arrays[:3], self._kernels.in_place_update)
+        self.subjects = [loop, *map(self._ours, CASES)]
+        self.subjects += [self._loop(SHADOW_LOOP, arrays, self._kernels.shadow_update)]
         self.subjects += [*map(self._norm, NORMS), *map(self._sum, SUMS)]
         if peers:
             self.subjects += [self._peer(name, make) for name, make in _peers()]
@@ -100,32 +103,18 @@ class Bench:
         self._pool = None
         self._memory.close()
 
-    def _loop(self) -> Subject:
-        pieces = pieces_of(self._memory.tensor, dict.fromkeys("abc", 4 * self.parameters))
-        a, b, c = (pieces[name].data_ptr() for name in "abc")
+    def _loop(self, name: str, arrays: Sequence[str], update: Callable[..., None]) -> Subject:
+        """A plain loop over fp32 `arrays`."""
+        pieces = pieces_of(self._memory.tensor, dict.fromkeys(arrays, 4 * self.parameters))
+        places = [pieces[each].data_ptr() for each in arrays]
 
         def fill() -> None:
             for piece in pieces.values():
                 piece.view(torch.float32).fill_(0.01)
 
-        def step() -> None:
-            self._kernels.in_place_update(a, b, c, self.parameters, self._pool)
-
-        return Subject("in-place loop", LOOP_BYTES, fill, step)
-
-    def _shadow_loop(self) -> Subject:
-        names = ("a", "b", "c", "to_a", "to_c")
-        pieces = pieces_of(self._memory.tensor, dict.fromkeys(names, 4 * self.parameters))
-        places = [pieces[name].data_ptr() for name in names]
-
-        def fill() -> None:
-            for piece in pieces.values():
-                piece.view(torch.float32).fill_(0.01)
-
-        def step() -> None:
-            self._kernels.shadow_update(*places, self.parameters, self._pool)
-
-        return Subject(SHADOW_LOOP, LOOP_BYTES, fill, step)
+        return Subject(
+            name, LOOP_BYTES, fill, partial(update, *places, self.parameters, self._pool)
+        )
 
     def _pieces(self, case: Formats) -> dict[str, torch.Tensor]:
         return pieces_of(self._memory.tensor, case.sizes(self.parameters))
@@ -146,16 +135,12 @@ class Bench:
         dtype = DTYPES[NORMS[name]]
         sizes = {"grad": dtype.itemsize * self.parameters}
         values = pieces_of(self._memory.tensor, sizes)["grad"].view(dtype)
-        isa = self._kernels.best_isa()
 
         def fill() -> None:
             values.fill_(0.01)
 
-        def step() -> None:
-            self._kernels.squared_norm(
-                values.data_ptr(), NORMS[name], self.parameters, 0.0, isa, self._pool
-            )
-
+        measured = (values.data_ptr(), NORMS[name], self.parameters, 0.0)
+        step = partial(self._kernels.squared_norm, *measured, self._kernels.best_isa(), self._pool)
         return Subject(name, dtype.itemsize, fill, step)
 
     def _sum(self, name: str) -> Subject:
@@ -163,17 +148,13 @@ class Bench:
         sizes = dict.fromkeys(("grad", "more"), dtype.itemsize * self.parameters)
         pieces = pieces_of(self._memory.tensor, sizes)
         target, source = (pieces[key].view(dtype) for key in sizes)
-        isa = self._kernels.best_isa()
 
         def fill() -> None:
             target.fill_(0.01)
             source.fill_(0.01)
 
-        def step() -> None:
-            self._kernels.add(
-                target.data_ptr(), source.data_ptr(), SUMS[name], self.parameters, isa, self._pool
-            )
-
+        added = (target.data_ptr(), source.data_ptr(), SUMS[name], self.parameters)
+        step = partial(self._kernels.add, *added, self._kernels.best_isa(), self._pool)
         return Subject(name, 3 * dtype.itemsize, fill, step)
 
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
@@ -221,11 +202,7 @@ def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    return {
-        f"{name}_median": statistics.median(values),
-        f"{name}_lowest": min(values),
-        f"{name}_highest": max(values),
-    }
+    return {f"{name}_{key}": value for key, value in spread(values).items()}
 
 
 def _shares(subject: Subject, limit: Subject) -> list[float]:

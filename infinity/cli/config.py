@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.cli.failure import plain_failures, say
+from infinity.cli.failure import PlainDebug, plain_failures, say
 from infinity.config import Config
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def explain(
         int | None, typer.Option(min=1, help='Of the model; some "auto" values depend on it.')
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a failure.")
-    ] = False,
+    debug: PlainDebug = False,
 ) -> None:
     """Show how each key of a DeepSpeed configuration is treated. The exit status is 1 if the
     configuration is refused."""

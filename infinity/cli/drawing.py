@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,14 @@ def new_figure(height: float) -> Any:
     figure = Figure(figsize=(_WIDTH, height))
     FigureCanvasSVG(figure)
     return figure
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Give bar number `n`, at the height `n` from the top, the name `names[n]`."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
 
 
 def svg(figure: Any, label: str) -> str:

@@ -14,6 +14,7 @@ from infinity.cli.drawing import (
     PURPLE,
     RED,
     TEAL,
+    name_rows,
     new_figure,
     styled,
     svg,
@@ -175,10 +176,7 @@ def timeline_figure(history: History, spans: Sequence[Span]) -> str:
             axes.annotate(
                 f"step {step.number}", textcoords="offset points", color=FAINT, size=8.5, **label
             )
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(lanes) - 0.5, -0.5)
+        name_rows(axes, lanes)
         axes.set_xlim(0, (end - begin) * factor)
-        axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit} since step {steps[0].number} began")
         return svg(figure, "timeline of the last steps by lane")

@@ -15,7 +15,7 @@ import typer
 
 from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
-from infinity.cli.failure import plain_failures
+from infinity.cli.failure import PlainDebug, plain_failures
 from infinity.cli.options import parse_directory
 from infinity.cli.ranks import own_directories
 from infinity.directories.directory import Directory
@@ -170,9 +170,7 @@ def gc(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a failure.")
-    ] = False,
+    debug: PlainDebug = False,
 ) -> None:
     """Remove leftovers of dead runs from NVMe and checkpoint directories. Refuses a directory that
     a live process uses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
 _CSS = """
@@ -43,6 +43,18 @@ def section(title: str, note: str, body: str) -> str:
     """A titled box around the HTML `body`. Empty if `body` is. `title` and `note` are plain
     text."""
     return f"<section><h2>{escape(title)}</h2><p>{escape(note)}</p>{body}</section>" if body else ""
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a column of names, and columns of numbers at its right. The texts are plain."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    lines = [
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
+    ]
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
 
 
 def page(title: str, parts: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich import progress as bars
@@ -79,12 +78,7 @@ class Progress(Display):
         _pinning.setLevel(logging.INFO)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _pinning.removeHandler(self._notes)
         _pinning.setLevel(logging.NOTSET)
         self._bar.stop()

@@ -27,55 +27,19 @@ class OpBuilder:
         )
 
 
-class AsyncIOBuilder(OpBuilder):
-    """Reads and writes of NVMe."""
-
-    NAME = "async_io"
-
-
-class CPUAdamBuilder(OpBuilder):
-    """Adam on the CPU."""
-
-    NAME = "cpu_adam"
+def _builder(name: str, part: str, has: bool = True) -> type[OpBuilder]:
+    """The builder called `name` of the native part `part`."""
+    return type(name, (OpBuilder,), {"NAME": part, "has": has, "__module__": __name__})
 
 
-class FusedAdamBuilder(OpBuilder):
-    """Adam on the device."""
-
-    NAME = "fused_adam"
-
-
-class CPUAdagradBuilder(OpBuilder):
-    """Adagrad on the CPU."""
-
-    NAME = "cpu_adagrad"
-
-
-class CPULionBuilder(OpBuilder):
-    """Lion on the CPU."""
-
-    NAME = "cpu_lion"
-
-
-class FusedLionBuilder(OpBuilder):
-    """Lion on the device."""
-
-    NAME = "fused_lion"
-
-
-class FusedLambBuilder(OpBuilder):
-    """LAMB, which this engine does not have."""
-
-    NAME = "fused_lamb"
-    has = False
-
-
-class InferenceBuilder(OpBuilder):
-    """Kernels for inference, which this engine does not have."""
-
-    NAME = "transformer_inference"
-    has = False
-
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", has=False)
+InferenceBuilder = _builder("InferenceBuilder", "transformer_inference", has=False)
 
 BUILDERS = (
     AsyncIOBuilder,

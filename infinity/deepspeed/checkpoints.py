@@ -64,16 +64,12 @@ class TaggedCheckpoints:
         )
         self._add_script(directory, name)
         if is_latest:
-            self._name_latest(directory, name)
+            self._write_beside(directory / LATEST, name, lambda: write_latest(directory, name))
         return True
 
-    def _name_latest(self, directory: Path, name: str) -> None:
-        """Write `latest` on the first rank. Then every rank finds it. If the write fails, all ranks
-        raise."""
-        self._write_beside(directory / LATEST, name, lambda: write_latest(directory, name))
-
     def _write_beside(self, path: Path, name: str, write: Callable[[], None]) -> None:
-        """The first rank writes a file beside the checkpoint `name`."""
+        """The first rank writes a file beside the checkpoint `name`. Then every rank finds it. If
+        the write fails, all ranks raise."""
         failure = self._on_first(write)
         if failure:
             raise CheckpointError(

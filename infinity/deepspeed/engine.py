@@ -397,7 +397,6 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Does nothing: the configuration decides where states are."""
-        self._moves.reload_states(non_blocking)
 
     def destroy(self) -> None:
         """Finish updates, and free memory, threads and files. All ranks call it. May be called

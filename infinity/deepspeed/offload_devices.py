@@ -51,8 +51,8 @@ _HOMES = {
 
 
 class StateMoves:
-    """`offload_states` and `reload_states` of an engine and of its optimizer. See [Note: states
-    that are moved between phases]."""
+    """`offload_states` of an engine and of its optimizer. See [Note: states that are moved between
+    phases]."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -94,9 +94,6 @@ class StateMoves:
                     ", ".join(mine),
                     key,
                 )
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Does nothing: the configuration decides where states are."""
 
     def _stays(self, name: str) -> bool:
         return TIERS[getattr(self._config, _HOMES[name][0])].is_device

@@ -105,6 +105,11 @@ def _for_groups(optimizer: torch.optim.Optimizer, value: Rate, name: str) -> lis
     return values
 
 
+def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
+    """`share` of the way from each start to its end."""
+    return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
+
+
 class LRRangeTest(Iterations):
     """A rate that grows from `lr_range_test_min_lr`, to find the largest one that trains (Smith,
     arXiv 1803.09820).
@@ -190,11 +195,7 @@ class OneCycle(Iterations):
         if after:
             decay = 1 + self.decay_lr_rate * self._decays(after)
             return [low / decay for low in self.min_lrs]
-        height = self._height(iteration + 1)
-        return [
-            low + (high - low) * height
-            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        return _between(self.min_lrs, self.max_lrs, self._height(iteration + 1))
 
     def momenta(self, iteration: int) -> list[float]:
         """The first beta of each group after `iteration`."""
@@ -202,11 +203,7 @@ class OneCycle(Iterations):
         if after:
             growth = 1 + self.decay_mom_rate * self._decays(after)
             return [high * growth for high in self.max_moms]
-        height = self._height(iteration + 1)
-        return [
-            high - (high - low) * height
-            for low, high in zip(self.min_moms, self.max_moms, strict=True)
-        ]
+        return _between(self.max_moms, self.min_moms, self._height(iteration + 1))
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of the cycle, of each group. None if they have no cycle. Until the first step
@@ -285,10 +282,7 @@ class WarmupLR(_Warming):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        share = self.share(iteration)
-        return [
-            low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        return _between(self.min_lrs, self.max_lrs, self.share(iteration))
 
     def share(self, iteration: int) -> float:
         """The position of `iteration` between the lowest and the highest rate."""

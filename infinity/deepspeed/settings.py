@@ -22,7 +22,7 @@ from infinity.config import Config
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.keys import KEYS, OPTIMIZERS, Treatment
 from infinity.deepspeed.renamed import modernize
-from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
+from infinity.deepspeed.rows import AUTO, AUTO_LEFT, BATCH, KeyRow, account
 from infinity.deepspeed.source import Source, read
 from infinity.errors import ConfigError
 from infinity.optim.conversion import algorithm_of
@@ -245,14 +245,7 @@ def _named(values: _Values, block: str) -> Named | None:
 
 def _batches(values: _Values, ranks: int, partial: bool) -> Batches:
     """Two of the three numbers determine the third. One of the first two is enough."""
-    train, micro, accumulation = (
-        values[path]
-        for path in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
+    train, micro, accumulation = (values[path] for path in BATCH)
     if train is None and micro is None:
         if partial:
             return Batches(ranks * (accumulation or 1), 1, accumulation or 1)

@@ -87,13 +87,12 @@ class SynchronizedWallClockTimer(Lacking):
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
         """The mean time of each timer of `names`, in milliseconds divided by `normalizer`."""
-        means = {name: self.timers[name].mean() / normalizer for name in names if self._has(name)}
+        means = {
+            name: self.timers[name].mean() / normalizer for name in names if name in self.timers
+        }
         for name in means if reset else ():
             self.timers[name].reset()
         return means
-
-    def _has(self, name: str) -> bool:
-        return name in self.timers
 
     def log(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,13 +101,8 @@ class Init(Lacking):
             self._inside.enter_context(init_zero())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inside.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
 
 
 class GatheredParameters(Lacking):
@@ -145,13 +139,8 @@ class GatheredParameters(Lacking):
         if taped:
             self._inside.enter_context(_rebuilt(taped, self._rank))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inside.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
 
 
 @contextmanager

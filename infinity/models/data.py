@@ -217,11 +217,6 @@ def read_items(
         yield from _items(source, as_text, columns)
 
 
-def read_pieces(source: Path | None, as_text: bool = False) -> Iterator[TextPiece]:
-    """The documents of `read_items`. Raises `ValueError` if there is a sample among them."""
-    return _documents(None, read_items(source, as_text))
-
-
 def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
     """All tokens of `pieces` in one flat array, with a separator after each document. Its dtype is
     uint16 if the vocabulary fits, else uint32."""

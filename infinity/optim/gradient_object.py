@@ -79,14 +79,10 @@ class GradientObject:
 
     def __init__(self) -> None:
         self._places: list[GradientPlace] = []
-        self._name = ""
+        self.name = ""
+        """The name of a parameter that has or had it."""
         self.values: torch.Tensor | None = None
         """The values, if no parameter has it any more."""
-
-    @property
-    def name(self) -> str:
-        """The name of a parameter that has or had it."""
-        return self._name
 
     def places(self) -> list[GradientPlace]:
         """The parameters that have it."""
@@ -102,7 +98,7 @@ class GradientObject:
         self._places.append(
             GradientPlace(answers, unit, index, unit.gradients.ledger.generation(index))
         )
-        self._name, self.values = unit.facts.names[index], None
+        self.name, self.values = unit.facts.names[index], None
 
     def leave(self, unit: Unit, index: int) -> None:
         """It is no longer the gradient of this parameter. Called while that still has its
@@ -126,7 +122,7 @@ class GradientObject:
         `ShardedParameterError` if it was forgotten."""
         places = self.places()
         if not places and self.values is None:
-            raise ShardedParameterError(forgotten(self._name))
+            raise ShardedParameterError(forgotten(self.name))
         return places[0] if len(places) == 1 else None
 
     def fetch(self) -> torch.Tensor:

@@ -86,7 +86,6 @@ class MomentSlot(Slot):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is open."""
         return bool(self._unit.data.tier)
 
     def fetch(self) -> torch.Tensor:
@@ -107,7 +106,6 @@ class MomentSlot(Slot):
         unit.on_device.renew()
 
     def mark(self) -> object:
-        """A value that changes with the state."""
         return self._count(), self._unit.states.mark(self._kind, self._index)
 
     def _check(self) -> None:
@@ -132,7 +130,6 @@ class CountSlot(Slot):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is open."""
         return bool(self._unit.data.tier)
 
     def fetch(self) -> torch.Tensor:
@@ -218,7 +215,6 @@ class JoinedSlot(Slot):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is open."""
         return self.tensors[0].slot.is_open
 
     def fetch(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infinity.observe import Meter
-from infinity.optim.job import Job, JobState, UnitUpdate
+from infinity.optim.job import Job, UnitUpdate
 from infinity.optim.kernels import Segment
 from infinity.sharding.unit import Unit
 
@@ -79,11 +79,6 @@ class StepRun:
     rolled_back: tuple[Job, ...] = ()
     kept: int = 0
     """The number of updates that began before the step and were kept."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether every update has ended, well or not."""
-        return all(job.state is JobState.ENDED for job in self.jobs)
 
     @property
     def rollbacks(self) -> int:

@@ -201,7 +201,6 @@ class BenchSlot(Slot):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is open."""
         return bool(self._bench.unit.data.tier) and self._adapted() is not None
 
     def fetch(self) -> torch.Tensor:
@@ -217,7 +216,6 @@ class BenchSlot(Slot):
                 kept.copy_(values.detach())
 
     def mark(self) -> object:
-        """A value that changes with the state."""
         adapted = self._adapted()
         counts = {} if adapted is None else adapted.counts
         return counts.get(id(self._bench.unit.facts.parameters[self._index])), self._bench.edits

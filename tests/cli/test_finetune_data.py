@@ -21,7 +21,7 @@ from infinity.models.data import (
     encode,
     load_windows,
     pack,
-    read_pieces,
+    read_items,
 )
 from infinity.models.tokenizer import (
     BYTE_VOCABULARY,
@@ -36,7 +36,7 @@ from infinity.models.tokenizer import (
 def documents(source: Path) -> list[str]:
     """The whole documents of `source`."""
     found, parts = [], []
-    for piece in read_pieces(source):
+    for piece in read_items(source):
         parts.append(piece.text)
         if piece.last:
             found.append("".join(parts))
@@ -47,7 +47,7 @@ def documents(source: Path) -> list[str]:
 
 def refusal(source: Path) -> str:
     with pytest.raises(ValueError) as caught:
-        list(read_pieces(source))
+        list(read_items(source))
     return str(caught.value)
 
 
@@ -258,9 +258,9 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_there_capped_and_stable() -> None:
-    pieces = list(read_pieces(None))
+    pieces = list(read_items(None))
     assert 100_000 < sum(len(piece.text.encode()) for piece in pieces) <= data.STDLIB_BYTES
-    assert pieces == list(read_pieces(None))
+    assert pieces == list(read_items(None))
 
 
 # Byte tokenizer

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.models import data, records
-from infinity.models.data import encode, read_pieces
+from infinity.models.data import encode, read_items
 from infinity.models.reading import open_regular
 from infinity.models.tokenizer import ByteTokenizer
 
@@ -151,10 +151,10 @@ def test_a_line_of_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     line = json.dumps({"text": "x" * 100}).encode() + b"\n"
     monkeypatch.setattr(records, "MOST_LINE_BYTES", len(line))
     (tmp_path / "a.jsonl").write_bytes(line * 2)
-    assert [piece.text for piece in read_pieces(tmp_path / "a.jsonl")] == ["x" * 100] * 2
+    assert [piece.text for piece in read_items(tmp_path / "a.jsonl")] == ["x" * 100] * 2
     monkeypatch.setattr(records, "MOST_LINE_BYTES", len(line) - 1)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: more than 112 B"):
-        list(read_pieces(tmp_path / "a.jsonl"))
+        list(read_items(tmp_path / "a.jsonl"))
 
 
 def test_text_without_lines_is_read_in_pieces(
@@ -162,7 +162,7 @@ def test_text_without_lines_is_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(data, "_PIECE", 1 << 10)
     (tmp_path / "a.txt").write_text("x" * (1 << 20))
-    pieces = list(read_pieces(tmp_path / "a.txt"))
+    pieces = list(read_items(tmp_path / "a.txt"))
     assert max(len(piece.text) for piece in pieces) <= 2 << 10
     assert sum(len(piece.text) for piece in pieces) == 1 << 20
 
@@ -201,13 +201,13 @@ def test_a_folder_is_read_without_what_is_no_file_and_without_going_round(tmp_pa
     (folder / "zero.txt").symlink_to("/dev/zero")
     os.mkfifo(folder / "pipe.jsonl")
     (folder / "inner" / "a.txt").write_text("text")
-    assert [piece.text for piece in read_pieces(folder)] == ["text"]
+    assert [piece.text for piece in read_items(folder)] == ["text"]
 
 
 def test_a_file_that_vanishes_while_a_folder_is_read_is_named(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
-    pieces = read_pieces(tmp_path)
+    pieces = read_items(tmp_path)
     assert next(pieces).text == "text"
     (tmp_path / "b.txt").unlink()
     (tmp_path / "b.txt").symlink_to("nowhere")
@@ -216,7 +216,7 @@ def test_a_file_that_vanishes_while_a_folder_is_read_is_named(tmp_path: Path) ->
     (tmp_path / "a.txt").unlink()
     assert list(files) == []
     with pytest.raises(FileNotFoundError) as caught:
-        list(read_pieces(tmp_path / "a.txt"))
+        list(read_items(tmp_path / "a.txt"))
     assert (
         caught.value.filename == str(tmp_path / "a.txt")
         or caught.value.filename == tmp_path / "a.txt"
@@ -228,7 +228,7 @@ def test_a_file_that_is_cut_while_it_is_read_ends_there(
 ) -> None:
     monkeypatch.setattr(data, "_PIECE", 10)
     (tmp_path / "a.txt").write_text("x" * 100_000)
-    pieces = read_pieces(tmp_path / "a.txt")
+    pieces = read_items(tmp_path / "a.txt")
     first = next(pieces)
     os.truncate(tmp_path / "a.txt", 0)
     rest = list(pieces)

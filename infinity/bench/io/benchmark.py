@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -66,7 +66,7 @@ class Benchmark:
             self._prepare(files, spaces, stack)
             found = self._search(spaces)
             cases = self._cases(found)
-            load = stack.enter_context(_closed(Load())) if plan.load else None
+            load = stack.enter_context(closing(Load())) if plan.load else None
             latencies = self._measure(cases, found.best, load)
             sustained = self._sustain(found) if plan.sustained is not None else None
             rows = self._rows(cases, latencies, load)
@@ -487,11 +487,3 @@ def _sequential(way: Operation, piece: int) -> Pieces:
 
 def _tensors(way: Operation, tensor_bytes: int) -> Pieces:
     return lambda size: patterns.many_tensors(way, size, tensor_bytes)
-
-
-@contextmanager
-def _closed(load: Load) -> Iterator[Load]:
-    try:
-        yield load
-    finally:
-        load.close()

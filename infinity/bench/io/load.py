@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 
 import torch
 
@@ -113,12 +112,7 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopping.set()
         for thread in self._threads:
             thread.join()

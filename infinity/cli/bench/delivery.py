@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from infinity.cli.output import write_file
 
@@ -53,6 +55,21 @@ class Delivery:
             typer.echo(text)
         else:
             table(console)
+
+
+def print_rows(
+    console: Console,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+) -> None:
+    """Print a table with a column of names, and columns of numbers at its right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
 
 
 def say(text: str) -> None:

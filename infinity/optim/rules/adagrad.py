@@ -47,15 +47,12 @@ class Adagrad(Optimizer):
         super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         super().check(group)
         start = group.get("initial_accumulator_value", 0)
         self._check("initial_accumulator_value", start, Range(lambda start: bool(start == 0)))
 
     @classmethod
     def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them."""
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         values = {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
         return Hyper(cls.rule.kernel, step, values)

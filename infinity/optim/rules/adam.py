@@ -57,11 +57,7 @@ class Adam(Optimizer):
 
     @classmethod
     def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them.
-
-        If `bias_correction`, an option of DeepSpeed, is False, both corrections are 1.
-        """
+        """If `bias_correction`, an option of DeepSpeed, is False, both corrections are 1."""
         beta1, beta2 = group["betas"]
         corrects = group.get("bias_correction", True)
         remaining1, remaining2 = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)

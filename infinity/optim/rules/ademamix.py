@@ -79,8 +79,6 @@ class AdEMAMix(Optimizer):
 
     @classmethod
     def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them."""
         beta1, beta2, beta3 = map(float, group["betas"])
         t_alpha = group["t_alpha"]
         values = {

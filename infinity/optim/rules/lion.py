@@ -49,8 +49,6 @@ class Lion(Optimizer):
 
     @classmethod
     def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them."""
         beta1, beta2 = group["betas"]
         values = {
             "lr": float(group["lr"]),

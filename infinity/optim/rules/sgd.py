@@ -59,11 +59,9 @@ class SGD(Optimizer):
 
     @classmethod
     def algorithms(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept."""
         return ("momentum",) if group.get("momentum") else ("sgd", "momentum")
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         super().check(group)
         fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         wrong = f"{group['nesterov']} without momentum, or with dampening,"
@@ -71,8 +69,6 @@ class SGD(Optimizer):
 
     @classmethod
     def hyper(cls, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
-        kernels take them."""
         names = ("momentum", "dampening", "weight_decay", "nesterov")
         values = {"lr": float(group["lr"]), "first_step": step == 1}
         return Hyper(cls.rule.kernel, step, values | {name: group[name] for name in names})

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from infinity.cli.drawing import GREY, INK, ORANGE, TEAL, new_figure, styled, svg
-from infinity.cli.page import card, page, section
+from infinity.cli.bench.delivery import print_rows
+from infinity.cli.drawing import GREY, INK, ORANGE, TEAL, name_rows, new_figure, styled, svg
+from infinity.cli.page import card, page, section, table
 
 HEADINGS = ("update", "bytes", "ns", "GB/s", "rounds", "of loop", "rounds")
 
@@ -57,14 +56,7 @@ def title(result: dict[str, Any]) -> str:
 def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print a table for each size."""
     for result in results:
-        table = Table(
-            title=title(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for number, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-        for row in result["rows"]:
-            table.add_row(*cells(row))
-        console.print(table, markup=False)
+        print_rows(console, HEADINGS, map(cells, result["rows"]), title(result))
         for sentence in sentences(result):
             console.print(sentence, markup=False)
 
@@ -86,10 +78,7 @@ def figure(result: dict[str, Any]) -> str:
                 linewidth=1,
             )
         axes.axvline(rows[0]["gb_per_second_median"], color=INK, linewidth=1, linestyle=(0, (5, 3)))
-        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.grid(visible=False, axis="y")
+        name_rows(axes, [row["name"] for row in rows])
         axes.set_xlabel(
             "GB/s, median of the rounds; the line spans them; dashed: the in-place loop"
         )
@@ -115,20 +104,11 @@ def render(results: Sequence[dict[str, Any]]) -> str:
     ]
     parts.append(f'<div class="cards">{"".join(cards)}</div>')
     for result in results:
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
-        lines = []
-        for row in result["rows"]:
-            name, *numbers = cells(row)
-            lines.append(
-                f"<tr><td>{escape(name)}</td>"
-                + "".join(f'<td class="n">{text}</td>' for text in numbers)
-                + "</tr>"
-            )
         words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result))
-        table = f"<table><tr>{head}</tr>{''.join(lines)}</table>"
         note = (
             "Bytes read plus bytes written for each parameter; ratios are of one round "
             "each. 1 GB is 10^9 bytes."
         )
-        parts.append(section(title(result), note, figure(result) + table + words))
+        shown = table(HEADINGS, map(cells, result["rows"]))
+        parts.append(section(title(result), note, figure(result) + shown + words))
     return page("infinity bench adam", parts)

@@ -16,11 +16,12 @@ from infinity.cli.drawing import (
     ORANGE,
     PURPLE,
     TEAL,
+    name_rows,
     new_figure,
     styled,
     svg,
 )
-from infinity.cli.page import card, page, section
+from infinity.cli.page import card, page, section, table
 from infinity.quantities import format_bytes
 
 
@@ -40,10 +41,7 @@ def modes_figure(rows: Sequence[dict[str, Any]], paths: int) -> str:
             _bar(axes, at - (0.18 if "fio_median_ratio" in row else 0), row, "", color)
             if "fio_median_ratio" in row:
                 _bar(axes, at + 0.18, row, "fio_", GREY)
-        axes.set_yticks(range(len(rows)), [row_name(row, paths) for row in rows])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.grid(visible=False, axis="y")
+        name_rows(axes, [row_name(row, paths) for row in rows])
         axes.set_xlabel(
             "GB/s, median of the rounds; the line spans them"
             + (" (grey: fio)" if _compared(rows) else "")
@@ -119,17 +117,6 @@ def sustained_figure(sustained: dict[str, Any]) -> str:
         return svg(figure, "write speed over time")
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    lines = [
-        f"<tr><td>{escape(row[0])}</td>"
-        + "".join(f'<td class="n">{escape(cell)}</td>' for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    ]
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
-
-
 def render(summary: dict[str, Any]) -> str:
     """The page as HTML text, from the summary of `Benchmark.run`."""
     rows, paths = summary["rows"], len(summary["paths"])
@@ -147,7 +134,7 @@ def render(summary: dict[str, Any]) -> str:
     around = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts(summary)
     )
-    table = _table(HEADINGS, [cells(row, paths) for row in rows])
+    modes = table(HEADINGS, [cells(row, paths) for row in rows])
     note = "Medians of interleaved rounds; 1 GB is 10^9 bytes, latencies are in milliseconds."
     tried = search_figure(summary["search"]["trials"])
     parts = [
@@ -156,7 +143,7 @@ def render(summary: dict[str, Any]) -> str:
             f"{escape(setting_words(summary['best']))}</p></header>"
         ),
         f'<div class="cards">{"".join(cards)}</div>',
-        section("Modes", note, modes_figure(rows, paths) + table),
+        section("Modes", note, modes_figure(rows, paths) + modes),
         section(
             "The search", "Each point is one measurement; the best few were measured again.", tried
         ),

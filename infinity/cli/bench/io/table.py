@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from infinity.cli.bench.delivery import print_rows
 from infinity.quantities import format_bytes
 
 
@@ -158,12 +158,8 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         shown = [cells(row | {"load": None}, len(summary["paths"])) for row in rows]
         used = [number for number in range(len(HEADINGS)) if any(line[number] for line in shown)]
         title = f"infinity bench io{f', beside {load}' if load else ''} (p50, p99, p99.9 in ms)"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for number in used:
-            table.add_column(HEADINGS[number], justify="right" if number else "left", no_wrap=True)
-        for line in shown:
-            table.add_row(*(line[number] for number in used))
-        console.print(table, markup=False)
+        headings, *lines = ([line[number] for number in used] for line in (HEADINGS, *shown))
+        print_rows(console, headings, lines, title)
     around = Table(show_header=False, box=None)
     around.add_column(style="bold", no_wrap=True)
     around.add_column(overflow="fold")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from infinity.cli.drawing import GREY, INK, RED, TEAL, new_figure, styled, svg
-from infinity.cli.page import card, page, section
+from infinity.cli.bench.delivery import print_rows
+from infinity.cli.drawing import GREY, INK, RED, TEAL, name_rows, new_figure, styled, svg
+from infinity.cli.page import card, page, section, table
 from infinity.quantities import format_bytes
 
 _WORDS = {
@@ -163,16 +162,8 @@ ROOFLINE_HEADINGS = ("device", "work of a step", "gives", "s", "of step")
 def print_table(result: dict[str, Any], console: Console) -> None:
     """Print both tables and the sentences."""
     console.print(title(result), markup=False, highlight=False)
-    for headings, rows in (
-        (STEP_HEADINGS, step_rows(result)),
-        (ROOFLINE_HEADINGS, roofline_rows(result)),
-    ):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table, markup=False)
+    print_rows(console, STEP_HEADINGS, step_rows(result))
+    print_rows(console, ROOFLINE_HEADINGS, roofline_rows(result))
     for sentence in sentences(result):
         console.print(sentence, markup=False, highlight=False)
 
@@ -197,27 +188,13 @@ def figure(result: dict[str, Any]) -> str:
             axes.barh(at, value, height=0.5, color=color)
         axes.plot([step["lowest"], step["highest"]], [0, 0], color=INK, linewidth=1)
         axes.axvline(roofline["bound_seconds"], color=INK, linewidth=1, linestyle=(0, (5, 3)))
-        axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(bars) - 0.5, -0.5)
-        axes.grid(visible=False, axis="y")
+        name_rows(axes, [name for name, _, _ in bars])
         axes.set_xlabel("seconds per step; dashed: the bound; below it what the step waited for")
         return svg(drawing, "seconds of a step by device")
 
 
 def render(result: dict[str, Any]) -> str:
     """The page as HTML text."""
-
-    def table(headings: Row, rows: list[Row]) -> str:
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-        lines = [
-            f"<tr><td>{escape(n)}</td>"
-            + "".join(f'<td class="n">{escape(c)}</td>' for c in rest)
-            + "</tr>"
-            for n, *rest in rows
-        ]
-        return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
-
     cards = [
         card(
             "step",
