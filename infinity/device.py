@@ -246,6 +246,7 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, cudart: Any = None) -> None:
+        self._cudart = cudart
         self._pinning = None if cudart is None or nbytes == 0 else Pinning(nbytes, cudart)
         # Torch fills it on all of its threads. Pinning would touch all pages on one.
         self.tensor = huge_pages(nbytes, inherited=cudart is None)
@@ -253,7 +254,7 @@ class HostMemory:
 
     def pin(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
         """Pin it, on a thread inside of `beside()` if that takes long; see `Pinning.begin`. Called
-        once."""
+        once, and by `restore`."""
         if self._pinning is not None:
             self._pinning.begin(self.tensor, beside)
 
@@ -265,6 +266,26 @@ class HostMemory:
     def cut(self, tensor: torch.Tensor) -> list[int] | None:
         """The sizes in bytes of the copies of `tensor`; see `Pinning.cut`."""
         return None if self._pinning is None else self._pinning.cut(tensor)
+
+    def release(self) -> None:
+        """Unpin, and give the pages back. The address stays, and the content is lost. A second call
+        does nothing."""
+        if self._pinning is not None:
+            self._pinning.close()
+            self._pinning = None
+        if self.tensor.numel():
+            advise = ctypes.CDLL(None, use_errno=True).madvise
+            address, nbytes = self.tensor.data_ptr(), self.tensor.numel()  # it begins at a page
+            if advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "the kernel takes no memory back (madvise)")
+
+    def restore(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
+        """After `release`: touch all pages, which are zeros then, and pin them as `pin` does.
+        Raises the errors of `touch`."""
+        touch(self.tensor)
+        if self._cudart is not None and self.tensor.numel():
+            self._pinning = Pinning(self.tensor.numel(), self._cudart)
+        self.pin(beside)
 
     def close(self) -> None:
         """Unpin. The pages are freed with the last tensor on them."""
@@ -443,6 +464,36 @@ class ComputeDevice:
             return self.host_memory(nbytes)
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give back all host memory, and `memory`, of `compute_memory`, with what torch caches
+        there. Content is lost. Every tensor keeps its place in its memory. No copy is under way. A
+        second call does nothing.
+
+        Addresses on the host stay. `memory` keeps its storage, whose address `restore` may change.
+        """
+        for host in self._host:
+            host.release()
+        if memory.device.type != "cpu":
+            self._runtime.synchronize(self.torch)
+            memory.untyped_storage().resize_(0)
+            self._runtime.empty_cache()
+
+    def restore(self, memory: torch.Tensor) -> None:
+        """After `release`: take the memory again, with undefined content, and pin it. May be called
+        again after a failure and another `release`. Raises `BudgetError` if the device or the host
+        has no room, and the errors of `await_pinned`."""
+        if memory.device.type != "cpu":
+            try:
+                memory.untyped_storage().resize_(int(memory.storage_offset()) + memory.numel())
+            except torch.OutOfMemoryError as error:
+                raise BudgetError(
+                    f"{self.name} has no room for the {format_bytes(memory.numel())} of the "
+                    "engine that wakes; free memory there, and call engine.wake() again"
+                ) from error
+        for host in self._host:
+            host.restore(self._on_a_thread)
+        self.await_pinned()
 
     def await_stream(self) -> None:
         """Return when all work on the caller's stream has ended. Then copies to the same memory,

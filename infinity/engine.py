@@ -46,11 +46,13 @@ from infinity.report import Report, Reporter
 from infinity.schedule.planner import Traffic
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
+from infinity.sharding.gradient_ledger import GradientState
 from infinity.sharding.parameter import TRAINED
 from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.tiles import JoinedTiles, TiledWeight, named_wholes, pieces_of
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import described
+from infinity.sharding.watch import together
 from infinity.tiers.store import Store
 from infinity.unwrapping import rejoin, unwrap
 from infinity.weights.load import buffer_names, persistent_buffers
@@ -318,6 +320,7 @@ class Engine:
         `wrap`. Raises `CheckpointError` if the checkpoint cannot be written. Then files that were
         there are unchanged, and training can continue.
         """
+        self._store.latch.check_awake()
         self._check_complete()
         self._checkpoints.save(
             self._buffers(),
@@ -362,6 +365,7 @@ class Engine:
                 "save_checkpoint, which training waits for"
             )
         with self._refused_together():
+            self._store.latch.check_awake()
             path = _path_of(directory)
             given = read_item(pack_item("extra", dict(_given(extra))).getvalue())
             durability.snapshots.check()
@@ -425,6 +429,7 @@ class Engine:
         is compared with its digest as it is read. If damage shows in the middle of the load, the
         engine cannot continue. No code of the checkpoint runs.
         """
+        self._store.latch.check_awake()
         loading = nullcontext() if self._durability is None else self._durability.loading()
         with loading:
             return self._checkpoints.load(
@@ -511,7 +516,8 @@ class Engine:
         return self._reporter.plan()
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use now, per tier."""
+        """Bytes in use now, per tier. While the engine sleeps, the file of its memory counts as
+        NVMe."""
         return self._store.used()
 
     def activity(self) -> dict[str, float]:
@@ -541,9 +547,64 @@ class Engine:
         """Wait until no update is under way; raises `EngineClosedError` if one failed."""
         self._updater.rest()
 
+    def sleep(self) -> int:
+        """Between two steps: give the memory of the engine back until `wake`, for another program
+        on the same device. Returns the bytes of the file that has the content meanwhile.
+
+        Frees `gpu_memory` and `cpu_memory`: homes and the cache go to a file without a name in the
+        first `nvme` directory, or in that of `tempfile`. Copies on the device are dropped. States
+        in the files of the engine stay there. Training then continues with the same bits. Waits
+        for updates and commits under way. A second call does nothing and returns 0. All ranks call
+        it at the same place.
+
+        Until `wake`, every use of the model, its optimizers and checkpoints raises
+        `EngineClosedError`. `memory`, `activity`, `report` and `close` work.
+
+        Raises `RuntimeError` inside of a forward, a backward or `infinity.gathered`, while
+        gradients wait for a step, while a snapshot is under way, and while tensors that a forward
+        saved wait for the backward. Raises `ConfigError` if drives write to the memory of the GPU
+        (`gpu_direct`), `FileError` if the directory cannot have the file, and `InfinityError` if
+        another rank raises. Then nothing has changed, on all ranks.
+        """
+        what = "engine.sleep()"
+        self._store.latch.check_process()
+        self._executions.refuse_inside(what)
+        if self._store.latch.asleep:
+            return 0
+        self._executions.end_interrupted()
+        self._store.latch.check()
+        exchange, durability = self._exchange, self._durability
+        try:
+            with (
+                nullcontext()
+                if exchange is None
+                else together(exchange.ranks, self._store.patience)
+            ):
+                snapshot = None if durability is None else durability.snapshots.under_way
+                _refuse_sleep(self._store, self._units, snapshot)
+                self._updater.rest()
+                if durability is not None:
+                    durability.rest()
+                nbytes = self._store.sleep.save(self._state_directory)
+        except BaseException:
+            self._store.sleep.close()
+            raise
+        self._store.sleep.begin()
+        return nbytes
+
+    def wake(self) -> None:
+        """Take back the memory that `sleep` gave away, with its content. Does nothing while the
+        engine is awake. All ranks call it at the same place.
+
+        Raises `BudgetError` if the device or the host has no room, and `FileError` if the file
+        cannot be read. The engine sleeps still then, and `wake` may be called again.
+        """
+        self._store.latch.check_process()
+        self._store.sleep.end()
+
     def close(self) -> None:
         """Finish pending updates, end every thread, remove hooks and files, free memory. May be
-        called twice."""
+        called twice, and while the engine sleeps."""
         Engine.open.discard(self)
         detached = self._finalizer.detach()
         if detached is not None:
@@ -573,6 +634,7 @@ class Engine:
         `infinity.gathered`, `RuntimeError` inside of a forward or backward, `FileError` if there is
         no space, and `EngineClosedError` after the end of the engine, before anything is changed.
         """
+        self._store.latch.check_awake()
         self.refuse_inside("engine.unwrap()")
         self._executions.end_interrupted()
         model, files = self.model, self._state_directory
@@ -605,6 +667,37 @@ def _path_of(directory: object) -> Path:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `model` itself has an engine."""
     return ATTRIBUTE in vars(model)
+
+
+def _refuse_sleep(store: Store, units: Sequence[Unit], snapshot: SnapshotTask | None) -> None:
+    """Raise unless the engine may give its memory back."""
+    pending = GradientState.COLLECTING, GradientState.SETTLED
+    for unit in units:
+        ledger = unit.gradients.ledger
+        if unit.blocks[Kind.PARAM].copy.pins:
+            raise RuntimeError(
+                f"{unit.facts.name} is in use; call engine.sleep() after infinity.gathered"
+            )
+        if ledger.state in pending and ledger.present():
+            raise RuntimeError(
+                f"the gradient of {unit.facts.names[ledger.present()[0]]} waits for a step; call "
+                "engine.sleep() after optimizer.step(), or after model.zero_grad()"
+            )
+    if store.activations is not None and store.activations.saves():
+        raise RuntimeError(
+            "tensors that a forward saved wait for the backward; call engine.sleep() after "
+            "loss.backward(), or drop the loss"
+        )
+    if snapshot is not None:
+        raise RuntimeError(
+            f"a snapshot of step {snapshot.step} is being written to {snapshot.directory}; wait "
+            "for it (wait()), or end it (cancel()), before engine.sleep()"
+        )
+    if store.nvme.direct:
+        raise ConfigError(
+            "drives write to the memory of the GPU (GPUDirect Storage), which engine.sleep() "
+            "cannot give back; set Tuning(gpu_direct='off')"
+        )
 
 
 def _values(unit: Unit) -> Iterator[torch.Tensor]:

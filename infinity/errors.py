@@ -49,7 +49,7 @@ class PathInUseError(InfinityError, RuntimeError):
 
 
 class EngineClosedError(InfinityError, RuntimeError):
-    """The engine was closed, or failed earlier; the first failure is the `__cause__`."""
+    """The engine was closed, sleeps, or failed earlier; the first failure is the `__cause__`."""
 
 
 class NonFiniteError(InfinityError, ArithmeticError):

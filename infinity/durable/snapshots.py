@@ -33,10 +33,15 @@ class Snapshots:
         self._agreement = agreement
         self._task: SnapshotTask | None = None
 
+    @property
+    def under_way(self) -> SnapshotTask | None:
+        """The snapshot that is being written, if any."""
+        return None if self._task is None or self._task.done() else self._task
+
     def check(self) -> None:
         """Raise `ConfigError` while a snapshot is under way."""
-        task = self._task
-        if task is not None and not task.done():
+        task = self.under_way
+        if task is not None:
             raise ConfigError(
                 f"a snapshot of step {task.step} is being written to {task.directory}, and there "
                 "is one at a time: wait for it (wait()), or end it (cancel())"
@@ -88,7 +93,7 @@ class Snapshots:
     def finishing(self) -> Iterator[None]:
         """Finish the snapshot that is under way, if any, after the block. An exception meanwhile,
         such as of Ctrl-C, cancels it."""
-        task = self._task
+        task = self.under_way
         try:
             yield
             if task is not None and not task.done():

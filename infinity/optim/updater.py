@@ -355,8 +355,9 @@ class Updater(Updates):
         Then states may be read and written. Delayed updates become the content of every unit that
         is not in use.
 
-        Raises `EngineClosedError` if an update failed.
+        Raises `EngineClosedError` if an update failed, and while the engine sleeps.
         """
+        self._store.latch.check_awake()
         self.rest()
         self.land()
 
@@ -372,6 +373,7 @@ class Updater(Updates):
     def look(self) -> None:
         """Like `drain`, for a caller that reads parameters only. In a cycle it reads the values
         that the model uses until the next step, because the backward still needs them."""
+        self._store.latch.check_awake()
         if self._runtime.training():
             self.rest()
         else:

@@ -165,6 +165,7 @@ class States:
 
     def begin_rewrite(self, kind: Kind) -> list[Block]:
         """The blocks of `kind`. The caller rewrites all of them until `Residency.end_update`."""
+        self._store.latch.check_awake()
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         blocks = [self._blocks[k] for k in kinds]
         self._listeners.updates.rollback(self.facts)

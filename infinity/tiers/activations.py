@@ -117,6 +117,14 @@ class Activations:
         self._ending: list[SavedStorage] = []  # dropped, with a transfer in flight
         self._stacks = Stacks()
 
+    def saves(self) -> bool:
+        """Whether a storage is saved that a backward may still fetch. Waits for the transfers of
+        storages that were dropped."""
+        with self._locked():
+            while self._ending:
+                self._finish(self._ending.pop())
+        return self.counts.live > 0
+
     # Saving
 
     def save(self, storage: torch.UntypedStorage) -> SavedStorage | None:

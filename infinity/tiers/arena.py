@@ -28,7 +28,6 @@ class Lease:
         self._arena, self._owner = arena, owner
         self.offset, self.nbytes = offset, nbytes
         self.tensor = arena.memory[offset : offset + nbytes]
-        self.address = self.tensor.data_ptr()
         self._active = True
 
     def holds(self, offset: int) -> bool:
@@ -128,6 +127,12 @@ class Arenas:
         closing.callback(self.cpu.drop)
         self.staging = Arena(host(rooms.host.slots * rooms.slot), rooms.slot, poison)
         closing.callback(self.staging.drop)
+
+    def poison(self) -> None:
+        """Fill memory whose content is lost with NaN, if leases do so at their end."""
+        for arena in (self.gpu, self.cpu, self.staging):
+            if arena.poison:
+                arena.memory.fill_(POISON)
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease on `tier`, a tier in memory, that never ends. Raises `RuntimeError` without

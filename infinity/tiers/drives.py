@@ -65,6 +65,7 @@ class NvmeTier:
         it."""
         self.originals = Originals(engine, REQUEST_BYTES)
         """Files of the user that are homes, beside the directories."""
+        self._registered: list[torch.Tensor] = []
         self._parts.callback(self.originals.close)
         self._parts.callback(places.close)
         self._unflushed: str | None = None  # the file whose flush has failed
@@ -120,8 +121,24 @@ class NvmeTier:
             raise
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU. An
-        engine may refuse."""
+        """Let every engine pin `memory` until `forget_memory` or `close`, so that requests in it
+        cost less CPU. An engine may refuse."""
+        self._registered.append(memory)
+        self._pin(memory)
+
+    def forget_memory(self) -> None:
+        """Let no engine pin the registered memory any more. No request is under way. Otherwise an
+        engine would continue to use the pages that are given back."""
+        for memory in self._registered:
+            for engine in filter(None, (*self.engines, self.originals.engine)):
+                engine.forget_memory(memory.data_ptr())
+
+    def register_again(self) -> None:
+        """Undo `forget_memory`."""
+        for memory in self._registered:
+            self._pin(memory)
+
+    def _pin(self, memory: torch.Tensor) -> None:
         if memory.numel() > 0:
             for engine in filter(None, (*self.engines, self.originals.engine)):
                 try:

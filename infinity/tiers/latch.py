@@ -1,4 +1,5 @@
-"""Whether the store can continue: open, failed, closed, or in a forked child. It never reopens."""
+"""Whether the store can continue: open, asleep, failed, closed, or in a forked child. It never
+reopens after a failure or `close`."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ class Latch:
         self._process = os.getpid()
         self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
+        self.asleep = False
+        """Whether the store has given its memory back (`infinity.tiers.sleep`)."""
         self._listeners: list[Callable[[EngineClosedError], None]] = []
 
     def add_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
@@ -91,15 +94,27 @@ class Latch:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
 
-    def check_usable(self) -> None:
-        """Raise if no block can be fetched: `EngineClosedError` in a forked child, `RuntimeError`
-        while a CUDA graph is captured."""
+    def check_awake(self) -> None:
+        """Raise `EngineClosedError` while the store sleeps."""
+        if self.asleep:
+            raise EngineClosedError(
+                "the engine sleeps, and has given its memory back; call engine.wake() first"
+            )
+
+    def check_process(self) -> None:
+        """Raise `EngineClosedError` in a forked child."""
         if os.getpid() != self._process:
             raise EngineClosedError(
                 "this process was forked from the one that wrapped the model, and has neither its "
                 "threads nor its files; use the model there, or start processes with "
                 "torch.multiprocessing's 'spawn' and wrap a model in each"
             )
+
+    def check_usable(self) -> None:
+        """Raise if no block can be fetched: `EngineClosedError` in a forked child and while the
+        store sleeps, `RuntimeError` while a CUDA graph is captured."""
+        self.check_process()
+        self.check_awake()
         if self._device.is_capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured, and its replay would skip the work of the engine "

@@ -508,6 +508,19 @@ class Residency:
         for block in queued:
             self._listeners.placed(block.unit)
 
+    def empty(self) -> None:
+        """Evict every copy, once nothing is on its way to it or from it. Blocks that are at home on
+        the compute device stay. No caller uses a block, and no update is under way."""
+        for block in self._blocks:
+            if block.permanent:
+                continue
+            self.rollback(block)
+            self.await_idle(block)
+            with self._changed:
+                if block.copy.lease is not None:
+                    block.copy.evict()
+                    self._leave(block)
+
     def close(self) -> None:
         """End the thread that finishes fetches, and return when no copy uses a place any more."""
         self._mover.close()

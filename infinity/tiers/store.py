@@ -3,6 +3,7 @@
 The store opens its parts in order, hands them out, and closes them in reverse:
 
     layout    where every block is at home (`infinity.placement`)
+    sleep     gives the memory back between steps, and takes it again
     resident  copies of parameters on the compute device, for the model
     staging   chunks of blocks on the host, for the optimizer and readers of states
     latch     whether the store can continue
@@ -39,6 +40,7 @@ from infinity.tiers.latch import Latch
 from infinity.tiers.originals import FileExtent
 from infinity.tiers.places import KeptStates, Places
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
+from infinity.tiers.sleep import Sleep
 from infinity.tiers.staging import Staging
 from infinity.tiers.states_files import ExtentTransfer
 
@@ -56,13 +58,15 @@ class Store:
     """
 
     layout: Layout
-    """The decision about all blocks. `open` sets it and the next three attributes."""
+    """The decision about all blocks. `open` sets it and the next four attributes."""
     resident: Residency
     """The copies of parameters on the compute device."""
     staging: Staging
     """The chunks of blocks on the host."""
     addresses: Addresses
     """The blocks at addresses on the compute device."""
+    sleep: Sleep
+    """Gives the memory back between steps, and takes it again."""
     _arenas: Arenas
     is_durable = False
     """Whether the states outlive the process (`infinity.durable.store`)."""
@@ -169,6 +173,10 @@ class Store:
             self.resident = Residency(gpu, self._blocks, layout, loader, self.latch, listeners)
             self._closing.callback(self.resident.close)
             self.addresses = Addresses(gpu, self._blocks, self._changed)
+            self.sleep = Sleep(
+                self._arenas, self._blocks, self.device, self.nvme, self.resident, self.latch
+            )
+            self._closing.callback(self.sleep.close)
         except BaseException:
             self.close()
             raise
@@ -318,7 +326,9 @@ class Store:
         return sum(block.moved_bytes for block in self._blocks if block.original is not None)
 
     def forget(self, block: Block) -> None:
-        """Make `block` read as zeros again, without I/O."""
+        """Make `block` read as zeros again, without I/O. Raises `EngineClosedError` while the store
+        sleeps."""
+        self.latch.check_awake()
         with self._changed:
             block.home.forget()
             self.device.await_stream()
@@ -335,9 +345,12 @@ class Store:
         return sum(each.cached_bytes for each in placed)
 
     def used(self) -> dict[str, int]:
-        """Bytes in use now, per tier."""
+        """Bytes in use now, per tier. While the store sleeps, its file counts as NVMe."""
         with self._changed:
             self.latch.check_open()
+            if self.latch.asleep:
+                reserved = self.nvme.extents.reserved
+                return {GPU.name: 0, CPU.name: 0, NVME.name: reserved + self.sleep.nbytes}
             saved = self.activations.memory.used if self.activations is not None else 0
             host = self._arenas.cpu.used + self._arenas.staging.used + saved
             device, nvme = self._arenas.gpu.used, self.nvme.extents.reserved

@@ -107,7 +107,10 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {name: tensor.to(queued.NAME) for name, tensor in text_batch(step).items()}
 
 
-def train(engine: infinity.Engine, accumulation: int = 1) -> dict[str, Any]:
+def train(
+    engine: infinity.Engine, accumulation: int = 1, stepped: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Three steps; `stepped` is called after each."""
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
     losses, norms = [], []
     batches = [batch(number) for number in range(3 * accumulation)]
@@ -120,6 +123,7 @@ def train(engine: infinity.Engine, accumulation: int = 1) -> dict[str, Any]:
             losses.append(loss.detach())
         optimizer.step()
         norms.append(optimizer.grad_norm)
+        stepped()
     return {
         "losses": torch.stack(losses).cpu(),
         "norms": torch.tensor(norms),
@@ -213,6 +217,60 @@ def test_closing_leaves_no_copy_behind(wrap: Wrap, machine: Any) -> None:
     engine.close()
     counts = machine.native.counts()
     assert (counts["uploads"], counts["downloads"]) == (0, 0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_engine_that_sleeps_has_no_memory_of_the_device(
+    placement: str, wrap: Wrap, machine: Any
+) -> None:
+    """Others take it. Afterward it is elsewhere. Nothing on the host stays pinned meanwhile."""
+    expected = train(wrap(precision="bf16", **HOST))
+    pinned = len(machine.native.registrations())
+    machine.set_pace(1, random=True, compute_us=30, copy_us=300)
+    engine = wrap(precision="bf16", **PLACEMENTS[placement])
+    memory = Probe(engine).memory("gpu")
+    taken, addresses = [], [memory.data_ptr()]
+
+    def sleep() -> None:
+        engine.drain()
+        machine.synchronize()
+        before, held = machine.native.allocated(), memory.untyped_storage().nbytes()
+        engine.sleep()
+        machine.synchronize()
+        assert before - machine.native.allocated() == held > 0
+        assert len(machine.native.registrations()) == pinned
+        taken.append(torch.full((held,), 0x7F, dtype=torch.uint8, device=queued.NAME))
+        engine.wake()
+        addresses.append(memory.data_ptr())
+
+    assert differences(train(engine, stepped=sleep), expected) == []
+    assert len(set(addresses)) > 1
+
+
+def test_a_device_without_room_leaves_the_engine_asleep(
+    wrap: Wrap, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(wrap(**HOST))
+    engine = wrap(**PLACEMENTS["all on the device"])
+
+    def sleep() -> None:
+        engine.sleep()
+        with monkeypatch.context() as patch:
+            resize = torch.UntypedStorage.resize_
+
+            def full(storage: torch.UntypedStorage, nbytes: int) -> Any:
+                if nbytes:
+                    raise torch.OutOfMemoryError
+                return resize(storage, nbytes)
+
+            patch.setattr(torch.UntypedStorage, "resize_", full)
+            with pytest.raises(infinity.BudgetError, match=r"free memory there, and call engine"):
+                engine.wake()
+        with pytest.raises(infinity.EngineClosedError, match="sleeps"):
+            engine.model(**batch(0))
+        engine.wake()
+
+    assert differences(train(engine, stepped=sleep), expected) == []
 
 
 @pytest.fixture

@@ -606,6 +606,12 @@ class Wrapped(Player):
         self.engine.drain()
         self.engine.report()
         self.engine.memory()
+        try:
+            self.engine.sleep()
+        except (RuntimeError, infinity.InfinityError) as error:
+            if "call engine.sleep() after" not in str(error):
+                raise
+        self.engine.wake()
 
     def save(self) -> None:
         self.engine.save_checkpoint(self._directory / "checkpoint", self.optimizer, {"saved": 1})

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.nvme import functions
 from infinity.placement.spec import Kind
+
+
+def shared_io() -> Any:
+    """The native I/O engine of the functions of `infinity.nvme`."""
+    return functions._shared.get().engine
 
 
 class Probe:

@@ -382,7 +382,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_pinned_stays_and_is_right(self) -> None:
         for block, span in self.seen.items():
-            assert block.copy.lease is not None and block.copy.lease.address == span.data_ptr()
+            lease = block.copy.lease
+            assert lease is not None and lease.tensor.data_ptr() == span.data_ptr()
             assert torch.equal(
                 span[block.spec.at : block.spec.at + block.nbytes], self.contents[block]
             )

@@ -112,6 +112,9 @@ class _Runtime(ModuleType):
 
     memory_allocated = max_memory_allocated = memory_reserved
 
+    def empty_cache(self) -> None:
+        pass
+
     def reset_peak_memory_stats(self, device: object = None) -> None:
         pass
 

@@ -200,6 +200,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* address) const override { return machine().is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   c10::Device getDeviceFromPtr(void*) const override { return {kQueued, 0}; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t nbytes) const override {
+    TORCH_CHECK(nbytes == 0 || storage.nbytes() == 0, "the simulated device does not move what is resized");
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(allocator.allocate(nbytes));
+    storage.unsafeGetStorageImpl()->set_nbytes(nbytes);
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     static const at::Generator generator = at::globalContext().defaultGenerator(c10::kCPU);
     return generator;
@@ -504,6 +509,12 @@ PYBIND11_MODULE(_queued, m) {
   m.def("registrations", [] {
     const std::lock_guard lock(machine().mutex);
     return machine().pinned;
+  });
+  m.def("allocated", [] {
+    const std::lock_guard lock(allocations().mutex);
+    std::size_t nbytes = 0;
+    for (const auto& [address, one] : allocations().all) nbytes += one->nbytes;
+    return nbytes;
   });
   m.def("hold", [] { here().wait_for(machine().gate = std::make_shared<Recording>()); });
   m.def("let_go", [] { machine().gate->end(); });
