@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.cli.failure import PlainDebug, plain_failures, say
+from infinity.cli.failure import plain_failures, say
+from infinity.cli.options import AsJson, Debug
 from infinity.config import Config
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def explain(
     hidden_size: Annotated[
         int | None, typer.Option(min=1, help='Of the model; some "auto" values depend on it.')
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: PlainDebug = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Show how each key of a DeepSpeed configuration is treated. The exit status is 1 if the
     configuration is refused."""

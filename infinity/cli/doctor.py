@@ -27,8 +27,8 @@ from infinity.bench.machine import (
     lines,
     memlock_limit,
 )
-from infinity.cli.failure import PlainDebug, plain_failures
-from infinity.cli.options import HiddenNvme, parse_directory, same_directories
+from infinity.cli.failure import plain_failures
+from infinity.cli.options import AsJson, Debug, HiddenNvme, parse_directory, same_directories
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, Budgets, Memory, choose, read_host
 from infinity.quantities import format_bytes
@@ -285,8 +285,8 @@ def doctor(
         ),
     ] = None,
     nvme: HiddenNvme = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: PlainDebug = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Show the capabilities of this machine and the sizes of models that fit: versions, instruction
     sets, io_uring, memory, NVMe directories. Writes 64 MiB to each directory to measure its

@@ -8,7 +8,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import typer
 
@@ -19,8 +18,6 @@ EXPECTED = (InfinityError, ValueError, OSError)
 """Errors of the environment and of wrong input. Any other exception is a defect."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells: 128 + SIGINT."""
-PlainDebug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
-"""The option of commands whose help has no panels."""
 
 
 def say(text: str) -> None:

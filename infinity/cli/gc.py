@@ -15,8 +15,8 @@ import typer
 
 from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
-from infinity.cli.failure import PlainDebug, plain_failures
-from infinity.cli.options import parse_directory
+from infinity.cli.failure import plain_failures
+from infinity.cli.options import AsJson, Debug, parse_directory
 from infinity.cli.ranks import own_directories
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
@@ -169,8 +169,8 @@ def gc(
             "--committed", help="Also remove states that were committed, of --durability."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: PlainDebug = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Remove leftovers of dead runs from NVMe and checkpoint directories. Refuses a directory that
     a live process uses."""

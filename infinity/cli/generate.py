@@ -104,8 +104,6 @@ KvMemory = Annotated[
         rich_help_panel=o.PANEL,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print texts and figures as one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     kv_memory: KvMemory = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
     **knobs: Any,
 ) -> None:
     """Continue prompts with a model that is larger than the compute device, or talk with it.

@@ -119,7 +119,7 @@ def _option(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
         (kind,) = (each for each in get_args(kind) if each is not type(None))
     if kind == Paths:
         kind, optional, default = list[Path], True, None
-        details |= {"parser": parse_directory, "metavar": "PATH"}
+        details |= {"parser": parse_directory, "metavar": "DIR"}
     elif kind in _PARSED:
         kind, details["parser"], details["metavar"] = _PARSED[kind]
         if isinstance(default, int):

@@ -190,6 +190,7 @@ Lora = Annotated[
     typer.Option(
         min=1,
         max=1 << 16,
+        metavar="RANK",
         help="Train LoRA adapters of this rank, and nothing else. The output has these alone.",
         show_default="none: all parameters",
         rich_help_panel=_LORA,
@@ -416,7 +417,7 @@ WriteReport = Annotated[
 ]
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print the summary as one JSON object.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel=_OUTPUT),
 ]
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)

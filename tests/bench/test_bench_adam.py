@@ -89,9 +89,9 @@ def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
 
 def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -> None:
     result = run(
-        "--parameters",
+        "--count",
         "100K",
-        "--parameters",
+        "--count",
         "70K",
         "--rounds",
         2,
@@ -116,7 +116,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -
 
 
 def test_without_peers_and_as_json_only() -> None:
-    result = run("--parameters", "100K", "--rounds", 1, "--no-peers", "--json", "-")
+    result = run("--count", "100K", "--rounds", 1, "--no-peers", "--json", "-")
     (size,) = json.loads(result.stdout)["results"]
     assert [row["name"] for row in size["rows"]] == [
         "in-place loop",
@@ -132,8 +132,8 @@ def test_without_peers_and_as_json_only() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--parameters", "1000"], "1000 parameters stay in the caches; measure at least 65536"),
-        (["--parameters", "100T"], "are free; measure fewer"),
+        (["--count", "1000"], "1000 parameters stay in the caches; measure at least 65536"),
+        (["--count", "100T"], "are free; measure fewer"),
         (["--json", "/nowhere/r.json"], "--json /nowhere/r.json cannot be written"),
     ],
 )

@@ -567,7 +567,7 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert "nothing is left to measure: --mode is empty" in refusal(
         "--nvme", tmp_path, "--mode", "read", "--no-read"
     )
-    for option in ("--json", "--report", "--config"):
+    for option in ("--json", "--report", "--block"):
         assert f"{option} {tmp_path}/no/file cannot be written" in refusal(
             "--nvme", tmp_path, option, tmp_path / "no/file"
         )
@@ -704,7 +704,7 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
     result = run(
         *(word for path in paths for word in ("--nvme", path)),
         *SMALL,
-        "--parameters",
+        "--count",
         "50M",
         "--load",
         "--endurance",
@@ -717,7 +717,7 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
         out["result.json"],
         "--report",
         out["page.html"],
-        "--config",
+        "--block",
         out["block.json"],
     )
     assert result.exit_code == 0, result.stderr
@@ -997,7 +997,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Plan:
 
 
 def test_what_is_measured_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = plan_of(monkeypatch, "--nvme", tmp_path, "--no-read", "--parameters", "1.5B")
+    found = plan_of(monkeypatch, "--nvme", tmp_path, "--no-read", "--count", "1.5B")
     assert found.modes == tuple(mode for mode in MODES if mode != "read")
     assert found.model_parameters == 1_500_000_000
 

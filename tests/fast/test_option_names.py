@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,15 +56,47 @@ def _usual() -> dict[str, Any]:
     return {"parameters": "cpu", "optimizer": "cpu"}
 
 
-def test_json_is_printed_without_a_file() -> None:
-    """In every command that has the option."""
-    found = 0
+def options_of_commands() -> Iterator[tuple[Any, Any]]:
+    """Each command with each of its options and arguments."""
     pending: list[Any] = [typer.main.get_command(app)]
     while pending:
         command = pending.pop()
         pending += getattr(command, "commands", {}).values()
-        for each in command.params:
-            if "--json" in each.opts:
-                found += 1
-                assert each.is_flag or isinstance(command, JsonCommand), command.name
-    assert found >= 8
+        yield from ((command, each) for each in command.params)
+
+
+def test_json_is_printed_without_a_file() -> None:
+    """In every command that has the option."""
+    found = [(command, each) for command, each in options_of_commands() if "--json" in each.opts]
+    assert len(found) >= 8
+    for command, each in found:
+        assert each.is_flag or isinstance(command, JsonCommand), command.name
+
+
+SEVERAL_KINDS = {
+    "--json",  # beside charts and traces, also to a file
+    "--report",  # a file of its own, or one of --output
+    "--durability",  # commands that plan or run a training add auto
+    "--verify",  # a flag of a reader, a moment of a run
+    "--model",  # a directory with the description, or a name
+    "--nvme",  # hidden where directories are arguments
+}
+
+
+def test_options_of_one_name_take_values_of_one_kind() -> None:
+    kinds: dict[str, set[str | None]] = {}
+    for _, each in options_of_commands():
+        for name in (name for name in each.opts if name.startswith("--")):
+            kinds.setdefault(name, set()).add("flag" if each.is_flag else each.metavar)
+    assert {name for name, found in kinds.items() if len(found) > 1} == SEVERAL_KINDS
+
+
+def test_an_option_of_one_name_reads_or_writes() -> None:
+    """In all commands alike."""
+    writes: dict[str, set[bool]] = {}
+    for _, each in options_of_commands():
+        if each.metavar in ("FILE", "[FILE]"):
+            is_written = each.help.startswith(("Write", "Print", "Draw"))
+            writes.setdefault(each.opts[0], set()).add(is_written)
+    assert writes["--config"] == {False}
+    assert all(len(found) == 1 for found in writes.values())

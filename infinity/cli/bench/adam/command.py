@@ -14,10 +14,11 @@ from infinity.cli.options import Debug
 Parameters = Annotated[
     list[int] | None,
     typer.Option(
+        "--count",
         parser=parse_count,
         metavar="COUNT",
         show_default="100M",
-        help="How many are updated; several for several sizes.",
+        help="How many parameters are updated; several for several sizes.",
     ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians count.")]

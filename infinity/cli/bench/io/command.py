@@ -167,10 +167,11 @@ TensorBytes = Annotated[
 Parameters = Annotated[
     int,
     typer.Option(
+        "--count",
         parser=parse_count,
         metavar="COUNT",
         show_default="7B",
-        help="The model of replay: 14 bytes read, 12 written each.",
+        help="Parameters of the model of replay: 14 bytes read, 12 written each.",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -270,10 +271,10 @@ RoundSeconds = Annotated[
     ),
 ]
 
-ConfigFile = Annotated[
+BlockFile = Annotated[
     Path | None,
     typer.Option(
-        "--config",
+        "--block",
         metavar="FILE",
         help="Write the block for infinity.Config and DeepSpeed.",
         rich_help_panel=OUTPUT,
@@ -319,7 +320,7 @@ def io(
     round_seconds: RoundSeconds = 1.0,
     as_json: Json = None,
     report: ReportFile = None,
-    config: ConfigFile = None,
+    block: BlockFile = None,
     endurance: Endurance = None,
     runs: Runs = 1,
     debug: Debug = False,
@@ -336,7 +337,7 @@ def io(
 
         if report is not None:
             require_extras("matplotlib", what="--report")
-        delivery = Delivery(as_json, report, config=config)
+        delivery = Delivery(as_json, report, block=block)
         plan = Plan(
             paths=_places(same_directories(directories, nvme)),
             size=size,
@@ -360,14 +361,14 @@ def io(
         )
         with naming_options(modes="mode"), interrupted_by_signals():
             summary = Benchmark(plan, say).run()
-        _deliver(summary, delivery, config)
+        _deliver(summary, delivery, block)
 
 
-def _deliver(summary: dict[str, Any], delivery: Delivery, config: Path | None) -> None:
+def _deliver(summary: dict[str, Any], delivery: Delivery, block: Path | None) -> None:
     from infinity.cli.bench.io.table import print_table
 
-    if config is not None:
-        write_file(config, json.dumps(summary["config"], indent=2) + "\n")
+    if block is not None:
+        write_file(block, json.dumps(summary["config"], indent=2) + "\n")
     delivery.deliver(summary, lambda: _page(summary), lambda console: print_table(summary, console))
 
 
