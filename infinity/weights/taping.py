@@ -65,7 +65,7 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _OUT_OF_SIGHT = {torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist}
 """Methods that return values, or memory that other code may write."""
 _SHOWS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
