@@ -13,7 +13,7 @@ are needed:
     touches no handle                          its arguments; noted, because a handle may come of it
 
 Constructors see handles on the meta device. A tensor that they ask for on that device is made on
-the CPU.
+the CPU. Code of PEFT sees the device of the values.
 
 `trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` of `torch.nn.init` return at once on the meta
 device. On other devices they draw in loops that depend on values. Each call is noted as one
@@ -65,6 +65,7 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _OUT_OF_SIGHT = {torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist}
 """Methods that return values, or memory that other code may write."""
 _SHOWS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_DEVICE = torch.Tensor.device.__get__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -350,6 +351,9 @@ class _Functions(TorchFunctionMode):
                 return True
             if taping.is_handle(args[0]):
                 return False  # `load_state_dict` would warn that it does nothing
+        elif func == _DEVICE and not taping.is_paused and _is_peft(sys._getframe(1)):
+            if taping.is_handle(args[0]):
+                return taping.tape.place(args[0]).cell.device
         elif func in _INDEXING and not taping.is_paused and taping.is_handle(args[0]):
             args = (args[0], _with_values(args[1]), *args[2:])
         elif func in _OUT_OF_SIGHT and not taping.is_paused:
@@ -357,6 +361,11 @@ class _Functions(TorchFunctionMode):
         elif func == _SET_DATA and taping.is_handle(args[0]) and not args[1].is_meta:
             args = (args[0], taping.handle(args[1]))
         return func(*args, **kwargs)
+
+
+def _is_peft(caller: FrameType) -> bool:
+    """Whether `caller` is code of PEFT. It computes nothing of a base on the meta device."""
+    return str(caller.f_globals.get("__name__", "")).startswith("peft.")
 
 
 def _with_values(index: Any, is_outermost: bool = True) -> Any:

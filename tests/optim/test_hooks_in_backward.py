@@ -1,5 +1,5 @@
-"""Hooks on parameters that run inside of a backward, before and after `wrap`: they get the gradients
-of a plain model, or a sentence."""
+"""Hooks on parameters that run inside of a backward, before and after `wrap`: they get the
+gradients of a plain model, or a sentence."""
 
 from __future__ import annotations
 

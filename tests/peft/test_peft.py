@@ -136,6 +136,34 @@ def test_adapters_that_come_between_init_and_wrap(
         assert torch.equal(found[name], value), name
 
 
+OF_BASE = {
+    "deft": lambda: peft.DeftConfig(target_modules=TARGETS, r=4),
+    "delora": lambda: peft.DeloraConfig(target_modules=TARGETS, r=4),
+    "dora": ADAPTERS["dora"],
+    "hira": lambda: peft.HiraConfig(target_modules=TARGETS, r=4),
+    "miss": lambda: peft.MissConfig(target_modules=TARGETS, r=4),
+    "pissa": lambda: lora(init_lora_weights="pissa"),
+    "psoft": lambda: peft.PsoftConfig(target_modules=TARGETS, r=4),
+}
+"""Adapters with values, or shapes, that PEFT takes from the base."""
+
+
+@pytest.mark.parametrize("kind", OF_BASE)
+def test_adapters_that_read_the_base_inside_of_init(
+    saved: Path, tmp_path: Path, closed: list[nn.Module], kind: str
+) -> None:
+    if not hasattr(peft, "PsoftConfig"):
+        pytest.skip("needs a PEFT with all of them")
+    expected = adapted(saved, OF_BASE[kind]()).state_dict()
+    with infinity.init():
+        model: Any = adapted(saved, OF_BASE[kind]())
+    closed.append(infinity.wrap(model, config(tmp_path)))
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize(
     "kind",
     [
