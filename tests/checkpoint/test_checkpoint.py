@@ -867,8 +867,9 @@ def killed_before(moment: int) -> Iterator[list[str]]:
         yield done
 
 
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, apart: int
 ) -> None:
     one, other = start(), start(transformer(1))
     one.steps(range(1))
@@ -876,7 +877,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(
     old = one.everything()
     one.steps(range(1, 2))
     new, found = one.everything(), set()
-    for moment in itertools.count(step=2):
+    for moment in itertools.count(step=apart):
         with killed_before(moment) as done:
             try:
                 one.save(tmp_path / "checkpoint")

@@ -78,7 +78,7 @@ IN_MEMORY = Way("horizontal", MEMORY)
 
 
 def train(
-    build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, **config: Any
+    build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 2, **config: Any
 ) -> list[torch.Tensor]:
     """Losses, gradients before each step, and weights in the end; nothing may be in use after any
     step."""
@@ -188,7 +188,7 @@ def test_each_micro_batch_draws_random_numbers_of_its_own(reentrant: bool | None
     )
     runs = [train(build, text_batch, way) for way in (VERTICAL, HORIZONTAL, IN_MEMORY)]
     assert_same(*runs)
-    same = train(build, lambda number: text_batch(0), VERTICAL, steps=2)
+    same = train(build, lambda number: text_batch(0), VERTICAL)
     # 2 steps of 3 times the same batch, and buffers
     assert len({float(loss) for loss in same if loss.ndim == 0}) > 4
     assert_same(*(train(build, text_batch, way, count=1) for way in (VERTICAL, OWN_LOOP)))
@@ -264,9 +264,7 @@ FLOWS = {
 @pytest.mark.parametrize("name", FLOWS)
 def test_micro_batches_that_take_different_ways(name: str, reentrant: bool | None) -> None:
     ways = (VERTICAL, HORIZONTAL, Way("", MEMORY))
-    assert_same(
-        *(train(lambda: Flow(reentrant), flows(*FLOWS[name]), way, steps=3) for way in ways)
-    )
+    assert_same(*(train(lambda: Flow(reentrant), flows(*FLOWS[name]), way) for way in ways))
 
 
 @settings(max_examples=10, deadline=None)
@@ -285,11 +283,11 @@ def test_any_ways_and_budgets(
         return Flow(reentrant)
 
     batch, count = flows(*ways), len(ways)
-    vertical = train(build, batch, VERTICAL, count, 2, **config)
+    vertical = train(build, batch, VERTICAL, count, **config)
     assert_same(
         vertical,
-        train(build, batch, HORIZONTAL, count, 2, **config),
-        train(build, batch, Way("", MEMORY), count, 2),
+        train(build, batch, HORIZONTAL, count, **config),
+        train(build, batch, Way("", MEMORY), count),
     )
 
 

@@ -186,7 +186,7 @@ def test_fp32_follows_torch_adamw(family: str, wrap: Wrap) -> None:
     expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
     optimizer = infinity.AdamW(model.parameters(), **SETTINGS, max_grad_norm=1.0)
     start = weights_of(plain)
-    for step in range(20):
+    for step in range(8):
         for part in range(2):
             batch = FAMILIES[family].batch(2 * step + part)
             want, got = plain(**batch).loss / 2, model(**batch).loss / 2
@@ -216,7 +216,7 @@ def test_bitwise_with_clipping_and_accumulation(family: str, precision: str, wra
         wrap, FAMILIES[family].build(), precision, FAMILIES[family].batch, max_grad_norm=1.0
     )
     start = weights_of(pair.plain)
-    pair.train(8, parts=2)
+    pair.train(4, parts=2)
     pair.check()
     assert any(
         not torch.equal(value, start[name]) for name, value in pair.plain.state_dict().items()
@@ -226,7 +226,7 @@ def test_bitwise_with_clipping_and_accumulation(family: str, precision: str, wra
 
 def test_without_clipping_and_weight_decay(wrap: Wrap) -> None:
     pair = Pair(wrap, transformer(tied=False), "bf16", weight_decay=0.0)
-    pair.train(5)
+    pair.train(3)
     pair.check()
 
 
@@ -301,13 +301,13 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def test_module_used_twice(wrap: Wrap) -> None:
     pair = Pair(wrap, seeded(lambda: Twice(depth=2)), max_grad_norm=1.0)
-    pair.train(5, parts=2)
+    pair.train(3, parts=2)
     pair.check()
 
 
 def test_nested_modules_with_parameters_of_their_own(wrap: Wrap) -> None:
     pair = Pair(wrap, seeded(Nested), max_grad_norm=1.0)
-    pair.train(5, parts=2)
+    pair.train(3, parts=2)
     pair.check()
 
 
@@ -322,7 +322,7 @@ def test_frozen_blocks_and_frozen_parameters(wrap: Wrap) -> None:
     }
     assert len(frozen) > 10
     pair = Pair(wrap, plain, max_grad_norm=1.0)
-    pair.train(5, parts=2)
+    pair.train(3, parts=2)
     pair.check()
     actual = weights_of(pair.model)
     assert all(torch.equal(actual[name], value) for name, value in frozen.items())
@@ -344,7 +344,7 @@ def test_parameters_without_a_gradient_stay(precision: str, wrap: Wrap) -> None:
     plain = seeded(Unused)
     pair = Pair(wrap, plain, precision, max_grad_norm=1.0)
     before = weights_of(plain)
-    pair.train(5)
+    pair.train(3)
     pair.check()
     actual = weights_of(pair.model)
     unused = [name for name in before if "spare" in name or "early" in name]
@@ -586,7 +586,7 @@ def test_activation_checkpointing(span: int, use_reentrant: bool, wrap: Wrap) ->
             )
         else:
             model.run_block = pairwise(model.blocks, use_reentrant=use_reentrant)
-    pair.train(5, parts=2)
+    pair.train(3, parts=2)
     pair.check()
 
 
@@ -664,7 +664,7 @@ def test_exception_in_a_recomputation_and_then_a_good_step(use_reentrant: bool, 
 
 def test_dropout_with_the_same_seed(wrap: Wrap) -> None:
     pair = Pair(wrap, transformer(dropout=0.4))
-    pair.train(5)
+    pair.train(3)
     pair.check()
     torch.manual_seed(1)
     first = pair.model(**text_batch(0)).loss

@@ -157,7 +157,7 @@ def test_killed_again_and_again_they_end_with_the_same_bits(
     killed wherever it is then."""
 
     def kills(life: int) -> dict[int, Kill]:
-        return {victims[life % len(victims)]: every + 7 * life}
+        return {victims[life % len(victims)]: every + 13 * life}
 
     assert train_until_it_ends(tmp_path, kills, update=update, durability=durability) > 1
     check(tmp_path, uninterrupted)
