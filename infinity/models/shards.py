@@ -35,27 +35,37 @@ def write_weights(
     aligned.
     """
     with Directory(directory, "--output") as place, drafting(place) as drafts:
-        shards = _write_shards(drafts, weights, shard_bytes)
-        count = len(shards)
-        final = [
-            f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
-            for i in range(1, count + 1)
-        ]
-        if count > 1:
-            total = sum(shard.nbytes for shard in shards)
-            where = {
-                name: to for to, shard in zip(final, shards, strict=True) for name in shard.names
-            }
-            index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-            drafts.write(INDEX, index.encode())
+        names = draft_weights(drafts, weights, shard_bytes)
         old = {name for name in place.names() if _OLD_SHARD.fullmatch(name) or name == INDEX}
-        for shard, to in zip(shards, final, strict=True):
-            drafts.publish(shard.draft, to)
-        if count > 1:
-            drafts.publish(INDEX)
-        for name in old.difference(final, [INDEX] * (count > 1)):
+        for name in names:
+            drafts.publish(name)
+        for name in old.difference(names):
             place.remove(name)
-    return [directory / name for name in final]
+    return [directory / name for name in names if name != INDEX]
+
+
+def draft_weights(
+    drafts: Drafts, weights: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """Write the files of `write_weights` as drafts with their final names. Returns the names, that
+    of an index last."""
+    shards = _write_shards(drafts, weights, shard_bytes)
+    count = len(shards)
+    names = [
+        f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+        for i in range(1, count + 1)
+    ]
+    for name, shard in zip(names, shards, strict=True):
+        drafts.folder.rename(shard.draft, name)
+    if count > 1:
+        total = sum(shard.nbytes for shard in shards)
+        where = {
+            key: name for name, shard in zip(names, shards, strict=True) for key in shard.names
+        }
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+        drafts.write(INDEX, index.encode())
+        names.append(INDEX)
+    return names
 
 
 def _write_shards(
