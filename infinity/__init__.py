@@ -77,6 +77,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "quantize": ("infinity.models.quantization", "quantize"),
     "initialize": ("infinity.deepspeed.initialize", "initialize"),
     "zero": ("infinity.deepspeed.zero", None),
 }

@@ -51,6 +51,8 @@ def finetune(
         drawing = ["matplotlib"] if options["output"] and options["report"] else []
         adapting = ["peft"] if options["lora"] else []
         require_extras("transformers", "accelerate", *drawing, *adapting)
+        if options["base"]:
+            require_extras("bitsandbytes", what="--base 4bit", package="bitsandbytes")
         if (logger := options["report_to"]) is not None:
             require_extras(logger, what=f"--report-to {logger}", package=logger)
         from infinity.cli.job import FinetuneJob

@@ -286,14 +286,11 @@ def assemble(source: ModelSource, config: Any, world: World) -> tuple[Any, Engin
     """Build the model without memory, and wrap it for inference."""
     import infinity
     from infinity.models.generation import set_generation_config
-    from infinity.weights.load import check_complete, open_weights
 
     with infinity.init(exact=False):
         model = source.build()
     set_generation_config(model, source)
-    weights = open_weights(source.directory, model)  # type: ignore[arg-type]
-    check_complete(weights, model)
-    infinity.wrap(model, config, weights=weights, group=world.group)
+    infinity.wrap(model, config, weights=source.weights(model), group=world.group)
     return model, infinity.engine(model)
 
 

@@ -45,17 +45,20 @@ from infinity.models.generation import (
     make_batches,
     set_generation_config,
 )
+from infinity.models.quantization import check_base, dtype_of, quantize
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
 from infinity.tiers.manifest import run_of
 from infinity.tiers.places import check_directories
-from infinity.weights.load import check_complete, open_weights
+from infinity.weights.load import values_of
 
 log = logging.getLogger("infinity")
 
 USUAL_STEPS = 100
 SAMPLED_TOKENS = 48
+BASE = "base-4bit"
+"""The directory of `--base 4bit`, below the first --nvme."""
 
 _OF_CHECKPOINTS = ("checkpoint", "checkpoint_every", "keep_checkpoints")
 _SHOWN = ("report", "report_to", "sample", "push_to_hub")
@@ -119,7 +122,7 @@ class FinetuneJob(FinetuneOptions):
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs both say how long to train; give one of them")
         if self.lora is None:
-            for option in ("lora_alpha", "lora_target", "merge"):
+            for option in ("lora_alpha", "lora_target", "merge", "base"):
                 if getattr(self, option):
                     raise ValueError(
                         f"--{option.replace('_', '-')} is of adapters, and there are none without "
@@ -142,6 +145,7 @@ class FinetuneJob(FinetuneOptions):
         source.check_kind()
         if self.lora is not None:
             source.check_weights("--lora")
+        self._check_four_bits(source, config)
         if self.sequence_length is not None:
             source.check_length(self.sequence_length)
         if self.output is not None:
@@ -165,8 +169,9 @@ class FinetuneJob(FinetuneOptions):
         for note in windows.notes:
             display.note(note)
         display.phase("weights")
+        base = source if self.base is None else self._base(source, config, world)
         torch.manual_seed(self.seed)
-        model = assemble(self, source, config, world)
+        model = assemble(self, base, config, world)
         engine: Engine = infinity.engine(model)
         goes_on, trainer = bool(engine.committed_step), None
         try:
@@ -197,6 +202,30 @@ class FinetuneJob(FinetuneOptions):
                 engine.discard_committed()  # there is no step to resume from
             with Interrupt():  # a signal does not interrupt closing
                 engine.close()
+
+    def _check_four_bits(self, source: ModelSource, config: Config) -> None:
+        """Raise `ConfigError` or `ValueError` for options that a base in 4 bits does not allow."""
+        if self.base is not None:
+            check_base(source)
+            if not config.nvme:
+                raise ValueError(
+                    f"--base {self.base} keeps the model in 4 bits below --nvme; give --nvme DIR"
+                )
+        elif source.in_four_bits and (self.lora is None or self.merge):
+            raise ValueError(
+                f"{self.model} is in 4 bits, so its weights stay as they are; "
+                + ("leave out --merge" if self.merge else "add --lora RANK to train adapters")
+            )
+
+    def _base(self, source: ModelSource, config: Config, world: World) -> ModelSource:
+        """The model in 4 bits, which one rank of each node makes below the first --nvme."""
+        place = Path(config.nvme[0]) / BASE
+        if world.local_rank == 0:
+            quantize(str(source.directory), place, dtype=dtype_of(source.config))
+        world.wait()
+        made = find_model(str(place), config.precision)
+        made.config.name_or_path = source.config.name_or_path  # the base that adapters name
+        return made
 
     def _steps(self, windows: Windows) -> int:
         if self.epochs is None:
@@ -335,6 +364,11 @@ class FinetuneJob(FinetuneOptions):
             run_file = RunFile(options=self._options, states=self._states(config, world))
             if self.output is not None:
                 display.phase("saving")
+                if self.merge and self.base is not None:
+                    display.note(
+                        f"the adapters are merged into the weights of {self.model} itself, which "
+                        "are not in 4 bits"
+                    )
                 weights = trainer.checked(engine.weights())
                 if world.is_first:
                     run_file.begin(self.output)
@@ -360,15 +394,31 @@ class FinetuneJob(FinetuneOptions):
         assert self.output is not None
         if self.lora is not None:
             adapters = trained(model)
+            if not writes and (self.base is not None or not self.merge):
+                return  # there is nothing to gather
             if not self.merge:
-                if writes:
-                    save_adapters(self.output, model, adapters, tokenizer)
+                save_adapters(self.output, model, adapters, tokenizer)
                 return
+            if self.base is not None:
+                model, weights = self._plain(infinity.engine(model).config.precision)
             weights = merged(model, weights, adapters)
         if writes:
             save_model(self.output, base_of(model), weights, tokenizer)
         else:
             deque(weights, maxlen=0)  # joins the gathers of the first rank
+
+    def _plain(self, precision: str) -> tuple[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]]:
+        """The model that the base in 4 bits was made from, with adapters and without memory, and
+        its weights as a stream from its files."""
+        source = find_model(self.model, precision)
+        with infinity.init(exact=False):
+            model = source.build()
+            set_generation_config(model, source)
+            assert self.lora is not None
+            model = with_lora(model, self.lora, self.lora_alpha, self.lora_target)
+        weights = source.weights(model)
+        assert weights is not None
+        return model, values_of(weights, model)
 
     def _write_report(
         self, output: Path, history: History, engine: Engine, summary: dict[str, Any]
@@ -434,10 +484,7 @@ def assemble(
                 check_merge(model)
     if job.chunked_loss is not None:
         infinity.chunked_loss(model, job.chunked_loss)
-    weights = None
-    if source.directory is not None:
-        weights = open_weights(source.directory, model)
-        check_complete(weights, model)
+    weights = source.weights(model)
     wrap = partial(infinity.wrap, model, weights=weights, seed=job.seed, group=world.group)
     try:
         _with_or_without_commits(job, config, world, wrap)

@@ -215,6 +215,15 @@ LoraTarget = Annotated[
         rich_help_panel=_LORA,
     ),
 ]
+Base = Annotated[
+    Literal["4bit"] | None,
+    typer.Option(
+        help="Train beside a model whose linear layers are in 4 bits (nf4 with nested scales), as "
+        "in QLoRA. It is made once, below the first --nvme.",
+        show_default="in --precision",
+        rich_help_panel=_LORA,
+    ),
+]
 Merge = Annotated[
     bool,
     typer.Option(
@@ -441,6 +450,7 @@ class FinetuneOptions:
     lora: Lora = None
     lora_alpha: LoraAlpha = None
     lora_target: LoraTarget = None
+    base: Base = None
     merge: Merge = False
     steps: Steps = None
     epochs: Epochs = None

@@ -322,6 +322,7 @@ class FinetuneTrainer(InfinityTrainer):
             "--lora": options.lora,
             "--lora-alpha": options.lora_alpha,
             "--lora-target": options.lora_target,
+            "--base": options.base,
             "a number of windows of": len(windows.tokens),
         }
 

@@ -6,6 +6,8 @@
 | `description` | whether its config.json describes a model |
 | `tokenizer`, `data` | which tokens a text becomes, and how they are packed into windows |
 | `generation` | how a model continues prompts, and the size of their KV cache |
+| `quantization` | how a checkpoint becomes one in 4 bits |
+| `shards` | how a stream of tensors becomes safetensors files |
 | `schedule` | the learning rate of a step |
 | `reading` | how files that a user names are opened |
 

@@ -7,11 +7,15 @@ import inspect
 import re
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from infinity.errors import ConfigError, WeightsError
 from infinity.models.description import NAME, described_by, positions, read_description
 from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
+from infinity.weights.four_bit import is_four_bit
+from infinity.weights.load import Weights, check_complete, open_weights
 from infinity.weights.tensors import INDEX, SINGLE, cached
 
 if TYPE_CHECKING:
@@ -107,18 +111,59 @@ class ModelSource:
                 "language model"
             )
 
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether the files have weights in 4 bits of bitsandbytes."""
+        return self.directory is not None and is_four_bit(
+            getattr(self.config, "quantization_config", None)
+        )
+
     def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
-        """Build a causal language model. Inside `infinity.init()` it is on the meta device.
+        """Build a causal language model. Inside `infinity.init()` it is on the meta device. A model
+        in 4 bits knows its files from then on.
 
         Raises `ValueError` like `check_kind`, if the configuration is invalid, or if the model
-        cannot recompute activations.
+        cannot recompute activations; for a model in 4 bits `ConfigError` if bitsandbytes is
+        missing, and `WeightsError` if a tensor is.
         """
         from transformers import AutoModelForCausalLM
 
         self.check_kind()
+        if self.in_four_bits:
+            return self._recomputing(self._from_files(), checkpoint_activations)
         with described_by(self.described):
             model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return self._recomputing(model, checkpoint_activations)
+
+    def _from_files(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        require_bitsandbytes(f"{self.name}, which is in 4 bits,")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            self.directory,
+            config=self.config,
+            dtype=self.config.dtype or "auto",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+        if found["missing_keys"]:
+            (first, *_) = sorted(found["missing_keys"])
+            raise WeightsError(
+                f"{self.directory} has no tensor for {first}; it belongs to another model"
+            )
+        # A base in 4 bits that a run has made has the name of its model.
+        model.name_or_path = model.config.name_or_path = self.config.name_or_path
+        return model
+
+    def weights(self, model: torch.nn.Module) -> Weights | None:
+        """The values in the files for `model`, which `build` has made. None if there are no files,
+        or if the model knows them. Raises `WeightsError` if a parameter has no tensor."""
+        if self.directory is None or self.in_four_bits:
+            return None
+        found = open_weights(self.directory, model)
+        check_complete(found, model)
+        return found
 
     @staticmethod
     def _recomputing(model: Any, checkpoint_activations: bool) -> torch.nn.Module:
@@ -133,6 +178,14 @@ class ModelSource:
             recompute = partial(checkpoint, use_reentrant=False)
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         return cast("torch.nn.Module", model)
+
+
+def require_bitsandbytes(what: str) -> None:
+    """Raise `ConfigError` if bitsandbytes is missing, which `what` needs."""
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{what} needs bitsandbytes; install it with: pip install bitsandbytes accelerate"
+        )
 
 
 def find_model(name: str, precision: str) -> ModelSource:

@@ -56,9 +56,12 @@ _RESIZE = "resize_token_embeddings"
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Bring all buffers of `model` to `device`, where its parameters are, which have `dtype` unless
-    that is None. Modules of Lightning say the device and the dtype of their last `to`, so they are
-    told."""
+    that is None, and the scales of weights of bitsandbytes. Modules of Lightning say the device and
+    the dtype of their last `to`, so they are told."""
     for module in model.modules():
+        scales: Any = vars(module).get("quant_state")
+        if type(scales).__name__ == "QuantState":
+            scales.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
         if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):

@@ -128,6 +128,20 @@ def open_weights(source: Source, model: nn.Module) -> Weights:
     return weights
 
 
+def values_of(weights: Weights, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of `model` that `weights` have, by name, each in
+    the dtype of the model and on the host. Tied parameters come once. `model` needs no memory."""
+    sources = sources_of(model)
+    for name, value in (*model.named_parameters(), *persistent_buffers(model)):
+        names = [each.name for each in sources.get(id(value), ())] or [name]
+        stored = next((each for each in names if each in weights), None)
+        if stored is not None:
+            found = torch.empty(value.shape, dtype=value.dtype)
+            weights.read_into(stored, found)
+            yield name, found
+            del found  # free it before the next one is read
+
+
 def missing_in(weights: Weights, model: nn.Module) -> list[str]:
     """The names of the parameters of `model` that `weights` lack, without adapters of PEFT. Tied
     parameters count once."""

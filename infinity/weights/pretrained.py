@@ -10,7 +10,7 @@ constructor. transformers ties, initializes and reports as usual.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.weights.four_bit import Codes, has_codes, without_assembly
 from infinity.weights.lost_buffers import PretrainedCall, found_again
 from infinity.weights.matching import Matches, StoredRead, match
 from infinity.weights.tape import Operation
@@ -74,9 +75,11 @@ def streamed(taping: Taping) -> Iterator[None]:
             if expected_keys is not None:  # an adapter, which is small; not on the meta device
                 options = replace(load_config, device_map=None)
                 return read(model, state_dict, checkpoint_files, options, expected_keys)
+            _check(model, load_config, calls[-1].options)
             return _load(taping, model, state_dict, checkpoint_files, load_config)
 
     def finalize(model: Any, load_config: Any, *args: Any, **options: Any) -> Any:
+        load_config = replace(load_config, device_map=None)  # `wrap` moves all to the device
         with found_again(taping, model, calls[-1], load_config.dtype), taping.paused(False):
             return finish(model, load_config, *args, **options)
 
@@ -95,8 +98,10 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
     `_load_pretrained_model`."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    _check(model, options)
+    in_codes = has_codes(options.hf_quantizer)
     rules = options.weight_mapping or []
+    if in_codes:
+        rules = without_assembly(rules, options.hf_quantizer)
     if state is not None:
         sliced = {name: each for name, each in state.items() if _is_sliced(each)}
         tensors = Tensors("the state dict")
@@ -108,14 +113,17 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
         there = model.state_dict()
         wanted = {name: tuple(value.shape) for name, value in there.items()}
         # Conversions read the model when they run, and its modules may be replaced before that.
-        outline = model if options.hf_quantizer is None else deepcopy(model)
+        outline = model if options.hf_quantizer is None or in_codes else deepcopy(model)
         matches = match(tensors, outline, "", wanted, rules)
+        codes = Codes(model, matches) if in_codes else None
         wrong = {name for name, _, _ in matches.wrong}
-        _convert_dtypes(model, options.dtype_plan or {})
+        convert_dtypes(model, options.dtype_plan or {})
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     for name in wanted:
         if name in matches and name not in wrong:
             _read_later(taping, model, name, matches)
+            if codes is not None:
+                codes.describe(name)
     return LoadStateDictInfo(
         missing_keys=matches.missing | _equal_to_tied(model, matches),
         unexpected_keys=matches.unexpected,
@@ -126,17 +134,21 @@ def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, o
     ), None
 
 
-def _check(model: Any, options: Any) -> None:
-    """Raise `ConfigError` for options that do not allow reads later."""
+def _check(model: Any, options: Any, asked: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that do not allow reads later. The caller `asked` for some;
+    transformers derives others."""
     name = f"{type(model).__name__}.from_pretrained inside infinity.init()"
-    if options.hf_quantizer is not None and not _is_dense(options.hf_quantizer):
-        config = options.hf_quantizer.quantization_config
+    quantizer = options.hf_quantizer
+    if quantizer is not None and not (_is_dense(quantizer) or has_codes(quantizer)):
+        config = quantizer.quantization_config
         kind = type(config).__name__
         other = f", or give quantization_config={kind}(dequantize=True)"
         raise ConfigError(
             f"{name} cannot keep weights as {kind} has them, because parameters have no memory "
             f"yet; load the model outside of init(){other if hasattr(config, 'dequantize') else ''}"
         )
+    if quantizer is not None and asked.get("device_map") is None:
+        return  # the quantizer has chosen one
     if options.device_map is not None and set(map(str, options.device_map.values())) != {"cpu"}:
         raise ConfigError(
             f"{name} places nothing on devices; leave device_map out, infinity.wrap moves "
@@ -157,7 +169,7 @@ def _is_dense(quantizer: Any) -> bool:
     return not keeps_blocks or getattr(quantizer.quantization_config, "dequantize", False)
 
 
-def _convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
+def convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
     """Give parameters the dtypes in `plan`, as transformers does: some stay in fp32."""
     if not plan:
         return

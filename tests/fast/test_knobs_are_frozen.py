@@ -78,6 +78,7 @@ FINETUNE = {
     "lora": None,
     "lora_alpha": None,
     "lora_target": None,
+    "base": None,
     "merge": False,
     "nvme": None,
     "gpu_memory": "auto",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.modules.facade import move_buffers
 from support.roads import OWN, road
 from support.smallest import PLACEMENTS, Wrap, wrapping
 
@@ -25,21 +26,33 @@ pytestmark = [
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(dtype)
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)
+    return peft.get_peft_model(model, lora)
+
+
 def build(nested: bool = True, kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
     """Adapters on a Llama of two layers, whose statistics are quantized, too, where `nested`."""
     import bitsandbytes
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model = llama(dtype)
     for name, old in list(model.model.named_modules()):
         if isinstance(old, nn.Linear):
             new = bitsandbytes.nn.Linear4bit(
@@ -53,9 +66,7 @@ def build(nested: bool = True, kind: str = "nf4", dtype: torch.dtype = torch.flo
             new.load_state_dict(old.state_dict())
             parent, _, child = name.rpartition(".")
             setattr(model.model.get_submodule(parent), child, new.to("cpu"))
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)
-    return peft.get_peft_model(model, lora)
+    return adapted(model)
 
 
 def ids_of(step: int) -> torch.Tensor:
@@ -134,3 +145,119 @@ def test_accumulation_in_both_orders(wrap: Wrap, order: Any, kind: Any) -> None:
         (whole(**batch).loss / 3).backward()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert not one.requires_grad or torch.equal(one.grad, other.grad)
+
+
+# Files in 4 bits
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def stored(place: Path, nested: bool = True, kind: str = "nf4", **more: Any) -> Path:
+    """A directory that transformers has quantized, and that is only to be read."""
+    llama().save_pretrained(place / "model")
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+        **more,
+    )
+    load(place / "model", quantization_config=settings).save_pretrained(place / "stored")
+    for path in (place / "stored").iterdir():
+        path.chmod(0o444)
+    return place / "stored"
+
+
+def seen(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("placement", "recompute", "nested", "kind"),
+    [
+        ("nvme, poisoned", "off", True, "nf4"),
+        ("nvme, poisoned", "all", False, "nf4"),
+        ("nvme, room for all", "off", True, "fp4"),
+        ("host", "off", False, "nf4"),
+        ("device", "all", True, "nf4"),
+    ],
+)
+def test_a_base_that_is_read_from_its_files_has_the_bits_of_plain_adapters(
+    wrap: Wrap, tmp_path: Path, placement: str, recompute: str, nested: bool, kind: str
+) -> None:
+    folder = stored(tmp_path, nested, kind)
+    before = seen(folder)
+    expected = trained(adapted(load(folder)), plain)
+    with infinity.init():
+        model = adapted(load(folder))
+    wrap(model, PLACEMENTS[placement], algorithm="other", recompute=recompute)
+    if placement == "nvme, poisoned":
+        base = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        in_files = infinity.engine(model).report().in_files
+        assert in_files >= sum(each.numel() * each.itemsize for each in base)
+    for one, other in zip(trained(model, infinity.adapt), expected, strict=True):
+        assert torch.equal(one, other)
+    assert seen(folder) == before
+
+
+def test_the_device_map_that_transformers_chooses(
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a GPU, where the quantizer places all on it."""
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    folder = stored(tmp_path)
+    expected = trained(adapted(load(folder)), plain)
+    monkeypatch.setattr(
+        Bnb4BitHfQuantizer, "update_device_map", lambda _, asked: asked or {"": "meta"}
+    )
+    with infinity.init():
+        model = adapted(load(folder))
+        with pytest.raises(infinity.ConfigError, match="places nothing on devices"):
+            load(folder, device_map={"": "meta"})
+    wrap(model, PLACEMENTS["host"], algorithm="other")
+    for one, other in zip(trained(model, infinity.adapt), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_scales_are_on_the_device_of_the_codes(tmp_path: Path) -> None:
+    folder = stored(tmp_path)
+    with infinity.init():
+        model = load(folder)
+    move_buffers(model, torch.device("meta"), None)
+    state = model.model.layers[0].mlp.up_proj.quant_state
+    assert state.absmax.is_meta and state.state2.absmax.is_meta and state.offset.is_meta
+
+
+def test_an_evaluation_writes_no_codes(wrap: Wrap, tmp_path: Path) -> None:
+    """On some CPUs bitsandbytes packs the codes of a layer in its first forward without grad."""
+    folder = stored(tmp_path)
+    with infinity.init():
+        model = load(folder)
+    for module in model.modules():
+        assert not getattr(module, "support_avx512bf16_for_cpu", False)
+    wrap(model, PLACEMENTS["nvme, poisoned"], algorithm="other")
+    whole = load(folder)
+    with torch.no_grad():
+        found, expected = model.eval()(ids_of(0)).logits, whole.train()(ids_of(0)).logits
+    assert torch.equal(found, expected)
+
+
+def test_codes_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
+    folder = stored(tmp_path, bnb_4bit_quant_storage=torch.bfloat16)
+    with (
+        infinity.init(),
+        pytest.raises(
+            infinity.ConfigError, match=r"quantize it with bnb_4bit_quant_storage=torch\.uint8"
+        ),
+    ):
+        load(folder)
+
+
+def test_a_model_that_would_be_quantized_as_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    with infinity.init(), pytest.raises(infinity.ConfigError, match="load the model outside of"):
+        load(tmp_path, quantization_config=settings)
