@@ -378,6 +378,59 @@ def test_a_line_of_the_launcher_of_deepspeed_starts_ranks(tmp_path: Path, way: s
     ]
 
 
+@pytest.mark.parametrize("way", ["torchrun", "-m torch.distributed.run"])
+def test_torchrun_starts_ranks_again_after_a_failure(tmp_path: Path, way: str) -> None:
+    """The package is there in each attempt."""
+    (tmp_path / "script.py").write_text(
+        "import importlib.util, os, sys\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    sys.exit(3)\n"
+        "found = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
+        "is_ours = 'infinity' in importlib.util.find_spec('deepspeed').origin\n"
+        "sys.stdout.write(' '.join([*found, str(is_ours)]) + '\\n')\n"
+    )
+    options = ["--nproc-per-node", 2, "--max-restarts", 1, "--master-port", 0]
+    done = run(*way.split(), *options, tmp_path / "script.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0 2 True", "1 1 2 True"]
+
+
+NOTEBOOK = """
+import sys
+
+def work():
+    import torch, deepspeed
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    })
+    engine.backward(engine(torch.full((2, 8), engine.global_rank + 1.0)).square().mean())
+    engine.step()
+    found = [engine.global_rank, engine.world_size, engine.get_global_grad_norm()]
+    sys.stdout.write(f"{found}\\n")
+    engine.destroy()
+
+if __name__ == "__main__":
+    from accelerate import notebook_launcher
+
+    notebook_launcher(work, (), num_processes=2, use_port=sys.argv[1])
+"""
+
+
+def test_ranks_of_a_notebook_join(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(NOTEBOOK)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = run(tmp_path / "script.py", port)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    first, second = sorted(map(json.loads, said))
+    assert (first[:2], second[:2]) == ([0, 2], [1, 2])
+    assert first[2] == second[2] > 0
+
+
 def test_a_command_runs_with_the_package_on_its_path(tmp_path: Path) -> None:
     command = tmp_path / "tool"
     command.write_text(

@@ -40,6 +40,10 @@ OWN = {
         *("--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1"),
         *("--reward_funcs", "judging.by_letters"),
     ],
+    "rloo": [
+        *("--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1"),
+        *("--reward_funcs", "judging.by_letters"),
+    ],
 }
 """What each script is given beside `OPTIONS`."""
 LORA = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
@@ -105,6 +109,7 @@ def rows(script: str) -> list[dict[str, Any]]:
         },
         "reward": lambda i: {"chosen": sentence(i + 1, 10), "rejected": sentence(i + 2, 9)},
         "grpo": lambda i: {"prompt": sentence(i, 4)},
+        "rloo": lambda i: {"prompt": sentence(i, 4)},
     }[script]
     return [make(number) for number in range(16)]
 
