@@ -178,13 +178,21 @@ class AskedModel:
         """The model of `source` in the units of `config`."""
         from infinity.plan.adapters import LinearAdapters
         from infinity.plan.model import Dimensions, of_dimensions, of_source
+        from infinity.weights.four_bit import is_four_bit
 
         if isinstance(source, Dimensions):
             return of_dimensions(source, config)
+        in_four_bits = is_four_bit(getattr(source.config, "quantization_config", None))
+        if in_four_bits and (self.base is not None or self.lora is None):
+            raise ValueError(
+                f"{source.name} is in 4 bits already; "
+                + ("leave out --base" if self.base else "add --lora RANK for its adapters")
+            )
         if self.lora is None:
             return of_source(source, config)
         require_extras("peft", what="--lora", package="peft")
-        return of_source(source, config, LinearAdapters(self.lora, self.base is not None))
+        four_bits = self.base is not None or in_four_bits
+        return of_source(source, config, LinearAdapters(self.lora, four_bits))
 
 
 @dataclass(frozen=True)
@@ -291,6 +299,7 @@ def _case(
 ) -> PlanCase:
     """The model, the machine, the step and the configuration in the options."""
     from infinity.cli.planned import PlanCase, SameRun, working
+    from infinity.models.source import PRESETS
     from infinity.plan.machines import find_hardware
 
     described: Hardware | None = None
@@ -312,9 +321,10 @@ def _case(
         found = measured(planned, source, training, config, config.nvme, say)
         described = found.replace(**changes)
     same = None
-    if asked.layers is None and asked.lora is None:
+    is_preset = asked.base is not None and source.name in PRESETS  # it has no weights to quantize
+    if asked.layers is None and not is_preset:
         usual = _RUN.sequence_length or AskedRun.usual_length(source)
-        same = SameRun(source.name, run.durability, usual)
+        same = SameRun(source.name, run.durability, usual, asked.lora, asked.base)
     return PlanCase(planned, described, training, config, others, same)
 
 

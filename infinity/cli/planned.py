@@ -36,12 +36,14 @@ from infinity.plan.pace import Pace
 
 @dataclass(frozen=True)
 class SameRun:
-    """A run of `infinity finetune`: its model, its `durability`, and the tokens of a window that
-    it takes where no option says so."""
+    """A run of `infinity finetune`: its model, its `durability`, the tokens of a window that it
+    takes where no option says so, the rank of its adapters, and their base."""
 
     model: str
     durability: int | str
     usual_length: int
+    lora: int | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ def _command(forecast: Forecast, run: SameRun | None) -> str | None:
         "accumulate": (training.accumulate, usual.accumulate),
         "sequence-length": (training.length, run.usual_length),
         "durability": (run.durability, usual.durability),
+        "lora": (run.lora, usual.lora),
+        "base": (run.base, usual.base),
     }
     found = [] if run.model == usual.model else ["--model", run.model]
     for option, (value, default) in values.items():

@@ -221,4 +221,15 @@ def test_adapters_and_a_quantized_base() -> None:
         4 * (number // 64 + 4 * -(-number // 64 // 256) + 4 * (16 + 256 + 1))
         for number in [128 * 128] * 4 + [128 * 352] * 3
     )
-    assert lora["command"] is None
+    assert "--lora 8" in lora["command"]
+    assert quantized["command"] is None  # a preset has no weights to quantize
+    known = planned("--model", "smollm2-135m", *common, "--lora", 8, "--base", "4bit")
+    assert "--model HuggingFaceTB/SmolLM2-135M --lora 8 --base 4bit" in known["command"]
+
+
+def test_the_command_names_the_directory_of_a_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    transformers.LlamaConfig(num_attention_heads=4, **sizes).save_pretrained(tmp_path)
+    command = planned("--model", tmp_path, "--machine", "rtx4090")["command"]
+    assert f"--model {tmp_path} " in f"{command} "
