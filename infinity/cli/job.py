@@ -154,18 +154,7 @@ class FinetuneJob(FinetuneOptions):
             world.from_first(lambda: prepare_output(output, source.directory, overwrite))
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size, self.byte_tokenizer)
         display.phase("data")
-        request = WindowRequest(
-            self.data,
-            self.sequence_length,
-            self.seed,
-            self.data_format == "text",
-            self.columns,
-            positions(source.config),
-        )
-        windows = load_windows(request, tokenizer)
-        if self.packing:
-            source.check_positions()
-            windows = windows.packed()
+        windows = self._windows(source, tokenizer)
         for note in windows.notes:
             display.note(note)
         display.phase("weights")
@@ -202,6 +191,22 @@ class FinetuneJob(FinetuneOptions):
                 engine.discard_committed()  # there is no step to resume from
             with Interrupt():  # a signal does not interrupt closing
                 engine.close()
+
+    def _windows(self, source: ModelSource, tokenizer: Tokenizer) -> Windows:
+        """The windows of the data, for a model as that of `source`."""
+        request = WindowRequest(
+            self.data,
+            self.sequence_length,
+            self.seed,
+            self.data_format == "text",
+            self.columns,
+            positions(source.config),
+        )
+        windows = load_windows(request, tokenizer)
+        if not self.packing:
+            return windows
+        source.check_positions()
+        return windows.packed()
 
     def _check_four_bits(self, source: ModelSource, config: Config) -> None:
         """Raise `ConfigError` or `ValueError` for options that a base in 4 bits does not allow."""

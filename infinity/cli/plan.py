@@ -166,24 +166,32 @@ class AskedModel:
         return find_source(self.name or _RUN.model, precision)
 
     def can_run(self, source: ModelSource) -> bool:
-        """Whether `infinity finetune` takes the model: from a directory or by its name, without a
-        base in 4 bits, and without adapters of a preset, whose weights are random."""
+        """Whether `infinity finetune` takes the model: from a directory or by its name, and without
+        adapters of a preset, whose weights are random."""
         from infinity.models.source import PRESETS
 
-        is_taken = self.base is None and not Path(source.name).is_file()
+        is_taken = not Path(source.name).is_file()
         return is_taken and (self.lora is None or source.name not in PRESETS)
 
     def planned(self, source: ModelSource | Dimensions, config: Config) -> PlannedModel:
         """The model of `source` in the units of `config`."""
         from infinity.plan.adapters import LinearAdapters
         from infinity.plan.model import Dimensions, of_dimensions, of_source
+        from infinity.weights.four_bit import is_four_bit
 
         if isinstance(source, Dimensions):
             return of_dimensions(source, config)
+        in_four_bits = is_four_bit(getattr(source.config, "quantization_config", None))
+        if in_four_bits and (self.base is not None or self.lora is None):
+            raise ValueError(
+                f"{source.name} is in 4 bits already; "
+                + ("leave out --base" if self.base else "add --lora RANK for its adapters")
+            )
         if self.lora is None:
             return of_source(source, config)
         require_extras("peft", what="--lora", package="peft")
-        return of_source(source, config, LinearAdapters(self.lora, self.base is not None))
+        four_bits = self.base is not None or in_four_bits
+        return of_source(source, config, LinearAdapters(self.lora, four_bits))
 
 
 @dataclass(frozen=True)
@@ -314,7 +322,7 @@ def _case(
     same = None
     if isinstance(source, ModelSource) and asked.can_run(source):
         usual = _RUN.sequence_length or AskedRun.usual_length(source)
-        same = SameRun(source.name, run.durability, usual, asked.lora)
+        same = SameRun(source.name, run.durability, usual, asked.lora, asked.base)
     return PlanCase(planned, described, training, config, others, same)
 
 

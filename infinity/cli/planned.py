@@ -37,12 +37,13 @@ from infinity.plan.pace import Pace
 @dataclass(frozen=True)
 class SameRun:
     """A run of `infinity finetune`: its model, its `durability`, the tokens of a window that it
-    takes where no option says so, and the rank of its adapters, if it has any."""
+    takes where no option says so, the rank of its adapters, if it has any, and their base."""
 
     model: str
     durability: int | str
     usual_length: int
     lora: int | None
+    base: str | None
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _command(forecast: Forecast, run: SameRun | None) -> str | None:
         "sequence-length": (training.length, run.usual_length),
         "durability": (run.durability, usual.durability),
         "lora": (run.lora, usual.lora),
+        "base": (run.base, usual.base),
     }
     found = [] if run.model == usual.model else ["--model", run.model]
     for option, (value, default) in values.items():

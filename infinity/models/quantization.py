@@ -75,7 +75,7 @@ def quantize(source: str | Path, target: str | Path, *, dtype: torch.dtype | Non
         names = draft_weights(drafts, base.tensors(), SHARD_BYTES)
         with naming(target):
             base.config.save_pretrained(drafts.path)
-        _copy_others(base.directory, drafts)
+        copy_others(base.directory, drafts)
         if _recipe(origin, dtype) != recipe:
             raise WeightsError(f"{base.directory} has changed while it was read; quantize it again")
         sizes = {name: (drafts.path / name).stat().st_size for name in names}
@@ -195,7 +195,9 @@ class _Base:
             if name not in self._transposed:
                 yield key, value.to(self._dtypes[name]) if value.is_floating_point() else value
                 continue
-            codes, state = _quantized(value.T if self._transposed[name] else value, self._dtype)
+            codes, state = quantize_tensor(
+                value.T if self._transposed[name] else value, self._dtype
+            )
             del value
             yield key, codes
             for part, tensor in state.as_dict(packed=True).items():
@@ -231,7 +233,7 @@ def _check(matches: Matches, quantized: dict[str, bool]) -> None:
             raise WeightsError(f"{where} has no tensor for {name}; it belongs to another model")
 
 
-def _quantized(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, QuantState]:
+def quantize_tensor(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, QuantState]:
     """The codes of `weight` in `dtype`, and their scales, as `quantize_4bit` of bitsandbytes makes
     them; see [Note: blocks]."""
     from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
@@ -263,7 +265,7 @@ def _quantized(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     )
 
 
-def _copy_others(directory: Path, drafts: Drafts) -> None:
+def copy_others(directory: Path, drafts: Drafts) -> None:
     """Copy what describes a tokenizer and generation."""
     for path in sorted(directory.iterdir()):
         is_own = path.name == NAME or path.name.startswith("infinity-")

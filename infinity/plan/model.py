@@ -263,10 +263,10 @@ def of_source(
     statistics = 0 if adapters is None else adapters.quantize(model)
     with as_built():
         check_model(model, DTYPES.get(config.precision))
-    # Codes are made from weights, and banks of experts from several tensors. Both are copied.
+    # Banks of experts are made from several tensors, and copied.
     text = source.config.get_text_config(decoder=True)
     has_banks = any(getattr(text, each, None) for each in _EXPERTS)
-    in_files = adapters is not None and not adapters.four_bits and not has_banks
+    in_files = adapters is not None and not has_banks
     facts = _facts(source.name, vars(_sizes(source)), shape)
     facts |= {"statistics": statistics, "has_experts": has_banks}
     return _first(model, config, facts, in_files and config.tuning.read_in_place)

@@ -142,14 +142,14 @@ def test_a_kill_leaves_no_directory_and_the_next_call_makes_it(tmp_path: Path) -
     pid = os.fork()
     if pid == 0:
         try:
-            copy = quantization._copy_others
+            copy = quantization.copy_others
 
             def stopped(*given: Any) -> None:
                 copy(*given)
                 os.write(theirs, b".")
                 signal.pause()
 
-            quantization._copy_others = stopped
+            quantization.copy_others = stopped
             infinity.quantize(source, target)
         finally:
             os._exit(1)
@@ -165,13 +165,13 @@ def test_a_source_that_changes_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = saved("llama", tmp_path / "model")
-    copy = quantization._copy_others
+    copy = quantization.copy_others
 
     def changing(*given: Any) -> None:
         copy(*given)
         os.utime(source / "model.safetensors")
 
-    monkeypatch.setattr(quantization, "_copy_others", changing)
+    monkeypatch.setattr(quantization, "copy_others", changing)
     with pytest.raises(WeightsError, match="has changed while it was read; quantize it again"):
         infinity.quantize(source, tmp_path / "made")
     assert names(tmp_path) == {"model"}
@@ -211,7 +211,7 @@ def anonymous():
 
 small, large, target = sys.argv[1:]
 infinity.quantize(small, target + "-small")
-before, most, quantize = anonymous(), 0, quantization._quantized
+before, most, quantize = anonymous(), 0, quantization.quantize_tensor
 
 def noting(*given):
     global most
@@ -219,7 +219,7 @@ def noting(*given):
     most = max(most, anonymous())
     return found
 
-quantization._quantized = noting
+quantization.quantize_tensor = noting
 infinity.quantize(large, target)
 print(most - before)
 """

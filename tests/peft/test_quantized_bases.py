@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.models.adapters import with_lora
+from infinity.models.source import find_model
 from infinity.modules.facade import move_buffers
+from infinity.plan.adapters import LinearAdapters
+from infinity.plan.forecast import plan
+from infinity.plan.hardware import DriveSpec, Hardware
+from infinity.plan.memory import Training
+from infinity.plan.model import of_source
+from support.configs import config_of
+from support.probe import Probe
 from support.roads import OWN, road
 from support.smallest import PLACEMENTS, Wrap, wrapping
 
@@ -23,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
 ]
+THIS = Hardware("this machine", 1 << 40, 1e11, drives=(DriveSpec(2e9, 1e9, 1 << 40),))
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -261,3 +271,62 @@ def test_a_model_that_would_be_quantized_as_it_is_loaded_is_refused(tmp_path: Pa
     settings = transformers.BitsAndBytesConfig(load_in_4bit=True)
     with infinity.init(), pytest.raises(infinity.ConfigError, match="load the model outside of"):
         load(tmp_path, quantization_config=settings)
+
+
+# Its plan
+
+
+def test_a_plan_has_the_memory_and_the_bytes_of_a_step(tmp_path: Path) -> None:
+    """Codes of the layers and what is read of them, scales, adapters, and both budgets."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+    config = transformers.LlamaConfig(**SIZES | sizes | {"num_hidden_layers": 6}, dtype="float32")
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    folder = infinity.quantize(tmp_path / "model", tmp_path / "base")
+    (tmp_path / "nvme").mkdir()
+    settings = config_of(
+        nvme=[tmp_path / "nvme"],
+        gpu_memory="2500KiB",
+        cpu_memory="3MiB",
+        cache=0,
+        recompute="all",
+        update="exact",
+        device="cpu",
+    )
+    source = find_model(str(tmp_path / "model"), "auto")
+    planned = of_source(source, settings, LinearAdapters(4, four_bits=True))
+    forecast = plan(planned, THIS, Training(16, 2, 1, True), settings)
+    assert forecast.problems == () and forecast.memory is not None and forecast.pace is not None
+    with infinity.init():
+        model = with_lora(load(folder), 4)
+    model = infinity.wrap(model.train(), settings)
+    with infinity.engine(model) as engine:
+        scales = [vars(module).get("quant_state") for module in model.modules()]
+        assert forecast.memory.statistics == sum(
+            each.nbytes
+            for state in scales
+            if state is not None
+            for each in (
+                *(state.absmax, state.code, state.offset),
+                *(state.state2.absmax, state.state2.code),
+            )
+        )
+        rooms, probe = forecast.memory.layout.rooms, Probe(engine)
+        assert rooms == probe.store.layout.rooms
+        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = infinity.AdamW(adapters, lr=1e-3)
+        counted = []
+        for step in range(5):
+            before = int(engine.recorder.counters().get("nvme bytes read", 0))
+            ids = torch.randint(5, 96, (2, 16), generator=torch.Generator().manual_seed(step))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.drain()
+            counted.append(int(engine.recorder.counters()["nvme bytes read"]) - before)
+        report = engine.report()
+        assert report.peaks["gpu"] <= report.budgets["gpu"]
+        assert report.peaks["cpu"] <= report.budgets["cpu"]
+        codes = sum(each.numel() for each in model.parameters() if each.dtype == torch.uint8)
+        assert report.budgets["gpu"] < report.in_files  # the base does not fit
+        assert counted[-1] >= codes  # all of them are read again
+        assert forecast.pace.traffic.read == pytest.approx(sum(counted[2:]) / 3, rel=0.02)
