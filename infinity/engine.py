@@ -585,11 +585,11 @@ class Engine:
                 self._updater.rest()
                 if durability is not None:
                     durability.rest()
-                nbytes = self._store.sleep.save(self._state_directory)
+                nbytes = self._store.sleeper.save(self._state_directory)
         except BaseException:
-            self._store.sleep.close()
+            self._store.sleeper.close()
             raise
-        self._store.sleep.begin()
+        self._store.sleeper.begin()
         return nbytes
 
     def wake(self) -> None:
@@ -600,7 +600,7 @@ class Engine:
         cannot be read. The engine sleeps still then, and `wake` may be called again.
         """
         self._store.latch.check_process()
-        self._store.sleep.end()
+        self._store.sleeper.end()
 
     def close(self) -> None:
         """Finish pending updates, end every thread, remove hooks and files, free memory. May be

@@ -172,7 +172,7 @@ class DurableStore(Store):
         Called by the thread that runs the model, when no update is under way and all sealed steps
         are committed. After an error the engine cannot continue.
         """
-        self.sleep.end()  # an engine that sleeps is being closed
+        self.sleeper.end()  # an engine that sleeps is being closed
         lacking = [block for block in self.state_blocks() if not home_of(block).is_whole]
         try:
             requests = []

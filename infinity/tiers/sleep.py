@@ -75,6 +75,8 @@ class Sleep:
         No block is in use, and no update is under way. Raises `FileError`, which names the
         directory, if it cannot have the file.
         """
+        for block in self._blocks:  # a gather may fill a home that ranks have whole
+            self._resident.await_idle(block)
         self._device.await_stream()
         self._device.await_copies()
         homes = self._homes()

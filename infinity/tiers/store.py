@@ -3,7 +3,7 @@
 The store opens its parts in order, hands them out, and closes them in reverse:
 
     layout    where every block is at home (`infinity.placement`)
-    sleep     gives the memory back between steps, and takes it again
+    sleeper   gives the memory back between steps, and takes it again
     resident  copies of parameters on the compute device, for the model
     staging   chunks of blocks on the host, for the optimizer and readers of states
     latch     whether the store can continue
@@ -65,7 +65,7 @@ class Store:
     """The chunks of blocks on the host."""
     addresses: Addresses
     """The blocks at addresses on the compute device."""
-    sleep: Sleep
+    sleeper: Sleep
     """Gives the memory back between steps, and takes it again."""
     _arenas: Arenas
     is_durable = False
@@ -173,10 +173,10 @@ class Store:
             self.resident = Residency(gpu, self._blocks, layout, loader, self.latch, listeners)
             self._closing.callback(self.resident.close)
             self.addresses = Addresses(gpu, self._blocks, self._changed)
-            self.sleep = Sleep(
+            self.sleeper = Sleep(
                 self._arenas, self._blocks, self.device, self.nvme, self.resident, self.latch
             )
-            self._closing.callback(self.sleep.close)
+            self._closing.callback(self.sleeper.close)
         except BaseException:
             self.close()
             raise
@@ -350,7 +350,7 @@ class Store:
             self.latch.check_open()
             if self.latch.asleep:
                 reserved = self.nvme.extents.reserved
-                return {GPU.name: 0, CPU.name: 0, NVME.name: reserved + self.sleep.nbytes}
+                return {GPU.name: 0, CPU.name: 0, NVME.name: reserved + self.sleeper.nbytes}
             saved = self.activations.memory.used if self.activations is not None else 0
             host = self._arenas.cpu.used + self._arenas.staging.used + saved
             device, nvme = self._arenas.gpu.used, self.nvme.extents.reserved

@@ -135,6 +135,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.await_stream": DEVICE,
     "device.py ComputeDevice.between": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
+    "device.py ComputeDevice.release": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
     "device.py ComputeDevice.await_copies": DEVICE,
