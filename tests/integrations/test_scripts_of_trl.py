@@ -42,7 +42,7 @@ OWN = {
     ],
     "rloo": [
         *("--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1"),
-        *("--reward_funcs", "judging.by_letters"),
+        *("--reward_funcs", "judging.by_letters", "--normalize_advantages"),
     ],
 }
 """What each script is given beside `OPTIONS`."""
