@@ -581,7 +581,13 @@ def test_an_output_of_another_run_is_not_taken_for_a_complete_one(
 
 
 @pytest.mark.parametrize(
-    ("every", "durability"), [(60, "auto"), (171, "auto"), (390, "auto"), (171, "3")]
+    ("every", "durability"),
+    [
+        (60, "auto"),
+        pytest.param(171, "auto", marks=pytest.mark.long),
+        pytest.param(390, "auto", marks=pytest.mark.long),
+        (171, "3"),
+    ],
 )
 def test_a_run_that_commits_its_steps_goes_on_without_checkpoints(
     every: int, durability: str, common: list[Any], whole: Whole, tmp_path: Path

@@ -36,7 +36,7 @@ from support.configs import config_of
 from support.rank_group import run_ranks
 
 WIDTH, HEAD, EXPERTS, WORDS = 16, 4, 4, 29
-ROWS, LENGTH, PARTS, STEPS = 16, 6, 4, 3
+ROWS, LENGTH, PARTS, STEPS = 16, 6, 4, 2
 LIMIT = 0.1  # of the gradient norm
 DIMENSIONS = ("pp", "dp", "tp")
 SCHEDULES: dict[str, Any] = {
