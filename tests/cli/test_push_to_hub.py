@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,13 +206,9 @@ def test_there_must_be_an_output(hub: Hub, tmp_path: Path) -> None:
 def test_an_interrupted_run_uploads_nothing(
     hub: Hub, finetune: Finetune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    during_step(monkeypatch, 1, lambda trainer: _note_signal(trainer))
-    assert finetune("--push-to-hub", "me/tuned").exit_code == 128 + 15
+    during_step(monkeypatch, 1, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+    assert finetune("--push-to-hub", "me/tuned").exit_code == 128 + signal.SIGTERM
     assert hub.calls == ["whoami"]
-
-
-def _note_signal(trainer: Any) -> None:
-    trainer._interrupt_of_run.signal = 15
 
 
 def test_an_upload_that_fails_leaves_the_output_and_resume_uploads_it(
