@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -205,8 +206,8 @@ def test_there_must_be_an_output(hub: Hub, tmp_path: Path) -> None:
 def test_an_interrupted_run_uploads_nothing(
     hub: Hub, finetune: Finetune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    during_step(monkeypatch, 1, lambda trainer: signal.raise_signal(signal.SIGTERM))
-    assert finetune("--push-to-hub", "me/tuned").exit_code == 128 + 15
+    during_step(monkeypatch, 1, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+    assert finetune("--push-to-hub", "me/tuned").exit_code == 128 + signal.SIGTERM
     assert hub.calls == ["whoami"]
 
 
