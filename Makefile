@@ -150,7 +150,6 @@ planted-cuda-faults: $(VENV)/installed  ## Plant faults in the CUDA kernels, and
 
 roads-table: $(VENV)/installed  ## Run what docs/frameworks.md says is tried, and write its table
 	@mkdir -p build/empty
-	$(PIP) bitsandbytes
 	cd build/empty
 	PYTHONPATH=../../tests "$(BIN)/pytest" -c ../../pyproject.toml -p support.roads -m road $(addprefix ../../tests/,integrations initialize peft)
 
