@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.cli.trainer import FinetuneTrainer
-from infinity.models.data import load_windows
+from infinity.models.data import WindowRequest, load_windows
 from infinity.models.tokenizer import load_tokenizer
 
 pytestmark = [
@@ -96,7 +96,8 @@ class Plain(Trainer):  # type: ignore[misc]
 
 def plain_losses(start: Start, model: Any, place: Path) -> list[float]:
     """Those of a plain Trainer."""
-    windows = load_windows(start.text, load_tokenizer(start.model, 320, True), LENGTH, SEED)
+    request = WindowRequest(start.text, LENGTH, SEED)
+    windows = load_windows(request, load_tokenizer(start.model, 320, True))
     order = windows.order()
     rows = [
         torch.stack(
@@ -221,8 +222,9 @@ def test_adapters_are_merged_into_the_model_itself(start: Start, tmp_path: Path)
         (["--base", "4bit"], "--base is of adapters, and there are none without --lora RANK"),
         (
             ["--base", "4bit", "--lora", 2, "--model", "llama-tiny"],
-            "llama-tiny is a preset, which has no weights to quantize; give the directory of a "
-            "model",
+            "--lora trains adapters of a model that has weights, and those of the preset "
+            "llama-tiny are random; give --model a directory or a downloaded id, or leave out "
+            "--lora",
         ),
     ],
 )
