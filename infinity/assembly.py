@@ -341,7 +341,7 @@ class Assembly:
         """Bytes of saved activations that may leave the compute device."""
         if self.basis.store.activations is None:
             return 0.0
-        if TIERS[self.basis.config.activations].needs_staging:
+        if TIERS[self.basis.config.activations].is_drive:
             return math.inf
         return float(self.basis.layout.rooms.saved)
 
@@ -353,6 +353,6 @@ class Assembly:
         device = self.basis.layout.left_bytes + self.basis.choice.for_activations
         if rates is None or self.basis.store.activations is None:
             return ActivationRoom(device)
-        slowest = rates.nvme if TIERS[self.basis.config.activations].needs_staging else math.inf
+        slowest = rates.nvme if TIERS[self.basis.config.activations].is_drive else math.inf
         up, down = min(rates.upload, slowest), min(rates.download, slowest)
         return ActivationRoom(device, self._away, down, up)

@@ -35,8 +35,7 @@ def handed_on(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
     # The same, whose shape may be changed in place, too.
-    made: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)
-    return made
+    return torch.Tensor._make_subclass(torch.Tensor, tensor)
 
 
 class _Ending:

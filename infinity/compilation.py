@@ -52,8 +52,7 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
         # Errors that it catches meanwhile stay in cycles with the frames of all callers, and so
         # with the model and what its parameters held before.
         gc.collect()
-    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=NO_GRAPH)
-    return disabled
+    return torch.compiler.disable(hook, reason=NO_GRAPH)
 
 
 def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:

@@ -460,10 +460,10 @@ class Config(_Knobs):
 
     def _wrong_places(self) -> str:
         states = ("parameters", "gradients", "optimizer", "activations")
-        on_nvme = [state for state in states if TIERS[getattr(self, state)].survives]
+        on_nvme = [state for state in states if TIERS[getattr(self, state)].is_drive]
         if on_nvme and not self.nvme and not self.inference:
             return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
-        if self.tuning.gpu_direct == "on" and not TIERS[self.parameters].needs_staging:
+        if self.tuning.gpu_direct == "on" and not TIERS[self.parameters].is_drive:
             return (
                 f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: "
                 "only those are read to the GPU"
@@ -484,7 +484,7 @@ class Config(_Knobs):
             kept.append("all parameters on the device of every rank")
             homes.append("parameters='gpu'")
             stage = 3
-        if self.stage == 1 and TIERS[self.gradients].needs_staging and not self.inference:
+        if self.stage == 1 and TIERS[self.gradients].is_drive and not self.inference:
             kept.append("all gradients in the memory of every rank, until a step reduces them")
             homes.append("gradients='cpu' or 'gpu'")
         return (

@@ -23,10 +23,9 @@ class Tier:
     """Whether the compute device uses a block where it lies. Each rank has its own device."""
     is_host: bool = False
     """Whether the CPU uses a block where it lies, and the compute device uses a copy."""
-    needs_staging: bool = False
-    """Whether a block has no address. I/O copies chunks of it to a buffer to be used."""
-    survives: bool = False
-    """Whether the bytes are in files, which may outlive the process."""
+    is_drive: bool = False
+    """Whether a block is in files, which may outlive the process. It has no address: I/O copies
+    chunks of it to a buffer to be used."""
 
     def __str__(self) -> str:
         return self.name
@@ -43,7 +42,7 @@ class Tier:
 
 GPU = Tier("gpu", "GPU", is_device=True)
 CPU = Tier("cpu", "host memory", is_host=True)
-NVME = Tier("nvme", "NVMe", needs_staging=True, survives=True)
+NVME = Tier("nvme", "NVMe", is_drive=True)
 
 TIERS: dict[str, Tier] = {tier.name: tier for tier in (GPU, CPU, NVME)}
 """The tiers by name, the fastest first."""

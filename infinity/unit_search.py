@@ -93,7 +93,7 @@ class UnitSearch:
 
     def _find_stored(self, values: FirstValues | None) -> Mapping[int, StoredBytes]:
         config = self._config
-        if TIERS[config.parameters].survives and config.tuning.read_in_place:
+        if TIERS[config.parameters].is_drive and config.tuning.read_in_place:
             dtype = DTYPES.get(config.precision)
             self._stored = find_stored(self._model, self._empty, values, dtype)
         return self._stored.places

@@ -85,8 +85,7 @@ def _checkpoint(run: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]
     runs `run(*inputs)`."""
     make: Any = of_torch._checkpoint_without_reentrant_generator
     options = True, of_torch.noop_context_fn, "default", False, True
-    found: AbstractContextManager[None] = contextmanager(make)(run, *options, *inputs)
-    return found
+    return contextmanager(make)(run, *options, *inputs)
 
 
 def _forward_mode() -> bool:

@@ -14,8 +14,7 @@ changes, because an attacker can change the index too."""
 def crc32c(data: torch.Tensor, before: int = 0) -> int:
     """The CRC32C of contiguous `data` on the host. `before` is the CRC32C of the bytes before
     `data`."""
-    found: int = native.aio().crc32c(data.data_ptr(), data.nbytes, before)
-    return found
+    return native.aio().crc32c(data.data_ptr(), data.nbytes, before)
 
 
 def as_text(value: int) -> str:

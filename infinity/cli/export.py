@@ -224,5 +224,4 @@ def _selection(contents: Contents, trainable: bool, adapter: str | None) -> Sele
 def _torch_dtype(name: str | None) -> torch.dtype | None:
     import torch
 
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
+    return None if name is None else getattr(torch, name)

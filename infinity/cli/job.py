@@ -304,8 +304,7 @@ class FinetuneJob(FinetuneOptions):
             del values[name]
         if Path(self.model).is_dir():
             values["model"] = Path(self.model)
-        found: dict[str, Any] = json.loads(json.dumps(values, default=os.path.abspath))
-        return found
+        return json.loads(json.dumps(values, default=os.path.abspath))
 
     def _written(self) -> RunFile | None:
         """The run file in the output, if this run resumes; without its summary if files are

@@ -213,7 +213,7 @@ def configured(
     """
     states = ("parameters", "optimizer", "gradients", "activations")
     homes = {state: TIERS[knobs[state]] for state in states if knobs.get(state)}
-    on_nvme = [state for state, tier in homes.items() if tier.survives]
+    on_nvme = [state for state, tier in homes.items() if tier.is_drive]
     if on_nvme and not knobs["nvme"] and not knobs.get("inference"):
         raise ValueError(
             f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "

@@ -125,8 +125,7 @@ class World:
         results: list[Any] = [work() if self.is_first else None]
         if self.size > 1:
             dist.broadcast_object_list(results, src=0)
-        result: T = results[0]
-        return result
+        return results[0]
 
     def wait(self) -> None:
         """Return when all ranks have called it."""

@@ -77,8 +77,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """The global rank of rank `group_rank` in `group` (default: all ranks)."""
-    number: int = dist.get_global_rank(group or _world(), group_rank)
-    return number
+    return dist.get_global_rank(group or _world(), group_rank)
 
 
 def has_it() -> bool:

@@ -73,7 +73,7 @@ def number(least: float = 0.0, most: float = math.inf) -> ValueKind:
     def parse(value: Any) -> float:
         if not least <= _number(value) <= most:
             raise ValueError
-        return value  # type: ignore[no-any-return]
+        return value
 
     return ValueKind(f"a number{_limits(least, most)}", parse)
 
@@ -122,8 +122,7 @@ def one_or_several(each: ValueKind) -> ValueKind:
     listed = several(each)
 
     def parse(value: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = listed.parse([value] if isinstance(value, str) else value)
-        return found
+        return listed.parse([value] if isinstance(value, str) else value)
 
     return ValueKind(listed.words, parse)
 

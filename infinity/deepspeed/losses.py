@@ -110,8 +110,7 @@ class _Entrances:
         return whole.as_strided(value.size(), value.stride(), value.storage_offset())
 
     def _enter(self, value: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Entrance.apply(value, self._losses)  # type: ignore[no-untyped-call]
-        return found
+        return _Entrance.apply(value, self._losses)  # type: ignore[no-untyped-call]
 
 
 def _base(value: torch.Tensor) -> torch.Tensor:

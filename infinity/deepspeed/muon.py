@@ -245,8 +245,7 @@ def _by_gram(matrix: torch.Tensor) -> torch.Tensor:
             half = a * gram + update @ gram
             gram = a * half + update @ half
     assert product is not None
-    found: torch.Tensor = wide.mT @ product.mT if tall else product @ wide
-    return found
+    return wide.mT @ product.mT if tall else product @ wide
 
 
 def _gram_dtype() -> torch.dtype:

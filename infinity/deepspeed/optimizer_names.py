@@ -150,8 +150,7 @@ class _Names(Optimizer):
 
     def get_lr(self) -> float:
         """The learning rate of the first group."""
-        rate: float = self.param_groups[0]["lr"]
-        return rate
+        return self.param_groups[0]["lr"]
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all groups."""

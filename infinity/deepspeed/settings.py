@@ -378,7 +378,7 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
             )
             device = "none"
         homes[state] = "gpu" if device == "none" else device
-        if not TIERS[homes[state]].survives:
+        if not TIERS[homes[state]].is_drive:
             continue
         found = values[f"{path}.nvme_path"]
         if found is None and "nvme" not in values.below("infinity"):

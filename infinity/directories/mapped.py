@@ -55,7 +55,7 @@ def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
         text = f"takes no file of {size} for the copy of a tensor ({error.strerror}); {way_out}"
         raise FileError(error.errno or 0, where, text) from error
     made = torch.empty(0, dtype=tensor.dtype)
-    return made.set_(storage, 0, tensor.shape)  # type: ignore[call-overload,no-any-return]
+    return made.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
 
 
 def mapped_range(descriptor: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -271,8 +271,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         if self._is_restored:
             engine(self.model).load_checkpoint(path / ENGINE, self._ours)
             path = path / REST
-        found: dict[str, Any] = super().load_checkpoint(path, weights_only)
-        return found
+        return super().load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Like the base, unless the engine has loaded the weights."""
@@ -401,8 +400,7 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         """Load the part of the engine, and return the rest. All ranks call it."""
         path = Path(path)
         if not (path / ENGINE).is_dir():
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return found
+            return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _parted(state if isinstance(state, dict) else {"model": state})
         if model is not None:
             engine(model).load_checkpoint(path / ENGINE, optimizers)

@@ -201,8 +201,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
         """Like transformers, with an infinity optimizer if there is one for `args.optim`."""
         kind = counterpart_of(args).kind
         if kind is None:
-            found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
-            return found
+            return super().get_optimizer_cls_and_kwargs(args, model)
         return kind, settings_for(kind, args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,8 +224,7 @@ class InfinityTrainerMixin(DurableTrainerMixin):
 
         def work(begin: Callable[[torch.Tensor], None]) -> torch.Tensor:
             begin_backward.set(begin)
-            loss: torch.Tensor = step(model, inputs, num_items_in_batch)
-            return loss
+            return step(model, inputs, num_items_in_batch)
 
         self._waiting.append(work)
         if len(self._waiting) < count:

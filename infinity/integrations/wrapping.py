@@ -74,8 +74,7 @@ def scaled(loss: torch.Tensor, optimizers: Sequence[Any]) -> torch.Tensor:
     """`loss`, scaled by the first of `optimizers` that has a loss scaler. Optimizers of fp16
     parameters have one."""
     scaling = [each for each in optimizers if getattr(each, "loss_scaler", None) is not None]
-    found: torch.Tensor = scaling[0].scale(loss) if scaling else loss
-    return found
+    return scaling[0].scale(loss) if scaling else loss
 
 
 def _config_for(config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> Config:

@@ -56,8 +56,7 @@ class ProjectionForward:
             or not isinstance(hidden, torch.Tensor)
             or torch.compiler.is_compiling()
         ):
-            found: torch.Tensor = self.__wrapped__(*args, **kwargs)
-            return found
+            return self.__wrapped__(*args, **kwargs)
         autocast = AutocastState.now(hidden.device.type)
         projection = Projection(self.module, autocast, self.max_bytes, self._note_whole)
         return LazyLogits.project(projection, hidden)

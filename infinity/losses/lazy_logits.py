@@ -236,10 +236,9 @@ class LazyLogits(torch.Tensor):
         )
 
         def loss(hidden: Any, weight: Any, bias: Any) -> torch.Tensor:
-            found: torch.Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            return ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
                 hidden, weight, bias, target, class_weight, plan
             )
-            return found
 
         return projection.apply(loss, self.origin.hidden)
 
@@ -363,8 +362,7 @@ class _Anchored(torch.autograd.Function):
 
 
 def _after(func: Any, others: Sequence[Any], kwargs: Any, logits: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = func(logits, *others, **kwargs)
-    return found
+    return func(logits, *others, **kwargs)
 
 
 def _brought(by: str, value: Any) -> Any:

@@ -153,15 +153,9 @@ def _byte_level() -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    vocabulary: dict[str, int] = {}
-    free = 256
-    for byte in range(256):
-        if byte in printable:
-            vocabulary[chr(byte)] = byte
-        else:
-            vocabulary[chr(free)] = byte
-            free += 1
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    others = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+    vocabulary = {chr(i) if chr(i) in alphabet else next(others): i for i in range(256)}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

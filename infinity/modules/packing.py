@@ -206,8 +206,7 @@ class Packer:
             return saved.unpack(saved.packed)
         if isinstance(saved, SavedInPlace | OffloadedTensor | PartitionedDTensor):
             return saved.unpack()
-        plain: torch.Tensor = saved
-        return plain
+        return saved
 
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit that contains the first byte of `tensor`, of any class, and the byte offset
@@ -334,8 +333,7 @@ def _push(
 
 def _top() -> _Pair | None:
     """The hooks that torch calls now, if any."""
-    found: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _in_front() -> list[_Pack]:

@@ -67,8 +67,7 @@ class _OfClipping(Generic[T]):
         self._name = self._name or name
 
     def __get__(self, optimizer: Optimizer, owner: type) -> T:
-        value: T = getattr(optimizer.clipping, self._name)
-        return value
+        return getattr(optimizer.clipping, self._name)
 
     def __set__(self, optimizer: Optimizer, value: T) -> None:
         setattr(optimizer.clipping, self._name, value)

@@ -184,8 +184,7 @@ class Scales:
 
 def scaled_loss(loss: torch.Tensor, scale: float, scales: Scales) -> torch.Tensor:
     """loss * scale, whose backward notes in `scales` that all gradients of its pass are scaled."""
-    scaled: torch.Tensor = _ScaledLoss.apply(loss, scale, scales)  # type: ignore[no-untyped-call]
-    return scaled
+    return _ScaledLoss.apply(loss, scale, scales)  # type: ignore[no-untyped-call]
 
 
 class _ScaledLoss(torch.autograd.Function):

@@ -25,7 +25,29 @@ class Entries(Protocol):
         """`wanted` becomes the entry of `parameter`."""
 
 
-class StateEntry(dict[str, Any]):
+class Changed:
+    """The methods of a dict that change it by its other methods, which check each change."""
+
+    def __ior__(self: Any, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def setdefault(self: Any, key: Any, value: Any = None) -> Any:
+        """As of a dict."""
+        if key not in self:
+            self[key] = value
+        return self[key]
+
+    def popitem(self: Any) -> Any:
+        """As of a dict."""
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class StateEntry(Changed, dict[str, Any]):
     """`optimizer.state[parameter]`. One that was made of a mapping is a plain dict."""
 
     _of: Callable[[], Entries | None] = staticmethod(lambda: None)
@@ -81,16 +103,6 @@ class StateEntry(dict[str, Any]):
         """As of a dict, all at once."""
         self._change({**self, **dict(*given, **named)})
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def setdefault(self, name: str, value: Any = None) -> Any:
-        """As of a dict."""
-        if name not in self:
-            self[name] = value
-        return self[name]
-
     def pop(self, name: str, *default: Any) -> Any:
         """As of a dict. A tensor keeps the current values."""
         if name not in self:
@@ -99,11 +111,6 @@ class StateEntry(dict[str, Any]):
         del self[name]
         return found
 
-    def popitem(self) -> tuple[str, Any]:
-        """As of a dict."""
-        name = next(reversed(self))
-        return name, self.pop(name)
-
     def clear(self) -> None:
         """Restart the states of this parameter."""
         self._change({})
@@ -111,9 +118,6 @@ class StateEntry(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         """A dict of the same tensors."""
         return dict(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
 
 
 class JoinedStateEntry(StateEntry):

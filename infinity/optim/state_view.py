@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.errors import ConfigError, ShardedParameterError, in_words
-from infinity.optim.state_entry import MISSING, JoinedStateEntry, StateEntry
+from infinity.optim.state_entry import MISSING, Changed, JoinedStateEntry, StateEntry
 from infinity.optim.state_tensors import JoinedSlot, StateTensor
 from infinity.sharding.lazy_tensor import LazyTensor
 from infinity.sharding.tiles import TiledWeight
@@ -50,7 +50,7 @@ class Keeper(Protocol):
         """Restart all states of these parameters."""
 
 
-class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
+class OptimizerStates(Changed, defaultdict[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`. See [Note: changes of optimizer.state].
 
     Used by the thread that runs the model. All ranks read and change tensors alike.
@@ -203,12 +203,6 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         """As of a dict."""
         return self[parameter] if parameter in self else default  # noqa: SIM401 (calls this)
 
-    def setdefault(self, parameter: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        if parameter not in self:
-            self[parameter] = default
-        return self[parameter]
-
     def pop(self, parameter: Any, *default: Any) -> Any:
         """As of a dict. Its tensors keep the current values."""
         if parameter not in self:
@@ -216,11 +210,6 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         found = dict(self[parameter])
         del self[parameter]
         return found
-
-    def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """As of a dict."""
-        parameter = next(reversed(self))
-        return parameter, self.pop(parameter)
 
     def clear(self) -> None:
         """Restart all states."""
@@ -231,16 +220,9 @@ class OptimizerStates(defaultdict[torch.Tensor, dict[str, Any]]):
         for parameter, entry in dict(*given, **named).items():
             self[parameter] = entry
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
-        return self
-
     def copy(self) -> Any:
         """A plain dict with the same entries."""
         return defaultdict(dict, self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
 
     def _entry(self, parameter: torch.Tensor) -> StateEntry:
         found = self[parameter]

@@ -158,8 +158,7 @@ class Workbench:
         """The states of parameter `index`; None for a tensor in the shelf."""
         if self.optimizer is None:
             return {}
-        found: dict[str, Any] = self.optimizer.state.get(self.stands[index], {})
-        return found
+        return self.optimizer.state.get(self.stands[index], {})
 
     def form(self, index: int, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and dtype of a tensor of `state`; None for other values."""

@@ -114,7 +114,7 @@ def _groups(unit: Mapping[Kind, BlockSpec], rules: CacheRules) -> list[list[Bloc
     on_nvme = {
         kind: block
         for kind, block in unit.items()
-        if block.tier.needs_staging and kind not in rules.never
+        if block.tier.is_drive and kind not in rules.never
     }
     parameter, gradient = (
         [on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD)

@@ -214,14 +214,14 @@ class Placement:
     def _steps_per_commit(self, spec: BlockSpec) -> int:
         """One of so many steps also writes the cached elements of `spec` to NVMe, for a commit; 0
         if none does."""
-        of_commits = spec.tier.survives and spec.kind is not Kind.GRAD and not spec.in_files
+        of_commits = spec.tier.is_drive and spec.kind is not Kind.GRAD and not spec.in_files
         return self.config.steps_per_commit if of_commits else 0
 
     def _copies(self, spec: BlockSpec) -> int:
         """The number of homes in memory, or extents on NVMe, of a block. Gradients have one: after
         a failed step they are useless."""
         on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
-        shadowed = on_nvme if spec.tier.needs_staging else spec.kind in self._shadowed_kinds
+        shadowed = on_nvme if spec.tier.is_drive else spec.kind in self._shadowed_kinds
         return 2 if shadowed and not spec.frozen else 1
 
     # All budgets
@@ -361,7 +361,7 @@ class Placement:
         """Whether saved activations leave the compute device. If the CPU is the compute device,
         they are in host memory already."""
         tier = GPU if self.config.inference else TIERS[self.config.activations]
-        return tier.needs_staging or (tier.is_host and not self.machine.unified_memory)
+        return tier.is_drive or (tier.is_host and not self.machine.unified_memory)
 
     @property
     def _chooses_treatments(self) -> bool:
@@ -372,7 +372,7 @@ class Placement:
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:
         """Whether host memory may keep a part of this NVMe block."""
-        return spec.tier.needs_staging and spec.kind not in self._shadowed_kinds
+        return spec.tier.is_drive and spec.kind not in self._shadowed_kinds
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """The number of elements of each NVMe block to keep in `cache_bytes` of host memory. The
@@ -395,7 +395,7 @@ class Placement:
         if (
             not speculative
             or not self.config.tuning.copy_on_write
-            or any(spec.tier.needs_staging for spec in rewritten)
+            or any(spec.tier.is_drive for spec in rewritten)
         ):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]

@@ -185,7 +185,7 @@ def buffer_bytes(units: Iterable[UnitShape], config: Config, exchanges: bool) ->
     """Bytes of the gradient buffer for the largest of `units`; 0 if they need none. Stage 1 with
     gradients on "gpu" needs none, because gradients collect in their home."""
     trained = [unit for unit in units if unit.trainable]
-    if not (exchanges or TIERS[config.gradients].needs_staging):
+    if not (exchanges or TIERS[config.gradients].is_drive):
         return 0
     return max(
         (

@@ -87,7 +87,7 @@ def bytes_on_tiers(
     )
     tiers[GPU.name] += stays * may_stay
     for name, tier in places.items():
-        shadowed = tier.needs_staging and config.tuning.copy_on_write and name != "gradients"
+        shadowed = tier.is_drive and config.tuning.copy_on_write and name != "gradients"
         late = tier.is_host and config.tuning.update == "delayed" and name == "parameters"
         leaves = 1.0 if tier.is_device else 1.0 - stays
         homes = leaves * getattr(states, name) * (2 if shadowed or late else 1)

@@ -137,7 +137,7 @@ class Placed:
     @property
     def moved_bytes(self) -> int:
         """Bytes that a read of the whole block takes from NVMe; 0 for another tier."""
-        return self.spec.nbytes - self.cached_bytes if self.spec.tier.needs_staging else 0
+        return self.spec.nbytes - self.cached_bytes if self.spec.tier.is_drive else 0
 
     @property
     def write_through(self) -> bool:
@@ -172,7 +172,7 @@ class Placed:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that all its homes take in the NVMe directories."""
-        if not self.spec.tier.needs_staging or self.spec.in_files:
+        if not self.spec.tier.is_drive or self.spec.in_files:
             return 0
         return self.extent_bytes * self.copies + (self.moved_bytes if self.has_spare else 0)
 

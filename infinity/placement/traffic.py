@@ -52,7 +52,7 @@ def moves(
             if kind is Kind.PARAM:
                 brought = 0.0 if block.tier.is_device else (1 - resident) * (1 if trains else 2)
                 upload += block.nbytes * (brought + trains)
-                there = 1.0 if block.tier.is_device else resident * block.tier.needs_staging
+                there = 1.0 if block.tier.is_device else resident * block.tier.is_drive
                 download += block.nbytes * there * (trains and not is_rounded(unit))
             elif kind is Kind.GRAD:
                 download += block.nbytes
@@ -60,7 +60,7 @@ def moves(
                     upload, download = upload + block.span, download + block.span
             elif block.tier.is_device:
                 upload, download = upload + block.nbytes, download + block.nbytes
-            if block.tier.needs_staging:
+            if block.tier.is_drive:
                 in_memory = block.format.bytes_of(cached.get(block, 0))
                 nvme += traffic(kind, unit, resident) * (block.nbytes - in_memory)
                 nvme += in_memory * write_through * written(kind, unit)

@@ -175,13 +175,13 @@ def _placements(case: Situation) -> list[Change]:
     if case.hardware.drives:
         nvme = config.nvme or ("/mnt/nvme0",)
         for state in _STATES:
-            if not TIERS[getattr(config, state)].survives:
+            if not TIERS[getattr(config, state)].is_drive:
                 words = f'set {state}="nvme"'
                 changes.append(_configured(words, {"nvme": nvme, state: "nvme"}, {}))
     changes.append(Change("recompute activations (activation checkpointing)", _recomputed))
     if TIERS[config.activations].is_device:
         changes.append(_configured('set activations="cpu"', {"activations": "cpu"}, {}))
-    if not TIERS[config.activations].survives and case.hardware.drives:
+    if not TIERS[config.activations].is_drive and case.hardware.drives:
         nvme = config.nvme or ("/mnt/nvme0",)
         fields = {"nvme": nvme, "activations": "nvme"}
         changes.append(_configured('set activations="nvme"', fields, {}))

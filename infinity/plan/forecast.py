@@ -110,7 +110,7 @@ def place(
 
 def _on_nvme(config: Config) -> list[str]:
     states = ("parameters", "gradients", "optimizer", "activations")
-    return [state for state in states if TIERS[getattr(config, state)].survives]
+    return [state for state in states if TIERS[getattr(config, state)].is_drive]
 
 
 def config_text(config: Config) -> str:

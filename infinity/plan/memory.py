@@ -87,7 +87,7 @@ class MemoryPlan:
         for block in self.layout.blocks:
             tiers = found.setdefault(block.spec.kind.value, dict.fromkeys(TIERS, 0))
             tier, in_memory = block.spec.tier, block.spec.home_bytes * block.copies
-            tiers[tier.name] += block.reserved_bytes if tier.needs_staging else in_memory
+            tiers[tier.name] += block.reserved_bytes if tier.is_drive else in_memory
             tiers[CPU.name] += block.cached_bytes
         return found
 
@@ -97,7 +97,7 @@ class MemoryPlan:
         to the drives."""
         if not self.layout.placement.moves_activations():
             return 0, 0
-        to_drives = TIERS[self.layout.placement.config.activations].needs_staging
+        to_drives = TIERS[self.layout.placement.config.activations].is_drive
         room, saved = self.layout.rooms.saved, self.activations.saved
         return (saved, max(saved - room, 0)) if to_drives else (min(saved, room), 0)
 

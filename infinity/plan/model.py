@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.bench.step import train
 from infinity.bench.step.flops import Shape
-from infinity.bench.step.train import shape_of
+from infinity.bench.step.train import looked_up, shape_of
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.measure.rates import DTYPES
@@ -342,7 +342,7 @@ def _of_divisions(
 
 
 def _units(model: nn.Module, division: Division, in_files: bool) -> tuple[PlannedUnit, ...]:
-    looked_up = _looked_up(model)
+    free = set(map(id, pieces_of(looked_up(model))))
     blocks = {id(p) for block in division.blocks for p in block.parameters()}
     return tuple(
         PlannedUnit(
@@ -350,7 +350,7 @@ def _units(model: nn.Module, division: Division, in_files: bool) -> tuple[Planne
             tuple(tuple(p.shape) for _, p in group.parameters),
             Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize),
             group.trainable,
-            sum(_weights(p) for _, p in group.parameters if id(p) not in looked_up),
+            sum(_weights(p) for _, p in group.parameters if id(p) not in free),
             all(id(p) in blocks for _, p in group.parameters),
             in_files and not group.trainable,
         )
@@ -360,18 +360,6 @@ def _units(model: nn.Module, division: Division, in_files: bool) -> tuple[Planne
 
 def _weights(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
-
-
-def _looked_up(model: nn.Module) -> set[int]:
-    """The ids of the embeddings that no matrix multiplication uses."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    tied = None if head is None else head.weight
-    return {
-        id(piece)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.weight is not tied
-        for piece in pieces_of([module.weight])
-    }
 
 
 def _orders(

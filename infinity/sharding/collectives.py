@@ -53,16 +53,12 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._hash = 0
+        self.value = 0
+        """The hash, 32 bits."""
 
     def note(self, operation: str, unit: str) -> None:
         """This rank posts a collective on a unit, after the collectives that it noted before."""
-        self._hash = zlib.crc32(f"{operation} {unit}".encode(), self._hash)
-
-    @property
-    def value(self) -> int:
-        """The hash, 32 bits."""
-        return self._hash
+        self.value = zlib.crc32(f"{operation} {unit}".encode(), self.value)
 
 
 def size(group: Group) -> int:
@@ -248,10 +244,7 @@ def take_from(values: torch.Tensor, source: int, groups: Iterable[dist.ProcessGr
 
 def same(value: int, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with the same `value`, of less than 64 bits."""
-    both = torch.tensor([value, -value], device=_kind_for(group))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    most, minus_least = read_values(both)
-    return bool(most == -minus_least)
+    return same_values([value], [group])[0]
 
 
 def same_values(values: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> list[bool]:

@@ -57,14 +57,12 @@ class InGraphs(torch.Tensor):
 
     def kept_gradient(self) -> torch.Tensor | None:
         """`.grad`, if another object keeps it for the tensor."""
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        return found
+        return _GRAD.__get__(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
         """As of any tensor. torch.compile reads it without `__torch_function__`."""
-        found: torch.Tensor | None = call_uncompiled(_gradient_of, self)
-        return found
+        return call_uncompiled(_gradient_of, self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -137,8 +135,7 @@ class InGraphs(torch.Tensor):
 def _gradient_of(tensor: InGraphs) -> torch.Tensor | None:
     if not stands_for_another(tensor):
         return tensor.kept_gradient()
-    found: torch.Tensor | None = _GRAD.__get__(tensor)
-    return found
+    return _GRAD.__get__(tensor)
 
 
 def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
@@ -164,8 +161,7 @@ def on_given(func: Any, args: Any, kwargs: Any, view: type[InGraphs]) -> Any:
 
 def makes_graph() -> bool:
     """Whether torch.compile makes a graph now, and so calls this code."""
-    found: bool = call_uncompiled(torch.compiler.is_compiling)
-    return found
+    return call_uncompiled(torch.compiler.is_compiling)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:

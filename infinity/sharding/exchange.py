@@ -102,16 +102,14 @@ class Exchange:
     def sum(self, values: Sequence[float], what: str, among: Among = Among.ALL) -> list[float]:
         """The sums of `values` over the ranks `among`. `what` names them in a report."""
         join = functools.partial(collectives.all_reduce_sum, values, self.ranks.groups(among))
-        found: list[float] = self.post("sum", what, Contribution(join), among).wait()
-        return found
+        return self.post("sum", what, Contribution(join), among).wait()
 
     def sum_alike(self, values: Sequence[float], what: str, alike: int) -> list[float] | None:
         """Like `sum` over all ranks. None on all of them if they differ in `alike`; then the number
         of `values` may differ, too."""
         join = functools.partial(collectives.all_reduce_sum, values, self.ranks.groups())
         contribution = Contribution(join, alike=alike)
-        found: list[float] | None = self.post("sum", what, contribution, Among.ALL).wait()
-        return found
+        return self.post("sum", what, contribution, Among.ALL).wait()
 
     def most(self, values: Sequence[float], what: str) -> Collective:
         """Begin to find the largest of each of `values` over all ranks. `what` names them in a
@@ -122,8 +120,7 @@ class Exchange:
     def sum_by_rank(self, values: Sequence[float], what: str) -> list[float]:
         """Like `sum` among one copy of the model, with the bits of `add_by_rank`."""
         contribution = Contribution(functools.partial(self.add_by_rank, values))
-        found: list[float] = self.post("sum", what, contribution, Among.COPY).wait()
-        return found
+        return self.post("sum", what, contribution, Among.COPY).wait()
 
     def add_by_rank(self, values: Sequence[float]) -> list[float]:
         """The sums of `values` over one copy of the model. On the thread of the exchange."""

@@ -119,7 +119,7 @@ class UnitFacts:
             algorithm=config.algorithm,
             only_runs=config.inference,
             files=config.nvme[0] if config.nvme else None,
-            spill=tuple(config.nvme) if TIERS[config.optimizer].survives else (),
+            spill=tuple(config.nvme) if TIERS[config.optimizer].is_drive else (),
         )
 
     @property

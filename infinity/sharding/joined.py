@@ -68,8 +68,7 @@ class JoinedTensor(LazyTensor):
     def divided(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of `values`, one for each part. `values` has the shape of this tensor."""
         sizes = [part.shape[self.dimension] for part in self.parts]
-        found: Sequence[torch.Tensor] = values.split(sizes, self.dimension)
-        return found
+        return values.split(sizes, self.dimension)
 
     def is_split_as(self, parts: Sequence[torch.Tensor], dimension: int) -> bool:
         """Whether its parts have the shapes of these."""

@@ -209,8 +209,7 @@ class LazyTensor(InGraphs):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = brought(self)
-        copied: torch.Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __copy__(self) -> torch.Tensor:
         return self.detach().requires_grad_(self.requires_grad)
@@ -302,8 +301,7 @@ class _Viewing(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self.func(tensor, *self.args, **self.kwargs)
-        made: torch.Tensor = found if self.place is None else found[self.place]
-        return made
+        return found if self.place is None else found[self.place]
 
 
 class LazyView(LazyTensor):

@@ -122,13 +122,12 @@ ALONE = Ranks()
 
 def _copy(group: dist.ProcessGroup, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
-    copy: dist.ProcessGroup = dist.new_group(
+    return dist.new_group(
         ranks,
         timeout=timeout,
         backend=backend or dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),  # then only its members call
     )
-    return copy
 
 
 def find_ranks(given: GivenGroup, stage: int) -> Ranks:
@@ -222,7 +221,6 @@ def whole_group(ranks: Ranks) -> Group:
     members = sorted(member for each in found for member in each)
     if len(members) == dist.get_world_size():
         return dist.group.WORLD
-    made: dist.ProcessGroup = dist.new_group(
+    return dist.new_group(
         members, backend=dist.get_backend(ranks.shards), use_local_synchronization=True
     )
-    return made

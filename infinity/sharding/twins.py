@@ -113,8 +113,7 @@ class Twins:
             saved_tensors_hooks(lambda _: None, lambda _: blank),
         ):
             saving: Any = _Save.apply(dense)  # type: ignore[no-untyped-call]
-        handle: torch.Tensor = saving.grad_fn.saved_tensors[0]
-        return handle
+        return saving.grad_fn.saved_tensors[0]
 
     def close(self) -> None:
         """No further gradient comes. The node refers to the dense tensor, so this ends a cycle that
@@ -141,8 +140,7 @@ class Blank(LazyTensor):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> torch.Tensor:
         """A blank handle of the shape, dtype and device of `tensor`."""
-        made: torch.Tensor = cls.without_data(tensor.shape, tensor.dtype, tensor.device)
-        return made
+        return cls.without_data(tensor.shape, tensor.dtype, tensor.device)
 
     def detached(self) -> torch.Tensor:
         return Blank.of(self)

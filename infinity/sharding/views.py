@@ -120,8 +120,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         for views in list(GatheredParameter.views):
             views.alias(self)
             views.watch(self)
-        found: torch.Tensor = _DATA.__get__(self)
-        return found
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -149,8 +148,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
                     # the gradient again when it runs.
                     return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
                 return kept
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        return found
+        return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -181,8 +179,7 @@ class GatheredParameter(nn.Parameter, ZeroNames):
         """A copy is no view of a unit, so it is a plain parameter."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

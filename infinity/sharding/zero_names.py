@@ -34,8 +34,7 @@ class ZeroNames:
     @property
     def ds_shape(self: Any) -> torch.Size:
         """The shape of the whole parameter, as `shape`."""
-        found: torch.Size = self.shape
-        return found
+        return self.shape
 
     @property
     def ds_numel(self: Any) -> int:

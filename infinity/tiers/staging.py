@@ -93,7 +93,7 @@ class Staging:
     def staged_from(self, block: Block, on_device: bool = False) -> int:
         """The first element whose chunk is a copy in a slot. Chunks before it are parts of the home
         itself."""
-        if block.tier.needs_staging:
+        if block.tier.is_drive:
             return block.cached_elements
         if not block.tier.is_addressed(self._device.unified_memory):
             return block.elements if on_device and self.is_gpu_resident(block) else 0

@@ -148,8 +148,8 @@ class Store:
         infinite if no tier in use is on drives."""
         return (
             self.nvme.measure()
-            if TIERS[self._config.activations].needs_staging
-            or any(b.tier.needs_staging for b in self._blocks)
+            if TIERS[self._config.activations].is_drive
+            or any(b.tier.is_drive for b in self._blocks)
             else math.inf
         )
 
@@ -206,7 +206,7 @@ class Store:
             if block.placed.has_spare:
                 spare = self.nvme.extents.reserve(block.placed.moved_bytes, spare=True)
                 block.home.extents = (*block.home.extents, spare)
-        grows = TIERS[self._config.activations].needs_staging or self._originals
+        grows = TIERS[self._config.activations].is_drive or self._originals
         if grows and self._config.nvme:
             self.nvme.extents.reserve(ALIGNMENT)  # a file that can grow
 
@@ -224,7 +224,7 @@ class Store:
         self._arenas = Arenas(self.device, rooms, poison, self._memory)
         if self.layout.placement.moves_activations():
             memory = self.device.host_memory(rooms.saved)
-            drive = self.nvme if TIERS[self._config.activations].needs_staging else None
+            drive = self.nvme if TIERS[self._config.activations].is_drive else None
             self.activations = Activations(
                 self.device, memory, drive, self._recorder, poison, self._verifies
             )
@@ -263,7 +263,7 @@ class Store:
     def _lease_homes(self, cache_bytes: int) -> None:
         """Give every block with a home or a cached part in memory its place there, with zeros."""
         for block in self._blocks:
-            if not block.tier.needs_staging:
+            if not block.tier.is_drive:
                 nbytes, copies = block.spec.home_bytes, block.placed.copies
                 block.home.buffers = tuple(self.reserve(block.tier, nbytes) for _ in range(copies))
                 for buffer in block.home.buffers:
@@ -282,7 +282,7 @@ class Store:
         return [
             block
             for block in self._blocks
-            if block.tier.survives and block.kind is not Kind.GRAD and not block.spec.in_files
+            if block.tier.is_drive and block.kind is not Kind.GRAD and not block.spec.in_files
         ]
 
     def steps_left(self, number: int) -> int:
@@ -336,7 +336,7 @@ class Store:
     def cached(self) -> tuple[int, int]:
         """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all blocks on
         NVMe."""
-        on_nvme = [b for b in self._blocks if b.tier.needs_staging]
+        on_nvme = [b for b in self._blocks if b.tier.is_drive]
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def written_through(self) -> int:

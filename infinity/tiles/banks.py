@@ -107,8 +107,7 @@ class AdaptedBank(TiledBank):
         made = cls(bank, factors)
         if not torch.is_grad_enabled():
             return made
-        linked: AdaptedBank = AddedTo.apply(made, bank, *factors[:2])  # type: ignore[no-untyped-call]
-        return linked
+        return AddedTo.apply(made, bank, *factors[:2])  # type: ignore[no-untyped-call]
 
     def again(self) -> AdaptedBank:
         """Another handle."""
@@ -180,8 +179,7 @@ class BankView(LazyTensor):
         made.bank, made.expert, made.turned = bank, expert, turned
         if _is_watched(bank):
             made = _BankPart.apply(made, bank)  # type: ignore[no-untyped-call]
-        view: BankView = made
-        return view
+        return made
 
     def fetch(self) -> torch.Tensor:
         """A copy of the values, for code that bypasses Python's API."""
@@ -201,8 +199,7 @@ class BankView(LazyTensor):
                 "by grouped_mm; raise the max_bytes of infinity.tile, or give wrap "
                 "units=[...], so that it stays whole"
             )
-        found: torch.Tensor = self.bank.call_one(self.expert, _copy, self.turned)
-        return found
+        return self.bank.call_one(self.expert, _copy, self.turned)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +236,7 @@ class _BankPart(torch.autograd.Function):
         ctx.expert, ctx.turned, ctx.shape = view.expert, view.turned, bank.shape
         made = BankView.without_data(view.shape, view.dtype, view.device)
         vars(made).update(vars(view))
-        return made  # type: ignore[no-any-return]
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

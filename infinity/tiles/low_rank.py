@@ -44,8 +44,7 @@ def run_on_sum(
     """`run(factors.added(weight), *given)`. Autograd keeps `weight`, `factors` and `given`."""
     leaves, form = trees.tree_flatten(given)
     lhs, rhs, scaling = factors
-    result: torch.Tensor = _RunOnSum.apply(run, form, scaling, weight, lhs, rhs, *leaves)  # type: ignore[no-untyped-call]
-    return result
+    return _RunOnSum.apply(run, form, scaling, weight, lhs, rhs, *leaves)  # type: ignore[no-untyped-call]
 
 
 class _RunOnSum(torch.autograd.Function):
@@ -78,10 +77,7 @@ class _RunOnSum(torch.autograd.Function):
 
 def _computed(leaves: Sequence[Any], run: Any, form: Any, scaling: float) -> torch.Tensor:
     weight, lhs, rhs, *given = leaves
-    result: torch.Tensor = run(
-        Factors(lhs, rhs, scaling).added(weight), *trees.tree_unflatten(given, form)
-    )
-    return result
+    return run(Factors(lhs, rhs, scaling).added(weight), *trees.tree_unflatten(given, form))
 
 
 class AddedTo(torch.autograd.Function):

@@ -69,8 +69,7 @@ def embedding(
     for tile, count in zip(every, rows, strict=True):
         tokens.append(tile(_embedding_tile, ids, begin, output, padding, by_count))
         begin += count
-    joined: torch.Tensor = _JoinRows.apply([output], *tokens)  # type: ignore[no-untyped-call]
-    return joined
+    return _JoinRows.apply([output], *tokens)  # type: ignore[no-untyped-call]
 
 
 def _cast(tensor: torch.Tensor, lower: torch.dtype | None) -> torch.Tensor:

@@ -68,8 +68,7 @@ class InTiles(nn.Module):
     @property
     def tiled(self) -> dict[str, TiledWeight]:
         """The weights in tiles, by their names."""
-        found: dict[str, TiledWeight] = vars(self)[IN_TILES]
-        return found
+        return vars(self)[IN_TILES]
 
     def __getattr__(self, name: str) -> Any:
         weight = vars(self).get(IN_TILES, {}).get(name)
@@ -131,8 +130,7 @@ class LinearInTiles(InTiles, nn.Linear):
     """`nn.Linear` with its weight in tiles of its rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._compute(self, input)
-        return output
+        return self._compute(self, input)
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
         return linear(given, self.tiled["weight"].tiles, self.bias, across=False)
@@ -142,8 +140,7 @@ class EmbeddingInTiles(InTiles, nn.Embedding):
     """`nn.Embedding` with its weight in tiles of its rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._compute(self, input)
-        return output
+        return self._compute(self, input)
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
         tiles = self.tiled["weight"].tiles
@@ -156,8 +153,7 @@ class ColumnsInTiles(InTiles):
     bias: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._compute(self, x)
-        return output
+        return self._compute(self, x)
 
     def compute(self, given: torch.Tensor) -> torch.Tensor:
         return linear(given, self.tiled["weight"].tiles, self.bias, across=True)

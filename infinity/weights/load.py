@@ -273,7 +273,7 @@ def fill_units(
             torch.manual_seed(seed)
         for unit in units:
             block = unit.blocks[Kind.PARAM]
-            stays_in_files = bool(unit.facts.stored) and block.tier.survives
+            stays_in_files = bool(unit.facts.stored) and block.tier.is_drive
             if stays_in_files:
                 unit.store.fill_from_files(block)
             if stays_in_files or kept:

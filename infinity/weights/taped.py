@@ -304,8 +304,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         if read is not None:
             return read()
         tape.was_read |= any(each.draws for each in tape.slice(place.cell))
-        found: torch.Tensor = tape.values(place).clone()
-        return found
+        return tape.values(place).clone()
 
 
 @contextmanager
@@ -397,8 +396,7 @@ def _read(value: Any) -> Any:
     values = values_of(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         start = torch.empty(0, requires_grad=True)
-        found: torch.Tensor = _WithoutGradient.apply(start, values)  # type: ignore[no-untyped-call]
-        return found
+        return _WithoutGradient.apply(start, values)  # type: ignore[no-untyped-call]
     return values
 
 

@@ -79,8 +79,7 @@ class _OtherFile:
         self._opened: Any = safe_open(str(path), framework="pt")
 
     def keys(self) -> Iterable[str]:
-        found: list[str] = self._opened.keys()
-        return found
+        return self._opened.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._opened.get_slice(name).get_shape())
@@ -91,8 +90,7 @@ class _OtherFile:
 
     def read(self, name: str, bounds: tuple[slice, ...]) -> torch.Tensor:
         opened = self._opened
-        found: torch.Tensor = opened.get_slice(name)[bounds] if bounds else opened.get_tensor(name)
-        return found
+        return opened.get_slice(name)[bounds] if bounds else opened.get_tensor(name)
 
 
 class _Sliced:

@@ -96,18 +96,17 @@ def test_another_use_is_no_comparison(source: str) -> None:
 
 def test_the_answers_of_each_tier() -> None:
     assert {
-        tier: (each.is_device, each.is_host, each.needs_staging, each.survives)
-        for tier, each in TIERS.items()
+        tier: (each.is_device, each.is_host, each.is_drive) for tier, each in TIERS.items()
     } == {
-        "gpu": (True, False, False, False),
-        "cpu": (False, True, False, False),
-        "nvme": (False, False, True, True),
+        "gpu": (True, False, False),
+        "cpu": (False, True, False),
+        "nvme": (False, False, True),
     }
 
 
 @pytest.mark.parametrize("tier", TIERS.values(), ids=str)
 def test_one_processor_or_a_buffer_uses_a_block(tier: Tier) -> None:
-    assert [tier.is_device, tier.is_host, tier.needs_staging].count(True) == 1
+    assert [tier.is_device, tier.is_host, tier.is_drive].count(True) == 1
 
 
 def test_the_cpu_addresses_the_device_only_where_they_share_memory() -> None:

@@ -89,9 +89,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 
 def on_nvme(engine: infinity.Engine) -> int:
     """Bytes of what lives on NVMe, each once."""
-    return sum(
-        b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier.needs_staging
-    )
+    return sum(b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier.is_drive)
 
 
 # Bytes
@@ -261,7 +259,7 @@ def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
         b.cached_elements / b.elements
         for unit in engine.units
         for b in unit.blocks.values()
-        if b.tier.needs_staging
+        if b.tier.is_drive
     }
     assert {0.0, 1.0} < shares
     return engine

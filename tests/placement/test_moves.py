@@ -398,7 +398,7 @@ def test_moves_of_what_comes_and_goes() -> None:
     def of(tier: str, kept: int = 0, frozen: bool = False, **how: Any) -> tuple[float, ...]:
         blocks = placed([2], 1 << 30, tier, **how).specs
         blocks = [block for block in blocks if block.kind is Kind.PARAM or not frozen]
-        cached = {block: kept for block in blocks if block.tier.needs_staging}
+        cached = {block: kept for block in blocks if block.tier.is_drive}
         return tuple(moves(blocks, 0.25, cached))
 
     assert of("cpu") == (bf16 / 2 * 1.75, bf16 / 2, 0, 2 * PAGE)

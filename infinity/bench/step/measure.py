@@ -130,7 +130,7 @@ def measure(
     warnings = [busy] if (busy := load_problem()) is not None else []
     device = ComputeDevice(config.tuning.device)
     homes = (config.parameters, config.optimizer, config.gradients)
-    on_nvme = any(TIERS[name].needs_staging for name in homes)
+    on_nvme = any(TIERS[name].is_drive for name in homes)
 
     def links() -> dict[str, list[float]]:
         say("measuring the links")

@@ -92,15 +92,17 @@ def find_source(name: str, precision: str) -> ModelSource:
     return ModelSource(name, config, None, bare)
 
 
-def shape_of(model: nn.Module, config: Any) -> Shape:
-    """The inputs of the count of operations."""
+def looked_up(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of embeddings that no matrix multiplication uses."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tied = None if head is None else head.weight
-    looked_up = {
-        id(m.weight): m.weight
-        for m in model.modules()
-        if isinstance(m, nn.Embedding) and m.weight is not tied
-    }
+    embeddings = (m.weight for m in model.modules() if isinstance(m, nn.Embedding))
+    return [weight for weight in embeddings if weight is not tied]
+
+
+def shape_of(model: nn.Module, config: Any) -> Shape:
+    """The inputs of the count of operations."""
+    free = set(map(id, looked_up(model)))
     layers = int(config.num_hidden_layers)
     blocks = [
         module
@@ -109,7 +111,7 @@ def shape_of(model: nn.Module, config: Any) -> Shape:
     ]
     heads = getattr(config, "num_attention_heads", 0)
     return Shape(
-        multiplied=sum(p.numel() for p in model.parameters() if id(p) not in looked_up),
+        multiplied=sum(p.numel() for p in model.parameters() if id(p) not in free),
         in_blocks=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
         layers=layers,
         width=int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
