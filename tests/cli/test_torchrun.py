@@ -250,7 +250,7 @@ def test_one_rank_speaks_and_its_report_is_of_all(
     assert {tier: memory["budget"] for tier, memory in summary["memory"].items()} == dict.fromkeys(
         ("gpu", "cpu", "nvme"), 64 << 20
     )
-    assert dict(summary_rows(summary))["peak cpu"].endswith(
+    assert dict(summary_rows(summary))["peak host memory"].endswith(
         " of 32 MiB (64 MiB for the 2 ranks of a node)"
     )
     assert "on 2 ranks" in (home.path / "two" / "report.html").read_text()
