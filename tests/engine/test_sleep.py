@@ -149,7 +149,7 @@ def test_the_file_has_homes_and_cache_and_no_byte_more(
     before = engine.memory()
     expected = sum(
         block.placed.cached_bytes
-        if block.tier.needs_staging
+        if block.tier.is_drive
         else sum(buffer.nbytes for buffer in block.home.buffers)
         for unit in engine.units
         for block in unit.blocks.values()
