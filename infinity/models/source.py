@@ -201,7 +201,10 @@ def find_model(name: str, precision: str) -> ModelSource:
         config = _preset(name)
         source = ModelSource(name, config, None)
     elif directory.is_dir():
-        source = ModelSource(name, _directory_config(directory), directory, directory / NAME)
+        config = _directory_config(directory)
+        if directory != Path(name):
+            config.name_or_path = name  # adapters name their base, also to other machines
+        source = ModelSource(name, config, directory, directory / NAME)
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? A model is" if near else "it is"

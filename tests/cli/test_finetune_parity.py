@@ -239,6 +239,16 @@ def test_adapters_are_written_alone_or_merged(start: Start, tmp_path: Path) -> N
     torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-6)
 
 
+def test_adapters_name_the_id_of_their_base(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They named its directory in the cache, which another machine does not have."""
+    monkeypatch.setattr("infinity.models.source.cached", {"me/mine": start.model}.get)
+    finetune(start, tmp_path / "out", "--data", start.text, "--lora", 2, "--model", "me/mine")
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "me/mine"
+
+
 def test_a_checkpoint_of_adapters_is_exported_as_them(start: Start, tmp_path: Path) -> None:
     options = ["--data", start.text, "--sequence-length", 16, "--lr", RATE, "--lora", 2]
     steps = tmp_path / "steps"
