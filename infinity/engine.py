@@ -569,10 +569,10 @@ class Engine:
         what = "engine.sleep()"
         self._store.latch.check_process()
         self._executions.refuse_inside(what)
-        if self._store.latch.asleep:
-            return 0
-        self._executions.end_interrupted()
-        self._store.latch.check()
+        sleeps = self._store.latch.asleep  # perhaps on this rank alone, after a `wake` that failed
+        if not sleeps:
+            self._executions.end_interrupted()
+            self._store.latch.check()
         exchange, durability = self._exchange, self._durability
         try:
             with (
@@ -580,6 +580,8 @@ class Engine:
                 if exchange is None
                 else together(exchange.ranks, self._store.patience)
             ):
+                if sleeps:
+                    return 0
                 snapshot = None if durability is None else durability.snapshots.under_way
                 _refuse_sleep(self._store, self._units, snapshot)
                 self._updater.rest()
@@ -587,7 +589,8 @@ class Engine:
                     durability.rest()
                 nbytes = self._store.sleeper.save(self._state_directory)
         except BaseException:
-            self._store.sleeper.close()
+            if not sleeps:
+                self._store.sleeper.close()
             raise
         self._store.sleeper.begin()
         return nbytes

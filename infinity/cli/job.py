@@ -168,7 +168,8 @@ class FinetuneJob(FinetuneOptions):
             display.attach(engine, steps)
             describe = partial(save_description, model=model, tokenizer=tokenizer)
             sample = self._sampling(source, model, tokenizer, engine.device)
-            parts = RunParts(windows, steps, rate, display, world, describe, sample)
+            digest = "" if self.lora is None else source.digest()
+            parts = RunParts(windows, steps, rate, display, world, describe, digest, sample)
             arguments = self._arguments(parts, engine.device.type == "cpu")
             trainer = FinetuneTrainer(model, arguments, self, parts)
             world.seed(self.seed)
@@ -373,10 +374,9 @@ class FinetuneJob(FinetuneOptions):
                         f"the adapters are merged into the weights of {self.model} itself, which "
                         "are not in 4 bits"
                     )
-                weights = trainer.checked(engine.weights())
                 if world.is_first:
                     run_file.begin(self.output)
-                self._save(engine.model, weights, tokenizer, world.is_first)
+                self._save(trainer, tokenizer, world.is_first)
         summary = summarize(
             self.model, history, report, self.output, {}, world.size, world.local_size
         )
@@ -387,17 +387,14 @@ class FinetuneJob(FinetuneOptions):
             run_file.end(self.output, summary)
         return summary
 
-    def _save(
-        self,
-        model: torch.nn.Module,
-        weights: Iterator[tuple[str, torch.Tensor]],
-        tokenizer: Tokenizer,
-        writes: bool,
-    ) -> None:
-        """Write the model or its adapters to the output. All ranks call it, and one `writes`."""
+    def _save(self, trainer: FinetuneTrainer, tokenizer: Tokenizer, writes: bool) -> None:
+        """Write the model or its adapters to the output. All ranks call it, and one `writes`.
+        Raises `InfinityError` for a parameter that is not finite."""
         assert self.output is not None
+        model: torch.nn.Module = trainer.engine.model
+        weights = trainer.checked(trainer.engine.weights())
         if self.lora is not None:
-            adapters = trained(model)
+            adapters = dict(trainer.checked(trained(model).items()))
             if not writes and (self.base is not None or not self.merge):
                 return  # there is nothing to gather
             if not self.merge:

@@ -12,7 +12,7 @@ from infinity.checkpoint.files import METRICS
 from infinity.directories.directory import Directory, check_length
 from infinity.directories.drafts import drafting, remove_leftovers
 from infinity.errors import naming
-from infinity.models.shards import write_weights
+from infinity.models.shards import weight_files, write_weights
 from infinity.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RUN_NAME = "infinity-run.json"
 """The run file of the directory; see `infinity.cli.run_file`."""
+_OF_A_MODEL = ("config.json", "generation_config.json")
 OWN_NAMES = {RUN_NAME, METRICS, "runs"}
 """The files of a run that come before its model. Those of TensorBoard are in `runs`."""
 
@@ -59,6 +60,8 @@ def save_model(
     `weights` yields full tensors by the model's names. It is read once, as a stream. Persistent
     buffers that it leaves out come from `model`.
     """
+    with Directory(directory, "--output") as place:  # transformers would load them, too
+        _remove(place, (name for name in place.names() if name.startswith("adapter_")))
     dtypes: dict[str, int] = {}
     write_weights(directory, _count_dtypes(_with_buffers(model, weights), dtypes))
     dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
@@ -111,8 +114,14 @@ def save_adapters(
                 drafts.path, state_dict=adapters, save_embedding_layers=False
             )
             tokenizer.save(drafts.path)
+        _remove(place, (*weight_files(place), *_OF_A_MODEL))  # of an earlier run
         for name in drafts.names():
             drafts.publish(name)
+
+
+def _remove(place: Directory, names: Iterable[str]) -> None:
+    for name in set(names).intersection(place.names()):
+        place.remove(name)
 
 
 def _with_buffers(

@@ -320,7 +320,8 @@ def _case(
         found = measured(planned, source, training, config, config.nvme, say)
         described = found.replace(**changes)
     same = None
-    if isinstance(source, ModelSource) and asked.can_run(source):
+    has_place = asked.base is None or config.nvme  # for the base
+    if isinstance(source, ModelSource) and asked.can_run(source) and has_place:
         usual = _RUN.sequence_length or AskedRun.usual_length(source)
         same = SameRun(source.name, run.durability, usual, asked.lora, asked.base)
     return PlanCase(planned, described, training, config, others, same)

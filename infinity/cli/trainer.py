@@ -57,6 +57,8 @@ class RunParts:
     world: World
     describe: Callable[[Path], None]
     """Writes the files that an export of a checkpoint needs: config and tokenizer of the model."""
+    digest: str = ""
+    """Of the weights beside which adapters are trained; see `ModelSource.digest`."""
     sample: Callable[[], str] | None = None
     """The answer of the model to a prompt, to show with each validation. All ranks call it."""
 
@@ -323,6 +325,7 @@ class FinetuneTrainer(InfinityTrainer):
             "--lora-alpha": options.lora_alpha,
             "--lora-target": options.lora_target,
             "--base": options.base,
+            "a frozen --model with the digest": self.parts.digest,
             "a number of windows of": len(windows.tokens),
         }
 

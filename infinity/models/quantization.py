@@ -113,7 +113,8 @@ def _recipe(source: ModelSource, dtype: torch.dtype | None) -> dict[str, Any]:
         if path.name == NAME or path.suffix == ".safetensors":
             status = path.stat()
             files[path.name] = [status.st_size, status.st_mtime_ns]
-    return {"format": 1, "kind": _KIND, "dtype": str(dtype), "source": files}
+    settings = {"format": 1, "kind": _KIND, "dtype": str(dtype)}
+    return {**settings, "source": files, "digest": source.digest()}
 
 
 def _is_made(target: Path, recipe: dict[str, Any]) -> bool:

@@ -36,12 +36,17 @@ def write_weights(
     """
     with Directory(directory, "--output") as place, drafting(place) as drafts:
         names = draft_weights(drafts, weights, shard_bytes)
-        old = {name for name in place.names() if _OLD_SHARD.fullmatch(name) or name == INDEX}
+        old = set(weight_files(place))
         for name in names:
             drafts.publish(name)
         for name in old.difference(names):
             place.remove(name)
     return [directory / name for name in names if name != INDEX]
+
+
+def weight_files(place: Directory) -> list[str]:
+    """The names of the files in `place` that `write_weights` writes."""
+    return [name for name in place.names() if _OLD_SHARD.fullmatch(name) or name == INDEX]
 
 
 def draft_weights(

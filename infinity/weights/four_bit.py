@@ -80,7 +80,7 @@ class Codes:
             codes = torch.empty(tensors.shape(key), dtype=torch.uint8, device="meta")
             layer.weight = nn.Parameter(codes, requires_grad=False)
             self._layers[name] = layer
-            matches.unexpected -= {f"{name}.{part}" for part in parts}
+            matches.unexpected -= {*parts.values(), *(f"{name}.{part}" for part in parts)}
         matches.wrong = [each for each in matches.wrong if each[0] not in self._layers]
 
     def describe(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -112,7 +112,7 @@ def init_zero() -> Iterator[None]:
 
 @contextmanager
 def _building(exact: bool, named: bool) -> Iterator[None]:
-    register = nn.Module.register_parameter
+    register, apply = nn.Module.register_parameter, nn.Module._apply
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
     taping.tensor_kind, taping.parameter_kind = kinds_for(taping, named)
@@ -132,12 +132,26 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
             replaced[parameter] = handle
         module._parameters[name] = replaced[parameter]
 
+    def on_tape(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
+        """`Module._apply`, as in `model.to(dtype)`: parameters stay the same objects, and tied."""
+
+        def converted(tensor: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = function(tensor)
+            is_ours = isinstance(tensor, taping.parameter_kind) and type(found) is torch.Tensor
+            has_none = found.device.type == "meta"  # memory
+            return found.as_subclass(taping.tensor_kind) if is_ours and has_none else found
+
+        is_here = not taping.is_paused and threading.get_ident() == thread
+        return apply(module, converted if is_here else function, recurse)
+
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    nn.Module._apply = on_tape  # type: ignore[method-assign]
     try:
         with taping, streamed(taping):
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
         taping.tape.end()
         with as_built():
             _note_all(taping)

@@ -228,6 +228,10 @@ class _ReplayMemory:
         return storage.clone() if id(cell) in self._written else storage
 
 
+_NUMBERS = itertools.count()
+"""Of the cells of all tapes, which ranks that build the same models count alike."""
+
+
 class Tape:
     """The operations of one `infinity.init()`; see [Note: replay]. Used by one thread."""
 
@@ -240,7 +244,6 @@ class Tape:
         """The version counters of parameters, by their ids, when their origins were stored."""
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}  # by the numbers of storages
         self._writers: dict[int, list[int]] = {}  # by the ids of cells: numbers of operations
-        self._numbers = itertools.count()
         self._seed: int | None = None
         self._states: dict[int, torch.Tensor] = {}
 
@@ -263,7 +266,7 @@ class Tape:
         cell = self.cell(tensor)
         if cell is None:
             storage = tensor.untyped_storage()
-            cell = Cell(storage.nbytes(), device or tensor.device, next(self._numbers))
+            cell = Cell(storage.nbytes(), device or tensor.device, next(_NUMBERS))
             self.tie(storage, cell)
         return Place(
             cell,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
@@ -289,6 +290,44 @@ def test_adapters_without_a_weight_of_their_own_are_not_merged(
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"infinity: {reason}"
+
+
+@pytest.mark.parametrize("first", [(), ("--lora", 2), ("--lora", 2, "--merge")])
+@pytest.mark.parametrize("then", [(), ("--lora", 2), ("--lora", 2, "--merge")])
+def test_an_output_has_no_files_of_the_run_before(
+    start: Start, tmp_path: Path, first: tuple[Any, ...], then: tuple[Any, ...]
+) -> None:
+    """transformers loads a model together with the adapters beside it."""
+    common = ("--data", start.text, "--overwrite")
+    finetune(start, tmp_path / "out", *common, *first)
+    finetune(start, tmp_path / "out", *common, *then)
+    finetune(start, tmp_path / "alone", *common, *then)
+    assert {path.name for path in (tmp_path / "out").iterdir()} - {"README.md"} == {
+        path.name for path in (tmp_path / "alone").iterdir()
+    } - {"README.md"}
+
+
+def test_adapters_that_are_not_finite_are_not_written(start: Start, tmp_path: Path) -> None:
+    options = ["--data", start.text, "--lora", 2, "--lr", 1e39, "--output", tmp_path / "out"]
+    common = ["--model", start.model, "--byte-tokenizer", "--steps", 1, "--warmup", 0, *ON_CPU]
+    result = CliRunner().invoke(app, ["finetune", *map(str, [*common, *options])])
+    assert result.exit_code == 1
+    assert re.search(r"lora_\S* became \S+ at step 1; try a lower --lr", result.stderr)
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_adapters_are_not_resumed_beside_other_weights(start: Start, tmp_path: Path) -> None:
+    """Their directory may have got the files of another model of the same shape."""
+    shutil.copytree(start.model, tmp_path / "model")
+    common = ["--model", tmp_path / "model", "--byte-tokenizer", "--data", start.text, "--steps", 1]
+    common += ["--lora", 2, "--checkpoint", tmp_path / "steps", "--checkpoint-every", 1, *ON_CPU]
+    command = ["finetune", *map(str, common)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    halves = {name: value / 2 for name, value in weights.items()}
+    save_file(halves, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    result = CliRunner().invoke(app, [*command, "--resume", "--steps", "2"])
+    assert result.exit_code == 1 and "a frozen --model with the digest" in result.stderr
 
 
 def test_adapters_of_random_weights_are_refused(start: Start) -> None:

@@ -29,6 +29,34 @@ def wrapped_values(model: nn.Module, tmp_path: Path, **options: Any) -> dict[str
         return engine.state_dict()
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half(),
+        lambda model: model.to("cpu"),
+        lambda model: model.to(torch.float64).float(),
+        lambda model: model[0].to(torch.bfloat16) and model,
+    ],
+    ids=["bfloat16", "half", "cpu", "there and back", "a part"],
+)
+def test_a_conversion_inside_keeps_parameters_and_their_ties(
+    convert: Callable[[nn.Sequential], nn.Sequential], tmp_path: Path
+) -> None:
+    """It made other parameters, one for each name."""
+
+    def make() -> nn.Sequential:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), nn.LayerNorm(4))
+        model[1].weight = model[0].weight
+        before = list(model.parameters())
+        found = convert(model)
+        assert all(new is old for new, old in zip(found.parameters(), before, strict=True))
+        assert found[1].weight is found[0].weight and found[0].weight.norm() > 0
+        return found
+
+    check_bits(make, tmp_path)
+
+
 def check_bits(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """What `make` builds inside of `init()` takes no memory, and has the bits of the plain model
     after `wrap`; the generator of random numbers is where the plain constructor leaves it."""

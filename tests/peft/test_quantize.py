@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity.errors import ConfigError, WeightsError
@@ -159,6 +160,21 @@ def test_a_kill_leaves_no_directory_and_the_next_call_makes_it(tmp_path: Path) -
     assert not target.exists() and len(names(tmp_path)) == 2
     infinity.quantize(source, target)
     assert names(tmp_path) == {"model", "made"}
+
+
+def test_a_source_is_told_from_another_one_of_its_shape_and_time(tmp_path: Path) -> None:
+    source, target = saved("llama", tmp_path / "model"), tmp_path / "made"
+    weights = source / "model.safetensors"
+    os.utime(weights, (1, 1))
+    before = digests(infinity.quantize(source, target))
+    halves = {name: value / 2 for name, value in load_file(weights).items()}
+    save_file(halves, weights, {"format": "pt"})
+    os.utime(weights, (1, 1))
+    assert digests(infinity.quantize(source, target)) != before
+
+
+def digests(directory: Path) -> list[str]:
+    return [sha256(path.read_bytes()).hexdigest() for path in directory.glob("*.safetensors")]
 
 
 def test_a_source_that_changes_meanwhile_is_refused(
