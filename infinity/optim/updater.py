@@ -219,6 +219,8 @@ class Updater(Updates):
         if not set_to_none:
             self.settle([share.unit for share in shares])
         for unit, positions in shares:
+            for position in positions:
+                unit.data.drop_uncollected(position)
             (unit.gradients.forget if set_to_none else unit.gradients.zero)(positions)
 
     def skip(self, shares: Sequence[UnitShare]) -> None:

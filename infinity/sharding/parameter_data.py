@@ -207,10 +207,20 @@ class ParameterData:
     def is_uncollected(self, index: int) -> bool:
         """Whether autograd has accumulated a gradient of parameter `index` that the engine has not
         taken. Hooks that were registered before `wrap` run then."""
-        twins = self._twins[index]
-        dense = twins.other if twins.is_handle else twins.tensor
+        dense = self._dense(index)
         with torch._C.DisableTorchFunctionSubclass():
             return dense is not None and _GRAD.__get__(dense) is not None
+
+    def drop_uncollected(self, index: int) -> None:
+        """Drop such a gradient, which stays when a hook raises. The next one would be added to
+        it."""
+        if self.is_uncollected(index):
+            with torch._C.DisableTorchFunctionSubclass():
+                _GRAD.__set__(self._dense(index), None)
+
+    def _dense(self, index: int) -> torch.Tensor | None:
+        twins = self._twins[index]
+        return twins.other if twins.is_handle else twins.tensor
 
     def agree(self, index: int) -> None:
         """`requires_grad` of parameter `index` was set: set it on its other tensor, too."""

@@ -131,3 +131,26 @@ def test_a_hook_after_accumulation_has_no_gradient(
             assert torch.equal(found.clone(), parameter.grad), "a refusal changes nothing"
     sentence = "inside of a backward: .* Step once after" if way == "step" else NOT_FINAL
     assert all(re.search(sentence, each) for each in said)
+
+
+def test_the_gradient_that_a_hook_has_left_behind_is_forgotten(hooked: Any) -> None:
+    """A backward that a hook of the user ended left it, and the next one was added to it."""
+    raising = [True]
+
+    def hook(name: str, parameter: torch.Tensor) -> None:
+        if raising[0]:
+            raise LookupError(name)
+
+    model = hooked("register_post_accumulate_grad_hook", hook)
+    with pytest.raises(LookupError):
+        micro_steps(model)
+    raising[0] = False
+    model.zero_grad()
+    micro_steps(model)
+    plain = made()
+    micro_steps(plain)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = other.grad
+        assert (parameter.grad is None) is (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad.clone(), expected, rtol=1e-6, atol=1e-7)
