@@ -209,11 +209,14 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
-def touch(memory: torch.Tensor) -> None:
+def touch(
+    memory: torch.Tensor,
+    way_out: str = "lower cpu_memory, or leave it out for a part of what is free",
+) -> None:
     """Zero host memory, of shape (nbytes,), in slices of TOUCHED_BYTES.
 
-    Raises `BudgetError` if the machine has no more memory and its total does not grow, before the
-    kernel ends a process.
+    Raises `BudgetError` with `way_out` if the machine has no more memory and its total does not
+    grow, before the kernel ends a process.
     """
     slices = memory.split(TOUCHED_BYTES)
     before = read_host() if len(slices) > 1 else None
@@ -223,8 +226,7 @@ def touch(memory: torch.Tensor) -> None:
             raise BudgetError(
                 f"{host.owner} has no more host memory after "
                 f"{format_bytes(number * TOUCHED_BYTES)} of {format_bytes(memory.nbytes)}: "
-                f"{format_bytes(host.free)} of {format_bytes(host.total)} are free; lower "
-                "cpu_memory, or leave it out for a part of what is free"
+                f"{format_bytes(host.free)} of {format_bytes(host.total)} are free; {way_out}"
             )
         part.zero_()
 
@@ -282,7 +284,7 @@ class HostMemory:
     def restore(self, beside: Callable[[], AbstractContextManager[object]] | None = None) -> None:
         """After `release`: touch all pages, which are zeros then, and pin them as `pin` does.
         Raises the errors of `touch`."""
-        touch(self.tensor)
+        touch(self.tensor, "free some, and call engine.wake() again")
         if self._cudart is not None and self.tensor.numel():
             self._pinning = Pinning(self.tensor.numel(), self._cudart)
         self.pin(beside)

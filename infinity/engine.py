@@ -131,7 +131,8 @@ class Engine:
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
-        Facade.attach(model, self._given, self._state_directory)
+        check = self._store.latch.check_awake
+        Facade.attach(model, self._given, self._state_directory, check)
         Merges.attach(model, self._hand_over)
 
     def _hand_over(self, inner: nn.Module) -> None:

@@ -74,7 +74,9 @@ class Loads:
     outermost load writes them, unit by unit. It writes them also when it raises an `Exception`,
     because torch loads the tensors that fit and then reports the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None]) -> None:
+        """`check` raises while nothing can be written."""
+        self._check = check
         self._depth = 0
         self._values: dict[Unit, dict[int, torch.Tensor]] = {}
 
@@ -95,6 +97,7 @@ class Loads:
     def under_way(self) -> Iterator[None]:
         """Enter a load, or a part of one. The outermost load writes the values when it ends. An
         interrupt drops them."""
+        self._check()
         self._depth += 1
         failed: Exception | None = None
         try:
@@ -132,10 +135,17 @@ class Facade:
         self._directory = directory
 
     @classmethod
-    def attach(cls, model: nn.Module, given: GivenTensors, directory: Path | None) -> None:
+    def attach(
+        cls,
+        model: nn.Module,
+        given: GivenTensors,
+        directory: Path | None,
+        check: Callable[[], None],
+    ) -> None:
         """Give every module of `model` a facade. `state_dict` maps files in `directory`, or in that
-        of `tempfile`. It notes the tensors that it returns in `given`."""
-        loads = Loads()
+        of `tempfile`. It notes the tensors that it returns in `given`. A load begins with
+        `check`."""
+        loads = Loads(check)
         for module in model.modules():
             facade = cls(module, loads, given, directory)
             vars(module).update((name, getattr(facade, name)) for name in _METHODS)

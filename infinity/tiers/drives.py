@@ -66,6 +66,7 @@ class NvmeTier:
         self.originals = Originals(engine, REQUEST_BYTES)
         """Files of the user that are homes, beside the directories."""
         self._registered: list[torch.Tensor] = []
+        self._parts.callback(self._registered.clear)  # the engines are closed then
         self._parts.callback(self.originals.close)
         self._parts.callback(places.close)
         self._unflushed: str | None = None  # the file whose flush has failed

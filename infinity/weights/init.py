@@ -142,7 +142,7 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
             return found.as_subclass(taping.tensor_kind) if is_ours and has_none else found
 
         is_here = not taping.is_paused and threading.get_ident() == thread
-        return apply(module, converted if is_here else function, recurse)
+        return apply(module, converted if is_here else function, recurse)  # type: ignore[no-untyped-call]
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     nn.Module._apply = on_tape  # type: ignore[method-assign]

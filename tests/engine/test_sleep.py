@@ -320,6 +320,7 @@ def test_no_use_while_it_sleeps(place: str, tmp_path: Path) -> None:
         seen = [step(model, optimizer, 0), step(model, optimizer, 1)]
         engine.save_checkpoint(tmp_path / f"{name}.saved", optimizer)
         saved = optimizer.state_dict()
+        zeros = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
         engine.sleep()
         if tries:
             weight = model.norm.weight
@@ -330,6 +331,7 @@ def test_no_use_while_it_sleeps(place: str, tmp_path: Path) -> None:
                 "reading": lambda weight=weight: weight.sum().item(),
                 "copying": lambda weight=weight: weight.detach().clone(),
                 "state_dict": lambda model=model: model.state_dict()["norm.weight"].sum(),
+                "load_state_dict": lambda model=model, zeros=zeros: model.load_state_dict(zeros),
                 "engine.state_dict": engine.state_dict,
                 "weights": lambda engine=engine: list(engine.weights()),
                 "get": lambda weight=weight: infinity.get(weight, "exp_avg"),
