@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import tempfile
 import traceback
@@ -97,6 +98,8 @@ def require_extras(
 ) -> None:
     """Raise `InfinityError` with the pip command if one of `modules`, which `package` brings, is
     missing for `what`."""
+    # PEFT imports it, and on some CPUs it warns of a package that would make it faster.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for module in modules:
         try:
             importlib.import_module(module)

@@ -363,9 +363,10 @@ ORPHANING = """
 import os, signal
 import pytest
 from infinity.cli import main
-from support.finetune_steps import during_step
 
 if os.environ["RANK"] == "0":
+    from support.finetune_steps import during_step
+
     during_step(pytest.MonkeyPatch(), 2, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
 main.app()
 """
