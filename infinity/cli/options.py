@@ -142,8 +142,8 @@ SequenceLength = Annotated[
     typer.Option(
         min=2,
         max=MOST_TOKENS,
-        help="Tokens per window. Without it as many as the longest sample has, and for texts 1024; "
-        "at most the positions of the model.",
+        help="Tokens per window. `infinity finetune` takes as many as the longest sample has, and "
+        "for texts 1024; at most the positions of the model.",
         rich_help_panel=_DATA,
     ),
 ]
@@ -273,8 +273,8 @@ LearningRate = Annotated[
         "--lr",
         min=0.0,
         callback=finite,
-        help="Highest learning rate. Without it 3e-4; for a model with weights and 300M parameters "
-        "1e-4, and 1B 2e-5; with --lora 2e-4.",
+        help="Highest learning rate. `infinity finetune` takes 3e-4; for a model with weights and "
+        "300M parameters 1e-4, and 1B 2e-5; with --lora 2e-4.",
         rich_help_panel=_TRAINING,
     ),
 ]
