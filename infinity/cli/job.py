@@ -401,7 +401,7 @@ class FinetuneJob(FinetuneOptions):
                 save_adapters(self.output, model, adapters, tokenizer)
                 return
             if self.base is not None:
-                model, weights = self._plain(infinity.engine(model).config.precision)
+                model, weights = self._plain(trainer.engine.config.precision)
             weights = merged(model, weights, adapters)
         if writes:
             save_model(self.output, base_of(model), weights, tokenizer)

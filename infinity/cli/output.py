@@ -60,10 +60,10 @@ def save_model(
     `weights` yields full tensors by the model's names. It is read once, as a stream. Persistent
     buffers that it leaves out come from `model`.
     """
-    with Directory(directory, "--output") as place:  # transformers would load them, too
-        _remove(place, (name for name in place.names() if name.startswith("adapter_")))
     dtypes: dict[str, int] = {}
     write_weights(directory, _count_dtypes(_with_buffers(model, weights), dtypes))
+    with Directory(directory, "--output") as place:  # transformers would load them, too
+        _remove(place, (name for name in place.names() if name.startswith("adapter_")))
     dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
     save_description(directory, model, tokenizer, dtype)
 
@@ -114,9 +114,9 @@ def save_adapters(
                 drafts.path, state_dict=adapters, save_embedding_layers=False
             )
             tokenizer.save(drafts.path)
-        _remove(place, (*weight_files(place), *_OF_A_MODEL))  # of an earlier run
         for name in drafts.names():
             drafts.publish(name)
+        _remove(place, (*weight_files(place), *_OF_A_MODEL))  # of an earlier run
 
 
 def _remove(place: Directory, names: Iterable[str]) -> None:

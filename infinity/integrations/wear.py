@@ -25,10 +25,10 @@ class WearNote(TrainerCallback):  # type: ignore[misc]
         self._steps, self._begun = 0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._begun = time.perf_counter()
+        self._steps, self._begun = self._steps + 1, time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        seconds, self._steps = time.perf_counter() - self._begun, self._steps + 1
+        seconds = time.perf_counter() - self._begun
         remaining = state.max_steps - state.global_step
         if self._steps == 2 and remaining > 0 and state.is_world_process_zero:
             text = _wear(engine(given["model"]), remaining, seconds, args.world_size > 1)

@@ -21,8 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -32,6 +30,7 @@ from infinity.cli.main import app
 from infinity.models.data import WindowRequest, Windows, load_windows
 from infinity.models.packing import best_fit
 from infinity.models.tokenizer import load_tokenizer
+from support.local_models import save_for_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -71,12 +70,7 @@ class Start(NamedTuple):
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     place = tmp_path_factory.mktemp("start")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, num_attention_heads=4, max_position_embeddings=256, dtype="float32", **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained(place / "model")
+    save_for_bytes(place / "model", 32)
     draw = random.Random(0)
     records = [
         {
@@ -314,6 +308,18 @@ def test_adapters_that_are_not_finite_are_not_written(start: Start, tmp_path: Pa
     assert result.exit_code == 1
     assert re.search(r"lora_\S* became \S+ at step 1; try a lower --lr", result.stderr)
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_an_overwrite_that_fails_leaves_the_output(start: Start, tmp_path: Path) -> None:
+    """Files of the run before go when those of the new one are there, and not before."""
+    out, common = tmp_path / "out", ("--data", start.text, "--lora", 2)
+    finetune(start, out, *common)
+    before = (out / "adapter_model.safetensors").read_bytes()
+    options = ["--model", start.model, "--byte-tokenizer", "--data", start.text, "--lr", 1e39]
+    options += ["--steps", 1, "--warmup", 0, "--overwrite", "--output", out, *ON_CPU]
+    result = CliRunner().invoke(app, ["finetune", *map(str, options)])
+    assert result.exit_code == 1 and "became" in result.stderr
+    assert (out / "adapter_model.safetensors").read_bytes() == before
 
 
 def test_adapters_are_not_resumed_beside_other_weights(start: Start, tmp_path: Path) -> None:

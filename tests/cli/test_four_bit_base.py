@@ -16,8 +16,6 @@ from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -27,6 +25,7 @@ from infinity.cli.main import app
 from infinity.cli.trainer import FinetuneTrainer
 from infinity.models.data import WindowRequest, load_windows
 from infinity.models.tokenizer import load_tokenizer
+from support.local_models import save_for_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -46,12 +45,7 @@ class Start(NamedTuple):
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     place = tmp_path_factory.mktemp("start")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, num_attention_heads=4, max_position_embeddings=256, dtype="float32", **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained(place / "model")
+    save_for_bytes(place / "model", 64)
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     return Start(place / "model", place / "text.txt")
 

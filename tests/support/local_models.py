@@ -48,6 +48,23 @@ def save_causal(directory: Path) -> None:
     save_tokenizer(directory)
 
 
+def save_for_bytes(directory: Path, hidden: int) -> None:
+    """Write a Llama of two layers for the tokens of `--byte-tokenizer`, in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
 def save_classifier(directory: Path) -> None:
     """Write a BERT of two layers for two classes, with random weights, and its tokenizer.
 
